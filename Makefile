@@ -1,0 +1,32 @@
+# Everything starts here. A fresh machine needs Python 3.11 or 3.12 with pip, and make.
+EXTRA ?= cpu
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed-$(EXTRA)
+
+.PHONY: setup demo test test-gpu lint lock docs
+
+setup: $(STAMP)  ## .venv with the locked packages; EXTRA=gpu for the GPU set
+
+$(STAMP): pyproject.toml uv.lock tools/install.py
+	@$(PYTHON) tools/install.py $(EXTRA)
+
+demo: setup  ## train the embedded default with GRPO
+	$(BIN)/python -m trainer.main $(ARGS)
+
+test: setup  ## the CPU tests
+	$(BIN)/python -m pytest tests/cpu $(ARGS)
+
+test-gpu: setup  ## the same promises on GPUs
+	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+lock: setup  ## re-resolve; ARGS=--upgrade to move every pin
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/lock.py $(ARGS)
+
+docs: setup  ## docs/config.md from the typed schema
+	$(BIN)/python -m trainer.config > .venv/config.md && mv .venv/config.md docs/config.md
