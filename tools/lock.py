@@ -1,8 +1,9 @@
 """Re-resolve the dependencies and write a uv.lock that names no host.
 
-uv records where it found each file. Here a package index is the user's own business, so every address is cut down
-to the bare file name: the hashes stay, and any mirror, or a directory `wheels/`, can serve the files. Arguments go to
-`uv lock`, for example `--upgrade` or `--upgrade-package ray`; without any, pins that still fit stay as they are.
+uv records where it found each file. Here a package index is the user's own business, so every address is cut
+down to the bare file name: the hashes stay, and any mirror, or a directory `wheels/`, can serve the files.
+Arguments go to `uv lock`, for example `--upgrade` or `--upgrade-package ray`; without any, pins that fit
+stay.
 """
 
 import re
