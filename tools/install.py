@@ -86,6 +86,9 @@ def uv_options(settings: dict[str, list[str]]) -> tuple[list[str], dict[str, str
 def install(extra: str, options: list[str], environment: dict[str, str]) -> None:
     """Install the locked set, then this project as an editable package."""
     export = [UV, "export", "--quiet", "--frozen", f"--extra={extra}", "--no-emit-project", "--no-annotate"]
+    if extra == "gpu" and "--no-index" not in options:
+        # A directory of files may hold torch's CPU build, and uv would prefer 2.13.0+cpu to 2.13.0.
+        options = [option for option in options if not option.startswith("--find-links")]
     pip_install = [UV, "pip", "install", "--python", PYTHON, *options]
     if extra == "gpu":
         run(*pip_install, "--no-deps", "-r", "-", input=run(*export), env=environment)
