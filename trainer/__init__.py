@@ -1,0 +1,3 @@
+"""FSDP2-native GRPO and PPO post-training that survives being killed."""
+
+__version__ = "0.1.0"

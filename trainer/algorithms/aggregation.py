@@ -1,0 +1,69 @@
+"""From token losses to one number, so that any split of a batch adds up to the same number.
+
+A mini-batch is cut over ranks and micro-batches; each piece returns its share of the global loss:
+
+    token_mean               sum_it m_it x_it / sum_it m_it
+    seq_mean_token_mean      sum_i (sum_t m_it x_it / sum_t m_it) / N
+    seq_mean_token_sum       sum_i (sum_t m_it x_it) / N
+    seq_mean_token_sum_norm  sum_i (sum_t m_it x_it) / (N L)
+
+with i over the global mini-batch's sequences that have a completion token (N of them), m the mask and L
+a constant length. The denominators are `Totals`, known before the first piece is computed, so summing the
+pieces' losses (and gradients) over micro-batches and ranks gives the loss (and gradient) of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Denominators of a global mini-batch."""
+
+    tokens: float
+    """Completion tokens."""
+    sequences: float
+    """Sequences with at least one completion token."""
+    max_tokens: float
+    """The constant length L of `seq_mean_token_sum_norm`."""
+
+    @classmethod
+    def of(cls, mask: Tensor, max_tokens: float | None = None) -> Totals:
+        """Totals of the batch with this `mask` `(B, T)`; L is T unless given."""
+        return cls(
+            tokens=float(mask.sum()),
+            sequences=float((mask.sum(dim=-1) > 0).sum()),
+            max_tokens=float(mask.shape[-1] if max_tokens is None else max_tokens),
+        )
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` is 1, and 0 elsewhere even if `values` is infinite or NaN there."""
+    return torch.where(mask > 0, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def aggregate(values: Tensor, mask: Tensor, kind: str = "token_mean", totals: Totals | None = None) -> Tensor:
+    """This piece's share of the global mean of `values` `(B, T)`; a scalar.
+
+    Args:
+        mask: `(B, T)`, 1 = completion token.
+        kind: one of `AGGREGATIONS`.
+        totals: denominators of the global mini-batch; those of this batch when omitted.
+    """
+    if kind not in AGGREGATIONS:
+        raise ValueError(f"algorithm.aggregation={kind}: choose one of {', '.join(AGGREGATIONS)}")
+    totals = totals or Totals.of(mask)
+    kept = masked(values, mask)
+    if kind == "token_mean":
+        return kept.sum() / max(totals.tokens, 1.0)
+    rows = kept.sum(dim=-1)
+    if kind == "seq_mean_token_mean":
+        rows = rows / mask.sum(dim=-1).clamp(min=1)
+    scale = totals.max_tokens if kind == "seq_mean_token_sum_norm" else 1.0
+    return rows.sum() / (max(totals.sequences, 1.0) * max(scale, 1.0))

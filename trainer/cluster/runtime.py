@@ -1,0 +1,189 @@
+"""Starting or joining Ray, and placing ranks and engines on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from trainer.cluster.actors import ActorGroup
+from trainer.config import Config
+from trainer.errors import UserError
+
+_PLACEMENT_TIMEOUT_S = 60.0
+_CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
+
+
+class Cluster:
+    """Ray for one run: `with Cluster(cfg, device) as cluster`. Whatever it started ends with it.
+
+    Args:
+        device: `cuda` or `cpu`.
+    """
+
+    def __init__(self, cfg: Config, device: str):
+        self.cfg = cfg
+        self.device = device
+        self._groups: list[ActorGroup] = []
+        self._placements: list[PlacementGroup] = []
+
+    def __enter__(self) -> Cluster:
+        address = self.cfg.trainer.ray_address
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address is None:
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # only this machine can reach it
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, self._slots_needed()),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address="127.0.0.1",
+                **({"object_store_memory": _CPU_OBJECT_STORE_BYTES} if self.device == "cpu" else {}),
+            )
+        else:
+            _probe(address)
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise UserError(f"trainer.ray_address={address}: {str(error).splitlines()[0]}") from error
+        try:
+            self._check_resources()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups:
+            group.kill()
+        for placement in self._placements:
+            # The cluster may be what failed; then its placement groups went with it.
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(placement)
+        ray.shutdown()
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> ActorGroup:
+        """Start `trainer.num_workers` actors `factory(cfg, rank, world_size, device)`, one GPU or CPU slot each."""
+        count = self.cfg.trainer.num_workers
+        gpus = 1 if self.device == "cuda" else 0
+        placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
+        options = [
+            {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
+            }
+            for i in range(count)
+        ]
+        args = [(self.cfg, rank, count, self.device) for rank in range(count)]
+        return self._keep(ActorGroup.launch(name, factory, args, options, env))
+
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: ActorGroup) -> ActorGroup:
+        """Start `rollout.num_engines` actors `factory(*args)`.
+
+        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.colocate`, those of as
+        many ranks.
+        """
+        r = self.cfg.rollout
+        if self.device == "cuda" and r.colocate:
+            options = self._colocated_options(ranks)
+        else:
+            gpus = r.tensor_parallel_size if self.device == "cuda" else 0
+            placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * r.num_engines)
+            options = [
+                {
+                    "num_cpus": 1,
+                    "num_gpus": gpus,
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
+                }
+                for i in range(r.num_engines)
+            ]
+        return self._keep(ActorGroup.launch("engine", factory, [args] * r.num_engines, options, env))
+
+    def _colocated_options(self, ranks: ActorGroup) -> list[dict[str, Any]]:
+        """The ranks own their GPUs as far as Ray knows; an engine sees the same ones by their ids."""
+        size, places = self.cfg.rollout.tensor_parallel_size, ranks.where()
+        options = []
+        for i in range(self.cfg.rollout.num_engines):
+            members = places[i * size : (i + 1) * size]
+            if len({m["node"] for m in members}) > 1:
+                raise UserError(f"rollout.tensor_parallel_size={size}: engine {i} would span two nodes; "
+                                "choose a size that divides the GPUs of a node")  # fmt: skip
+            options.append({
+                "num_cpus": 0,
+                "num_gpus": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(members[0]["node"], soft=False),
+                "env": {
+                    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+                    "CUDA_VISIBLE_DEVICES": ",".join(gpu for m in members for gpu in m["gpus"]),
+                },
+            })  # fmt: skip
+        return options
+
+    @staticmethod
+    def put(value: Any) -> Any:
+        """A reference to `value` in the object store; actors get the value, arrays without a copy."""
+        return ray.put(value)
+
+    def _keep(self, group: ActorGroup) -> ActorGroup:
+        self._groups.append(group)
+        return group
+
+    def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
+        placement = placement_group(bundles, strategy="PACK")
+        self._placements.append(placement)
+        if not placement.wait(_PLACEMENT_TIMEOUT_S):
+            raise UserError(
+                f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
+                f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"
+            )
+        return placement
+
+    def _rank_groups(self) -> int:
+        roles = 1 + self.cfg.has_critic + self.cfg.has_reference
+        return 1 if self.cfg.trainer.colocate else roles
+
+    def _slots_needed(self) -> int:
+        return self.cfg.trainer.num_workers * self._rank_groups() + self.cfg.rollout.num_engines
+
+    def _check_resources(self) -> None:
+        if self.device != "cuda":
+            return
+        t, r = self.cfg.trainer, self.cfg.rollout
+        has = int(ray.cluster_resources().get("GPU", 0))
+        ranks = t.num_workers * self._rank_groups()
+        engines = r.num_engines * r.tensor_parallel_size
+        if r.colocate and engines > t.num_workers:
+            raise UserError(f"rollout.num_engines={r.num_engines}: with rollout.colocate the engines need {engines} "
+                            f"GPUs, but trainer.num_workers={t.num_workers}")  # fmt: skip
+        needed = ranks + (0 if r.colocate else engines)
+        if needed > has:
+            raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
+                            f"{has}; use fewer, or let them share with rollout.colocate=true")  # fmt: skip
+
+
+def _held() -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{total[k] - free.get(k, 0):g} of {total[k]:g} {k}" for k in ("CPU", "GPU") if k in total)
+
+
+def _probe(address: str) -> None:
+    """Fail within seconds when nothing listens at `address`; Ray itself would retry for a minute."""
+    if address == "auto" or address.startswith("ray://"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"trainer.ray_address={address}: must be host:port, auto or null")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise UserError(
+            f"trainer.ray_address={address}: no Ray cluster answers there ({error}); start one with "
+            "`ray start --head`, or leave the key out to run on this machine"
+        ) from error

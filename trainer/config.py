@@ -1,0 +1,600 @@
+"""The typed schema: name, type, default, unit and meaning of every key, and what must hold between keys.
+
+Hydra composes `conf/*.yaml` onto these dataclasses; `validate` then checks ranges and contradictions.
+Nothing here imports torch, so `--help` and a rejected config answer at once. `python -m trainer.config`
+prints `docs/config.md`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import UserError
+
+ADVANTAGE_ESTIMATORS = ("grpo", "gae")
+POLICY_LOSSES = ("clip",)
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+GENERATORS = ("arithmetic", "reverse_text")
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    scheduler: str = "constant"
+    """Learning rate after warm-up: `constant` or `cosine` (falls to `min_lr_ratio` at the last step)."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: float = 0.1
+    """Where `cosine` ends, as a share of `lr`."""
+
+
+@dataclass
+class FSDPConfig:
+    param_dtype: str = "auto"
+    """Precision of parameters in forward and backward: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
+    or `float32`. The optimizer always holds float32 master weights."""
+    reduce_dtype: str = "float32"
+    """Precision in which gradients are reduced over ranks: `float32` or `bfloat16`."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+
+
+@dataclass
+class PolicyConfig:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of the policy."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the policy."""
+
+
+@dataclass
+class CriticConfig:
+    path: str | None = None
+    """Start weights of the critic's backbone: a Hugging Face id or directory; null: the policy's."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
+    """Optimizer of the critic."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the critic."""
+
+
+@dataclass
+class ReferenceConfig:
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the reference."""
+
+
+@dataclass
+class TrainerConfig:
+    run_name: str = "default"
+    """Name of the run: part of `run_dir` and the name shown in W&B."""
+    run_dir: str = "outputs/${trainer.run_name}${sweep_suffix:}"
+    """Directory of the run. In a `-m` sweep each job's overrides are appended."""
+    seed: int = 1
+    """Every random draw of the run is a function of this and of what is drawn."""
+    total_steps: int = 60
+    """Steps after which the run is finished."""
+    num_workers: int = 1
+    """FSDP2 ranks: GPUs, or processes on CPU."""
+    replicas: int = 1
+    """HSDP: the ranks form this many replicas, each sharded over `num_workers / replicas` ranks."""
+    device: str = "auto"
+    """`cuda`, `cpu`, or `auto`: cuda where there is one."""
+    colocate: bool = True
+    """Policy, critic and reference share ranks (one process hosts all roles); false: each gets its own
+    `num_workers` ranks."""
+    ray_address: str | None = None
+    """`host:port` (or `auto`) of a Ray cluster to join; null starts one on this machine for this run."""
+    master_port: int = 0
+    """Port at which the ranks meet, on rank 0's machine; 0 takes a free one."""
+    worker_timeout_s: float = 1800.0
+    """Seconds that one collective may take before the ranks give up."""
+    train_batch_size: int = 64
+    """Prompts a step."""
+    mini_batch_size: int = 32
+    """Prompts an optimizer step."""
+    update_epochs: int = 1
+    """Passes over a step's experience."""
+    max_tokens_per_micro_batch: int = 16384
+    """Tokens, padding included, that one rank takes through the model at once. A longer sequence goes alone."""
+    val_interval: int = 10
+    """Validate every so many steps and after the last; -1: never."""
+    val_before_train: bool = True
+    """Validate the start weights (as step 0)."""
+    ckpt_path: str = "${trainer.run_dir}/checkpoints"
+    """Where checkpoints go."""
+    ckpt_interval: int = 10
+    """Steps between checkpoints; the last step is always saved. -1: never save."""
+    max_ckpts_to_keep: int = -1
+    """Checkpoints to keep, newest first; -1: all."""
+    resume_mode: str | None = None
+    """`latest` (the newest checkpoint in `ckpt_path`, or a new run when there is none), `from_path` (see
+    `resume_path`), `none` or null (start anew)."""
+    resume_path: str | None = None
+    """The `global_step_N` directory to start from with `resume_mode=from_path`."""
+    hf_save_interval: int = -1
+    """Steps between exports in Hugging Face format; -1: none."""
+    export_path: str = "${trainer.run_dir}/exports"
+    """Where exports go, as `global_step_N/policy`."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The policy."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic; only with `algorithm.advantage_estimator=gae`."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The reference; only with `algorithm.kl_coef` above 0."""
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage_estimator: str = "grpo"
+    """`grpo` (rewards relative to the group) or `gae` (with a critic)."""
+    normalize_std: bool = True
+    """`grpo`: divide by the group's standard deviation; `gae`: whiten advantages over the batch."""
+    policy_loss: str = "clip"
+    """`clip`: PPO's clipped surrogate."""
+    clip_low: float = 0.2
+    """The ratio's lower bound is 1 - this."""
+    clip_high: float = 0.2
+    """The ratio's upper bound is 1 + this."""
+    aggregation: str = "token_mean"
+    """How token losses become one number, always over the global mini-batch: `token_mean`,
+    `seq_mean_token_mean`, `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by
+    `rollout.max_response_tokens`)."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference; 0: no reference model."""
+    kl_in: str = "loss"
+    """Where the KL goes: `loss` (a term of the policy loss) or `reward` (taken off each token's reward)."""
+    kl_estimator: str = "k3"
+    """`k1`, `k2` or `k3` (Schulman, Approximating KL divergence, 2020)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the policy loss."""
+    gamma: float = 1.0
+    """`gae`: discount."""
+    lam: float = 1.0
+    """`gae`: lambda."""
+    value_clip: float = 0.2
+    """`gae`: new values are clipped to this far from the old ones in the value loss."""
+
+
+@dataclass
+class TinyConfig:
+    hidden_size: int = 128
+    """Width."""
+    intermediate_size: int = 384
+    """Width of the MLP."""
+    num_layers: int = 2
+    """Blocks."""
+    num_heads: int = 4
+    """Attention heads."""
+    num_kv_heads: int = 2
+    """Key and value heads."""
+    head_dim: int = 32
+    """Width of a head; vLLM's CPU attention wants a multiple of 32."""
+    max_position_embeddings: int = 4096
+    """Longest sequence, tokens."""
+    tie_word_embeddings: bool = True
+    """The output head shares the embedding's weights."""
+
+
+@dataclass
+class ModelConfig:
+    path: str | None = None
+    """Hugging Face id or directory of a causal LM; null: build the embedded Qwen3 of `model.tiny`, give it
+    a supervised warm start (see `sft`) and cache it."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+    """Shape of the embedded model."""
+    cache_dir: str = "${oc.env:TRAINER_CACHE,~/.cache/trainer}"
+    """Where built and warm-started embedded models are kept, one directory per configuration."""
+    attn_implementation: str = "sdpa"
+    """Attention of the trainer's models: `sdpa`, `eager` or `flash_attention_2`."""
+    trust_remote_code: bool = False
+    """Allow the model directory to run its own Python code."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's chat template."""
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)
+    """Training prompts: `.jsonl` or `.parquet` files, or Hub datasets as `hf://OWNER/NAME?config=C&split=S`."""
+    val_files: list[str] = field(default_factory=list)
+    """Held-out prompts, likewise."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the reference answer, handed to the reward."""
+    generator: str | None = None
+    """Make prompts instead of reading files: `arithmetic` or `reverse_text`."""
+    generator_args: dict[str, int] = field(default_factory=dict)
+    """Options of the generator: `arithmetic` {max_value}; `reverse_text` {min_letters, max_letters}."""
+    train_size: int = -1
+    """Training examples to generate, or to use at most from the files (-1: all)."""
+    val_size: int = -1
+    """The same for validation."""
+    system_prompt: str | None = None
+    """Put before every prompt as a system message."""
+
+
+@dataclass
+class RewardConfig:
+    name: str = "reverse_text"
+    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, or an import path `package.module:function` of a
+    function (completion: str, answer: str) -> float."""
+    timeout_s: float = 10.0
+    """Seconds one completion's reward may take; after that it is zero and counted."""
+    num_processes: int = 1
+    """Processes that compute rewards."""
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "vllm"
+    """`vllm` or `transformers`."""
+    num_engines: int = 1
+    """Engines; prompts are spread over them."""
+    tensor_parallel_size: int = 1
+    """GPUs an engine (vLLM)."""
+    colocate: bool = False
+    """Engines share the GPUs of the ranks and sleep while these train; false: GPUs of their own."""
+    n: int = 8
+    """Completions a prompt."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are dropped and counted when the data is read."""
+    max_response_tokens: int = 512
+    """Completions are cut here."""
+    temperature: float = 1.0
+    """Sampling temperature of rollouts; also divides the trainer's logits."""
+    top_p: float = 1.0
+    """Nucleus sampling: keep the smallest set of tokens with this probability."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1: all."""
+    val_n: int = 0
+    """Validation also samples this many completions a prompt for `val/pass@k`; 0: greedy only."""
+    dtype: str = "auto"
+    """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
+    max_num_seqs: int = 256
+    """Sequences an engine runs at once."""
+    kv_cache_mb: int = 128
+    """KV cache of a vLLM engine on CPU, MiB."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU's memory that a vLLM engine takes, weights and KV cache."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs (always so on CPU)."""
+    weight_sync: str = "auto"
+    """How weights reach vLLM: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
+    over ranks and engines) or `auto`: shared memory on one node, broadcast across nodes."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments for `vllm.LLM`."""
+
+
+@dataclass
+class SFTConfig:
+    steps: int = 120
+    """Optimizer steps of supervised training (of the warm start, for the embedded model)."""
+    batch_size: int = 16
+    """Packed rows an optimizer step."""
+    max_length: int = 256
+    """Tokens a packed row; a longer example is cut."""
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=2e-3, scheduler="cosine", warmup_steps=10)
+    )
+    """Optimizer of supervised training."""
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "off"
+    """`online`, `offline` or `off`."""
+    project: str = "trainer"
+    """W&B project."""
+    entity: str | None = None
+    """W&B team or user."""
+
+
+@dataclass
+class LoggerConfig:
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard events to `{run_dir}/tensorboard`."""
+    progress: bool = True
+    """Show a live progress display on the terminal (plain lines where there is none)."""
+    plot: bool = True
+    """Draw `{run_dir}/report.png` at the end."""
+    samples: int = 2
+    """Completions to print at each validation."""
+
+
+@dataclass
+class Config:
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.advantage_estimator == "gae"
+
+    @property
+    def has_reference(self) -> bool:
+        return self.algorithm.kl_coef > 0
+
+
+# --------------------------------------------------------------------------------------------------------
+# Validation
+
+
+def validate(cfg: Config) -> None:
+    """Check ranges, choices and contradictions.
+
+    Raises:
+        UserError: one sentence that names the key, its value and what is valid.
+    """
+    t, a, r, d, s = cfg.trainer, cfg.algorithm, cfg.rollout, cfg.data, cfg.sft
+
+    def fail(key: str, problem: str) -> None:
+        value: Any = cfg
+        for part in key.split("."):
+            value = getattr(value, part)
+        raise UserError(f"{key}={value}: {problem}")
+
+    def at_least(low: float, *keys: str, also: tuple = ()) -> None:
+        for key in keys:
+            value: Any = cfg
+            for part in key.split("."):
+                value = getattr(value, part)
+            if not (value >= low or value in also):  # written so that NaN fails
+                extra = f" (or {also[0]})" if also else ""
+                fail(key, f"must be at least {low:g}{extra}")
+
+    def one_of(key: str, choices: tuple) -> None:
+        value: Any = cfg
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value not in choices:
+            fail(key, f"choose one of {', '.join('null' if c is None else str(c) for c in choices)}")
+
+    at_least(1, "trainer.total_steps", "trainer.num_workers", "trainer.replicas", "trainer.train_batch_size",
+             "trainer.mini_batch_size", "trainer.update_epochs", "trainer.max_tokens_per_micro_batch",
+             "rollout.num_engines", "rollout.tensor_parallel_size", "rollout.n", "rollout.max_prompt_tokens",
+             "rollout.max_response_tokens", "rollout.max_num_seqs", "rollout.kv_cache_mb",
+             "reward.num_processes", "sft.steps", "sft.batch_size", "sft.max_length")  # fmt: skip
+    at_least(1, "trainer.val_interval", "trainer.ckpt_interval", "trainer.hf_save_interval",
+             "trainer.max_ckpts_to_keep", "data.train_size", "data.val_size", "rollout.top_k", also=(-1,))  # fmt: skip
+    at_least(0, "trainer.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature", "logger.samples",
+             "algorithm.kl_coef", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef",
+             "algorithm.value_clip")  # fmt: skip
+    for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        at_least(1, f"model.tiny.{name}")
+    if cfg.model.tiny.num_heads % cfg.model.tiny.num_kv_heads:
+        fail("model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={cfg.model.tiny.num_heads}")
+    for key in ("trainer.policy.optimizer", "trainer.critic.optimizer", "sft.optimizer"):
+        at_least(0, f"{key}.lr", f"{key}.weight_decay", f"{key}.max_grad_norm", f"{key}.warmup_steps",
+                 f"{key}.min_lr_ratio")  # fmt: skip
+        one_of(f"{key}.scheduler", ("constant", "cosine"))
+    for key in ("trainer.policy.fsdp", "trainer.critic.fsdp", "trainer.reference.fsdp"):
+        one_of(f"{key}.param_dtype", ("auto", "bfloat16", "float32"))
+        one_of(f"{key}.reduce_dtype", ("float32", "bfloat16"))
+    for key in ("algorithm.gamma", "algorithm.lam", "rollout.top_p", "rollout.gpu_memory_utilization"):
+        at_least(0, key)
+        section, name = key.split(".")
+        if getattr(getattr(cfg, section), name) > 1:
+            fail(key, "must be between 0 and 1")
+    if r.top_p == 0:
+        fail("rollout.top_p", "must be above 0 (1 keeps all tokens)")
+    for key in ("trainer.worker_timeout_s", "reward.timeout_s"):
+        at_least(0.001, key)
+
+    one_of("trainer.device", ("auto", "cpu", "cuda"))
+    one_of("trainer.resume_mode", (None, "none", "latest", "from_path"))
+    one_of("algorithm.advantage_estimator", ADVANTAGE_ESTIMATORS)
+    one_of("algorithm.policy_loss", POLICY_LOSSES)
+    one_of("algorithm.aggregation", AGGREGATIONS)
+    one_of("algorithm.kl_in", ("loss", "reward"))
+    one_of("algorithm.kl_estimator", KL_ESTIMATORS)
+    one_of("model.attn_implementation", ("sdpa", "eager", "flash_attention_2"))
+    one_of("data.generator", (None, *GENERATORS))
+    one_of("rollout.engine", ("vllm", "transformers"))
+    one_of("rollout.dtype", ("auto", "bfloat16", "float32"))
+    one_of("rollout.weight_sync", ("auto", "shared_memory", "broadcast"))
+    one_of("logger.wandb.mode", ("online", "offline", "off"))
+
+    if t.master_port > 65535:
+        fail("trainer.master_port", "must be a port number, at most 65535 (0 takes a free one)")
+    if t.train_batch_size % t.mini_batch_size:
+        fail("trainer.train_batch_size", f"must be a multiple of trainer.mini_batch_size={t.mini_batch_size}")
+    if t.num_workers % t.replicas:
+        fail("trainer.num_workers", f"must be a multiple of trainer.replicas={t.replicas}")
+    if t.resume_mode == "from_path" and not t.resume_path:
+        fail("trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
+    if t.resume_path and t.resume_mode != "from_path":
+        fail("trainer.resume_path", "needs trainer.resume_mode=from_path")
+    if a.advantage_estimator == "grpo" and r.n < 2:
+        fail("rollout.n", "algorithm.advantage_estimator=grpo compares completions of a prompt and needs at least 2")
+    if r.temperature == 0 and a.advantage_estimator == "grpo":
+        fail("rollout.temperature", "greedy completions of a prompt are all equal; grpo needs a value above 0")
+    if not cfg.has_critic:
+        changed = _changed_keys(t.critic, CriticConfig(), "trainer.critic")
+        if changed:
+            fail(changed[0], f"algorithm.advantage_estimator={a.advantage_estimator} has no critic; "
+                 "choose algorithm=ppo or drop the key")  # fmt: skip
+    if not cfg.has_reference:
+        changed = _changed_keys(t.reference, ReferenceConfig(), "trainer.reference")
+        if changed:
+            fail(changed[0], "there is no reference model with algorithm.kl_coef=0; raise it or drop the key")
+    if r.tensor_parallel_size > 1 and r.engine != "vllm":
+        fail("rollout.tensor_parallel_size", f"rollout.engine={r.engine} runs on one device; choose vllm")
+    if r.engine_args and r.engine != "vllm":
+        fail("rollout.engine_args", f"rollout.engine={r.engine} takes none; choose vllm")
+    if d.generator and (d.train_files or d.val_files):
+        fail("data.generator", "data.train_files and data.val_files cannot be combined with a generator; "
+             "choose data=files or drop them")  # fmt: skip
+    if not d.generator and not d.train_files:
+        fail("data.train_files", "name at least one file, or choose a data group such as data=arithmetic")
+    if d.generator and (d.train_size < 1 or d.val_size < 1):
+        fail("data.train_size" if d.train_size < 1 else "data.val_size", "a generator needs a number of examples")
+    if not d.generator and not d.val_files and (t.val_interval > 0):
+        fail("trainer.val_interval", "needs data.val_files; name some or set it to -1")
+    if d.generator and d.generator_args:
+        known = {"arithmetic": ("max_value",), "reverse_text": ("min_letters", "max_letters")}[d.generator]
+        for name in d.generator_args:
+            if name not in known:
+                fail("data.generator_args", f"data.generator={d.generator} takes {', '.join(known)}, not {name}")
+    if s.max_length > cfg.model.tiny.max_position_embeddings and cfg.model.path is None:
+        fail("sft.max_length", "exceeds model.tiny.max_position_embeddings")
+    if cfg.model.path is None and r.max_prompt_tokens + r.max_response_tokens > cfg.model.tiny.max_position_embeddings:
+        fail("rollout.max_response_tokens", "with rollout.max_prompt_tokens it exceeds "
+             f"model.tiny.max_position_embeddings={cfg.model.tiny.max_position_embeddings}")  # fmt: skip
+
+
+def _changed_keys(value: Any, default: Any, prefix: str) -> list[str]:
+    """Names of the leaf keys in which two equal dataclasses differ."""
+    changed = []
+    for f in dataclasses.fields(value):
+        ours, theirs = getattr(value, f.name), getattr(default, f.name)
+        if dataclasses.is_dataclass(ours):
+            changed += _changed_keys(ours, theirs, f"{prefix}.{f.name}")
+        elif ours != theirs:
+            changed.append(f"{prefix}.{f.name}")
+    return changed
+
+
+# --------------------------------------------------------------------------------------------------------
+# Hydra
+
+
+def conf_dir() -> str:
+    """Absolute path of the YAML groups: inside the installed package, or beside it in a checkout."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    for candidate in (os.path.join(package, "conf"), os.path.join(os.path.dirname(package), "conf")):
+        if os.path.isdir(candidate):
+            return candidate
+    raise AssertionError("the package was installed without its conf/ directory")
+
+
+def register() -> None:
+    """Make the schema and the resolvers known to Hydra and OmegaConf; harmless when repeated."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
+
+
+def _sweep_suffix() -> str:
+    """`/key=value,…` of a multirun job, so that each job has a directory of its own; else empty.
+
+    Resume keys are left out: the sweep that resumes must find the directories of the sweep that died.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return ""
+    kept = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
+    kept = [o for o in kept if not o.startswith(("trainer.resume_mode", "trainer.resume_path"))]
+    return "/" + ",".join(kept).replace("/", "_")
+
+
+def to_config(dict_config: Any) -> Config:
+    """Resolve interpolations of a composed Hydra config and return it as plain dataclasses, validated."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        cfg = OmegaConf.to_object(dict_config)
+    except OmegaConfBaseException as error:
+        raise UserError(str(error).splitlines()[0]) from error
+    assert isinstance(cfg, Config)
+    cfg.model.cache_dir = os.path.expanduser(cfg.model.cache_dir)
+    validate(cfg)
+    return cfg
+
+
+def compose(overrides: list[str] | None = None) -> Config:
+    """The validated config that `python -m trainer.main OVERRIDES` would run with."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
+        return to_config(hydra_compose("config", overrides=overrides or []))
+
+
+def valid_keys(prefix: str = "") -> list[str]:
+    """Dotted names of all keys below the section `prefix` (empty: all sections)."""
+    node: Any = Config()
+    for part in filter(None, prefix.split(".")):
+        node = getattr(node, part, None)
+        if not dataclasses.is_dataclass(node):
+            return []
+    return [f"{prefix}.{f.name}".lstrip(".") for f in dataclasses.fields(node)]
+
+
+# --------------------------------------------------------------------------------------------------------
+# Reference
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for statement, following in zip(body, body[1:], strict=False):
+        if (isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)):  # fmt: skip
+            docs[statement.target.id] = " ".join(following.value.value.split())  # type: ignore[union-attr]
+    return docs
+
+
+def reference() -> str:
+    """`docs/config.md`: every key with its type, default and meaning."""
+    lines = ["# Configuration reference", "",
+             "Generated from `trainer/config.py` by `make docs`. The default is the schema's; a group "
+             "(`conf/<group>/<name>.yaml`) may set another.", ""]  # fmt: skip
+
+    def section(cls: type, instance: Any, prefix: str) -> None:
+        docs, rows, nested = field_docs(cls), [], []
+        for f in dataclasses.fields(cls):
+            value = getattr(instance, f.name)
+            if dataclasses.is_dataclass(value):
+                nested.append((type(value), value, f"{prefix}.{f.name}"))
+            else:
+                shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+                kind = str(f.type).replace("|", "or")
+                rows.append(f"| `{prefix}.{f.name}` | {kind} | `{shown}` | {docs[f.name]} |")
+        if rows:
+            lines.extend([f"## {prefix}", "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+        for child in nested:
+            section(*child)
+
+    root = Config()
+    for f in dataclasses.fields(Config):
+        section(type(getattr(root, f.name)), getattr(root, f.name), f.name)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(reference())

@@ -1,0 +1,1 @@
+"""What a run measures: names, tracker (JSON lines, W&B, TensorBoard), progress display, report, timing."""

@@ -1,0 +1,91 @@
+"""Every metric that a run logs. `python -m trainer.metrics.names` prints `docs/metrics.md`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    meaning: str
+    unit: str
+
+
+PHASES = ("rollout", "reward", "logprob", "update", "sync", "checkpoint_blocked")
+"""Parts of a step that are timed, in the order in which they happen. They do not overlap."""
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("Mean reward of the step's completions.", "reward"),
+    "reward/std": Metric("Standard deviation of the reward over the step's completions.", "reward"),
+    "reward/zero_std_frac": Metric(
+        "Groups whose completions all got the same reward, and so teach nothing under GRPO.", "share"
+    ),
+    "reward/failures": Metric("Completions whose reward raised or hung; it counts as 0.", "completions"),
+    "response_length/mean": Metric("Mean length of the step's completions.", "tokens"),
+    "response_length/max": Metric("Length of the longest completion.", "tokens"),
+    "response_length/clip_ratio": Metric("Completions cut at `rollout.max_response_tokens`.", "share"),
+    "policy/loss": Metric("Policy loss, all its terms, mean over the step's mini-batches.", "loss"),
+    "policy/kl": Metric("KL to the reference; without one, of the old policy to the new.", "nats"),
+    "policy/clip_frac": Metric("Tokens whose ratio was clipped in the policy's favour.", "share"),
+    "policy/entropy": Metric("Mean entropy of the policy's next-token distribution.", "nats"),
+    "policy/grad_norm": Metric("Global norm of the policy's gradient before clipping.", "norm"),
+    "policy/lr": Metric("Learning rate of the policy's last optimizer step.", "1"),
+    "critic/loss": Metric("Clipped value loss, mean over the step's mini-batches.", "loss"),
+    "critic/explained_variance": Metric(
+        "1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one.", "share"
+    ),
+    "critic/grad_norm": Metric("Global norm of the critic's gradient before clipping.", "norm"),
+    "rollout/logprob_diff_mean": Metric(
+        "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
+    ),
+    "rollout/logprob_diff_max": Metric("The largest such difference.", "nats"),
+    "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
+    "val/accuracy": Metric("Held-out prompts whose greedy completion is exactly right.", "share"),
+    "val/pass@k": Metric(
+        "Held-out prompts of which one of k sampled completions is right; k is `rollout.val_n`.", "share"
+    ),
+    "sft/loss": Metric("Cross-entropy of the answer tokens (supervised training).", "nats"),
+    "sft/accuracy": Metric("Answer tokens predicted right (supervised training).", "share"),
+    "time/step": Metric("The whole step.", "s"),
+    "time/rollout": Metric("Generating the step's completions.", "s"),
+    "time/reward": Metric("Computing rewards.", "s"),
+    "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
+    "time/update": Metric("Optimizer steps of critic and policy.", "s"),
+    "time/sync": Metric("Bringing the new weights to the engines.", "s"),
+    "time/checkpoint_blocked": Metric("Training stood still for a checkpoint.", "s"),
+    "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, by `time/step`.", "tokens/s"),
+    "perf/samples_per_s": Metric("Completions trained on, by `time/step`.", "completions/s"),
+    "perf/mfu": Metric("Model FLOPs by the devices' peak; only where that is known.", "share"),
+    "progress/epoch": Metric("Passes over the training prompts, fractions included.", "epochs"),
+    "progress/prompts": Metric("Prompts trained on since the run began.", "prompts"),
+    "progress/samples": Metric("Completions trained on since the run began.", "completions"),
+    "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),
+}
+"""Metrics by name, in the order of the docs. `val/…` is only in the lines of steps that validated."""
+
+
+def describe(name: str) -> Metric:
+    """Meaning and unit of a logged metric. Raises KeyError for a name that is not in the list."""
+    return METRICS[re.sub(r"^val/pass@\d+$", "val/pass@k", name)]
+
+
+def reference() -> str:
+    """`docs/metrics.md`: every metric with its unit and meaning."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `trainer/metrics/names.py` by `make docs`. `{run_dir}/metrics.jsonl` holds one "
+        "object a step, `step` first; a validation before training is step 0. A number that is not finite is "
+        "`null`. `val/…` is only there in steps that validated, and what a run does not have (a critic, say) "
+        "is not there at all. `progress/…` counts over the life of the run, resumes included. A share is "
+        "from 0 to 1.",
+        "",
+        "| metric | unit | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(reference())

@@ -1,0 +1,193 @@
+"""The picture of a run: `python -m trainer.metrics.report RUN_DIR` draws `RUN_DIR/report.png`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+from trainer.metrics.names import PHASES
+from trainer.metrics.tracker import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Rows = Sequence[dict[str, Any]]
+
+_COLUMNS = 3
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B0B0B0",
+)  # fmt: skip
+_PHASE_COLOURS = dict(zip(PHASES, (_BLUE, _ORANGE, _SKY, _GREEN, _PURPLE, _RED), strict=True))
+
+
+def write_report(run_dir: str) -> str:
+    """Draw what `{run_dir}/metrics.jsonl` holds; a run without some metrics has fewer panels.
+
+    Returns:
+        the path of the picture, `{run_dir}/report.png`.
+
+    Raises:
+        UserError: there are no metrics.
+    """
+    source = os.path.join(run_dir, METRICS_FILE)
+    if not os.path.exists(source):
+        raise UserError(f"{source} does not exist; give the directory of a run")
+    rows = read_metrics(source)
+    panels = [panel for name, panel in _PANELS if any(row.get(name) is not None for row in rows)]
+    if not panels:
+        raise UserError(f"{source} has nothing to draw yet")
+
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot: it keeps figures and looks for a screen
+
+    grid = math.ceil(len(panels) / _COLUMNS)
+    columns = min(_COLUMNS, len(panels))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.2 * columns, 3.3 * grid + 0.4), layout="constrained")
+        spec = figure.add_gridspec(grid, columns)
+        for i, panel in enumerate(panels):
+            row, column = divmod(i, columns)
+            # The last panel takes what is left of its row.
+            cell = spec[row, column:] if i == len(panels) - 1 else spec[row, column]
+            axes = figure.add_subplot(cell)
+            panel(axes, rows)
+            axes.set_xlabel("step")
+            axes.margins(x=0.01)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        name = os.path.basename(os.path.abspath(run_dir))
+        figure.suptitle(f"{name}: {rows[-1]['step']} steps", fontweight="bold")
+        path = os.path.join(run_dir, "report.png")
+        figure.savefig(path + ".tmp", format="png", dpi=130)
+    os.replace(path + ".tmp", path)
+    return path
+
+
+_STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+
+def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Steps that have the metric, and its values; `null` becomes NaN, a gap in the line."""
+    present = [row for row in rows if name in row]
+    return [row["step"] for row in present], [_number(row[name]) for row in present]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str, marker: str = "") -> None:
+    steps, values = _series(rows, name)
+    if steps:
+        # A line through one point would not be seen.
+        axes.plot(steps, values, color=colour, label=label, marker=marker or ("o" if len(steps) == 1 else ""),
+                  markersize=4, linewidth=1.6)  # fmt: skip
+
+
+def _reward(axes: Axes, rows: Rows) -> None:
+    steps, mean = _series(rows, "reward/mean")
+    _line(axes, rows, "reward/mean", "training, mean", _BLUE)
+    if all("reward/std" in row for row in rows if "reward/mean" in row):
+        _, std = _series([row for row in rows if "reward/mean" in row], "reward/std")
+        low, high = zip(*((m - s, m + s) for m, s in zip(mean, std, strict=True)), strict=True)
+        axes.fill_between(
+            steps, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard deviation"
+        )
+    _line(axes, rows, "val/reward/mean", "held out, greedy", _ORANGE, marker="o")
+    axes.set(title="Reward", ylabel="reward")
+    axes.legend()
+
+
+def _accuracy(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "val/accuracy", "greedy", _ORANGE, marker="o")
+    for name in sorted({name for row in rows for name in row if name.startswith("val/pass@")}):
+        _line(axes, rows, name, name.removeprefix("val/"), _PURPLE, marker="o")
+    values = _series(rows, "val/accuracy")[1]
+    best = max((value for value in values if not math.isnan(value)), default=math.nan)
+    axes.set(title=f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}",
+             ylabel="share right")  # fmt: skip
+    axes.legend()
+
+
+def _length(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "response_length/max", "longest", _SKY)
+    _line(axes, rows, "response_length/mean", "mean", _BLUE)
+    axes.set(title="Response length", ylabel="tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _single(name: str, title: str, unit: str, colour: str) -> Callable[[Axes, Rows], None]:
+    def panel(axes: Axes, rows: Rows) -> None:
+        _line(axes, rows, name, "", colour)
+        axes.set(title=title, ylabel=unit)
+
+    return panel
+
+
+def _time(axes: Axes, rows: Rows) -> None:
+    """Seconds of each phase, one on the other, and what of `time/step` none of them explains."""
+    timed = [row for row in rows if row.get("time/step") is not None]
+    edges = [timed[0]["step"] - 0.5, *(row["step"] + 0.5 for row in timed)]
+    base = [0.0] * len(timed)
+    for phase in PHASES:
+        seconds = [_number(row.get(f"time/{phase}", 0.0)) for row in timed]
+        if any(seconds):
+            top = [b + s for b, s in zip(base, seconds, strict=True)]
+            axes.stairs(
+                top,
+                edges,
+                baseline=base,
+                fill=True,
+                color=_PHASE_COLOURS[phase],
+                label=phase.replace("_", " "),
+            )
+            base = top
+    top = [max(b, row["time/step"]) for b, row in zip(base, timed, strict=True)]
+    axes.stairs(top, edges, baseline=base, fill=True, color=_GREY, label="rest")
+    axes.set(title="Time per step", ylabel="s")
+    axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+# The metric without which a panel is left out, and the panel.
+_PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
+    ("reward/mean", _reward),
+    ("val/accuracy", _accuracy),
+    ("response_length/mean", _length),
+    ("sft/loss", _single("sft/loss", "Loss (supervised)", "nats a token", _BLUE)),
+    ("sft/accuracy", _single("sft/accuracy", "Answer tokens right", "share", _GREEN)),
+    ("policy/kl", _single("policy/kl", "KL", "nats a token", _RED)),
+    ("policy/entropy", _single("policy/entropy", "Entropy", "nats a token", _GREEN)),
+    (
+        "critic/explained_variance",
+        _single("critic/explained_variance", "Critic: explained variance", "share", _PURPLE),
+    ),
+    ("time/step", _time),
+)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.metrics.report", description=write_report.__doc__
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
+    try:
+        print(write_report(parser.parse_args().run_dir))
+    except UserError as error:
+        parser.error(str(error))

@@ -1,0 +1,225 @@
+"""Where a run's metrics go: `metrics.jsonl`, Weights & Biases, TensorBoard.
+
+`metrics.jsonl` is the truth. A run that is killed and resumed continues it without a duplicate, missing or
+torn line, and brings the other two in line with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import os
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import LoggerConfig
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+LOG = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tracker:
+    """Writes one set of metrics a step.
+
+    A run directory that already has metrics wants `rewind` before the first `log`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        logger: LoggerConfig,
+        run_name: str,
+        config: dict[str, Any],
+        run_id: str | None = None,
+    ) -> None:
+        """
+        Args:
+            run_dir: local directory, made if missing.
+            run_name: name shown in W&B.
+            config: the resolved config, for W&B.
+            run_id: the W&B run to continue, from `state_dict`; None starts a new one.
+
+        Raises:
+            UserError: W&B is wanted and refuses, or does not answer.
+        """
+        os.makedirs(run_dir, exist_ok=True)
+        self._run_dir = run_dir
+        self._path = os.path.join(run_dir, METRICS_FILE)
+        self._file = _open_append(self._path)
+        self._last_step: int | None = None if os.path.getsize(self._path) else -1
+        self._with_tensorboard = logger.tensorboard
+        self._tensorboard: SummaryWriter | None = None
+        self._run_id = run_id
+        self._wandb: wandb.Run | None = None
+        if logger.wandb.mode != "off":
+            self._run_id = run_id or secrets.token_hex(4)
+            self._wandb = _start_wandb(run_dir, logger, run_name, config, self._run_id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a finished step (0: of a validation before training); steps must rise.
+
+        A number that JSON does not know (NaN, infinity) is `null` in `metrics.jsonl`.
+
+        Raises:
+            OSError: the line could not be written whole, for want of space, say.
+        """
+        assert self._last_step is not None, f"{self._path} has lines of an earlier process: rewind first"
+        assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
+        values = {name: _plain(metrics[name]) for name in sorted(metrics)}
+        assert "step" not in values
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
+        # One write and no buffer: a kill leaves the line or nothing, never half of it.
+        if os.write(self._file, line) != len(line):
+            raise OSError(f"{self._path}: the line of step {step} was cut short; is the disk full?")
+        if self._with_tensorboard and self._tensorboard is None:
+            # Not before `rewind`: events of earlier processes count up to the last kept step only.
+            self._tensorboard = _open_tensorboard(self._run_dir, purge_step=self._last_step + 1)
+        self._last_step = step
+        self._log_tensorboard(step, values)
+        self._log_wandb(step, values)
+
+    def rewind(self, step: int) -> None:
+        """Make it so that this run ended with `step` (-1: never began), before the first `log`.
+
+        Lines of later steps and a torn last line go, in one atomic replacement of the file. TensorBoard gets
+        a mark that hides the later events. W&B cannot forget: its later steps stay as they are and are not
+        sent again; but steps that were on their way to it when the run was killed are sent now. In offline
+        mode that makes every `offline-run-…` directory complete: sync the newest.
+
+        Raises:
+            UserError: a line other than the last is not a JSON object.
+        """
+        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
+        temporary = self._path + ".tmp"
+        with open(temporary, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+        _fsync_directory(self._run_dir)
+        os.close(self._file)
+        self._file = _open_append(self._path)
+        self._last_step = step
+        if self._wandb is not None and self._wandb.step > step + 1:
+            LOG.warning("W&B has this run's steps before %d; they are not sent again", self._wandb.step)
+        for row in kept:
+            self._log_wandb(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+    def flush(self) -> None:
+        """Wait until the lines are on the disk, so that a checkpoint written now cannot outlive them."""
+        os.fsync(self._file)
+
+    def state_dict(self) -> dict[str, str | None]:
+        """What `run_id` of the next Tracker should be; kept also while W&B is off."""
+        return {"wandb_run_id": self._run_id}
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish W&B (as failed when `exit_code` is not 0) and TensorBoard; leave no process of theirs."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.finish(exit_code=exit_code)
+            self._wandb = None
+            wandb.teardown()
+
+    def _log_wandb(self, step: int, values: Mapping[str, float | None]) -> None:
+        # `step` of a W&B run is the first that it does not have yet. commit: send this step now, not when
+        # the next one comes.
+        if self._wandb is not None and step >= self._wandb.step:
+            self._wandb.log(dict(values), step=step, commit=True)
+
+    def _log_tensorboard(self, step: int, values: Mapping[str, float]) -> None:
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()  # it would hold events back for two minutes, and a kill would lose them
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """The objects of a `metrics.jsonl`, in file order; `null` becomes None.
+
+    A last line that is torn (the machine went down) is left out.
+
+    Raises:
+        UserError: another line is not a JSON object with a `step`.
+    """
+    with open(path, "rb") as file:
+        lines = file.read().splitlines()
+    rows = [_parse(line) for line in lines]
+    if rows and rows[-1] is None:
+        rows.pop()
+    for number, row in enumerate(rows, start=1):
+        if row is None:
+            raise UserError(f"{path}:{number} has no JSON object with a step; mend or remove the file")
+    return rows
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _plain(value: float) -> float:
+    """A number of Python, from one of NumPy or torch; whole numbers stay whole."""
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _open_append(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def _fsync_directory(path: str) -> None:
+    """Make a rename in this directory outlive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=purge_step)
+
+
+def _start_wandb(
+    run_dir: str, logger: LoggerConfig, run_name: str, config: dict[str, Any], run_id: str
+) -> wandb.Run:
+    import wandb
+
+    try:
+        return wandb.init(
+            project=logger.wandb.project,
+            entity=logger.wandb.entity,
+            name=run_name,
+            id=run_id,
+            mode=logger.wandb.mode,
+            # Offline there is no server to ask what the run has: each process writes it whole (see `rewind`).
+            resume="allow" if logger.wandb.mode == "online" else None,
+            dir=run_dir,
+            config=config,
+            settings=wandb.Settings(console="off"),  # capturing stdout would fight with the progress display
+        )
+    except wandb.Error as error:
+        mode = logger.wandb.mode
+        raise UserError(f"logger.wandb.mode={mode}: {error}; mend that, or choose offline or off") from error

@@ -1,0 +1,1 @@
+"""Hugging Face models in and out of sharded modules."""

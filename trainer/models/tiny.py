@@ -1,0 +1,70 @@
+"""The embedded model: a small Qwen3 with random weights and a byte-level tokenizer, built without a network."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.config import TinyConfig
+
+PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build_tiny(config: TinyConfig, path: str, seed: int) -> None:
+    """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer.
+
+    The weights depend on `config` and `seed` alone, and the caller's random state is left as it was.
+
+    Args:
+        config: shape of the model.
+        path: directory to create or to write into.
+        seed: of the initial weights.
+    """
+    tokenizer = _byte_tokenizer(config.max_position_embeddings)
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    qwen3 = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,  # a multiple of 64 suits matrix kernels and sharding
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        dtype="float32",
+        **special,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(qwen3).float()
+    model.generation_config = GenerationConfig(**special)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8, so that any text goes in and comes out unchanged, and five special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in (PAD, USER, ASSISTANT, SYSTEM, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )

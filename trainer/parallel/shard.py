@@ -1,0 +1,50 @@
+"""How a model is sharded, in the order in which it happens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from trainer.config import FSDPConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def param_dtype(config_dtype: str, device: str) -> torch.dtype:
+    """The precision behind `auto`, `float32` or `bfloat16`."""
+    if config_dtype == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return _DTYPES[config_dtype]
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
+    """Turn `model`'s parameters into DTensors over `mesh`, in place: one unit a block, one for the rest.
+
+    The model may be on the meta device. Parameters stay float32 (they are the optimizer's master weights)
+    and are cast for forward and backward by the mixed-precision policy.
+    """
+    if config.activation_checkpointing:
+        # Before fully_shard, and non-reentrant, so that recomputation runs inside FSDP's backward hooks.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param_dtype(config.param_dtype, mesh.device_type),
+            reduce_dtype=_DTYPES[config.reduce_dtype],
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if config.cpu_offload
+        else OffloadPolicy(),
+    }
+    for block in transformer_blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the longest `ModuleList` of the model."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []

@@ -1,0 +1,1 @@
+"""Policy, critic and reference over a device mesh. No Ray in here."""

@@ -1,0 +1,198 @@
+"""What policy, critic and reference have in common: a sharded module, its optimizer, its state."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trainer.config import OptimizerConfig
+from trainer.errors import NonFiniteError
+from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
+from trainer.parallel.mesh import sum_over_ranks
+
+LossFunction = Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""From a micro-batch to its share of the mini-batch's loss, and metrics that are shares likewise."""
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.scheduler == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    floor = config.min_lr_ratio
+    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class ModelWorker:
+    """A sharded module without an optimizer; every method is a collective over the mesh."""
+
+    role = "model"
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, max_tokens_per_micro_batch: int):
+        self.module = module
+        self.mesh = mesh
+        self.device = mesh.device_type
+        self.max_tokens = max_tokens_per_micro_batch
+
+    @torch.no_grad()
+    def map_rows(self, batch: Batch, function: Callable[[dict[str, Tensor]], Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Apply `function` (a micro-batch to `(b, t)` values) to this rank's share of `batch`.
+
+        Returns the rows `(n,)` this rank computed and their values `(n, T)`, zero-padded; over all ranks
+        the rows are the whole batch.
+        """
+        plan = plan_micro_batches(batch["lengths"].tolist(), dist.get_world_size(), self.max_tokens)
+        width = batch["input_ids"].shape[1]
+        rows: list[int] = []
+        values: list[np.ndarray] = []
+        for picked in plan[dist.get_rank()]:
+            result = function(take_rows(batch, picked, self.device))
+            if picked:
+                rows += picked
+                values.append(np.pad(result.float().cpu().numpy(), ((0, 0), (0, width - result.shape[1]))))
+        stacked = np.concatenate(values) if values else np.zeros((0, width), np.float32)
+        return np.asarray(rows, dtype=np.int64), stacked
+
+
+class TrainedWorker(ModelWorker):
+    """A sharded module with its optimizer, schedule and checkpoint state."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, max_tokens_per_micro_batch: int,
+                 optimizer: OptimizerConfig, total_optimizer_steps: int):  # fmt: skip
+        super().__init__(module, mesh, max_tokens_per_micro_batch)
+        self.module.train()  # dropout is off; this only lets activation checkpointing act
+        self.optimizer_config = optimizer
+        self.total_optimizer_steps = total_optimizer_steps
+        self.optimizer_steps = 0
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(),
+            lr=optimizer.lr,
+            betas=tuple(optimizer.betas),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+
+    def optimizer_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+        """One optimizer step on the mini-batch `batch`.
+
+        Gradients accumulate locally and are reduced once, with the last micro-batch.
+
+        Returns:
+            the loss and the loss function's metrics over the global mini-batch, `grad_norm` and `lr`.
+
+        Raises:
+            NonFiniteError: loss or gradient norm is NaN or infinite; the weights are untouched.
+        """
+        world_size = dist.get_world_size()
+        plan = plan_micro_batches(batch["lengths"].tolist(), world_size, self.max_tokens)[dist.get_rank()]
+        sums: dict[str, Tensor] = {}
+        for i, rows in enumerate(plan):
+            last = i == len(plan) - 1
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_is_last_backward(last)
+            loss, metrics = loss_function(take_rows(batch, rows, self.device))
+            # FSDP averages gradients over ranks; the shares of the loss are to be summed.
+            (loss * world_size).backward()
+            for name, value in {"loss": loss, **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+        totals = sum_over_ranks({name: float(value) for name, value in sums.items()})
+        grad_norm = self._clip_gradients()
+        for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                self.optimizer.zero_grad()
+                raise NonFiniteError(f"the {self.role}'s {name} is {value}")
+        lr = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer_steps += 1
+        return {**totals, "grad_norm": grad_norm, "lr": lr}
+
+    def _clip_gradients(self) -> float:
+        limit = self.optimizer_config.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit if limit > 0 else float("inf"))
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    # ---------------------------------------------------------------------------------------------------
+    # State
+
+    def save(self, directory: str) -> None:
+        """Write the model, optimizer, schedule and this rank's RNG to `directory` as DCP shards."""
+        dcp.save(self._state(), checkpoint_id=directory)
+        if dist.get_rank() == 0:
+            with open(os.path.join(directory, "fsdp_config.json"), "w") as file:
+                json.dump({"fsdp_version": 2, "world_size": dist.get_world_size(),
+                           "mesh_shape": list(self.mesh.mesh.shape),
+                           "mesh_dim_names": list(self.mesh.mesh_dim_names)}, file, indent=2)  # fmt: skip
+
+    def load(self, directory: str) -> None:
+        """Restore what `save` wrote, on any number of ranks."""
+        with open(os.path.join(directory, "fsdp_config.json")) as file:
+            saved_world_size = json.load(file)["world_size"]
+        # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
+        state = self._state(with_rng=dist.get_rank() < saved_world_size)
+        dcp.load(state, checkpoint_id=directory)
+        set_model_state_dict(self.module, state["model"])
+        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+        self.optimizer_steps = int(state["optimizer_steps"])
+        rng = state.get(f"rng_rank{dist.get_rank()}")
+        if rng is not None:
+            restore_rng(rng)
+
+    def _state(self, with_rng: bool = True) -> dict:
+        state = {
+            "model": get_model_state_dict(self.module),
+            "optimizer": get_optimizer_state_dict(self.module, self.optimizer),
+            "optimizer_steps": torch.tensor(self.optimizer_steps),
+        }
+        if with_rng:  # named per rank: DCP keeps one copy of entries that share a name
+            state[f"rng_rank{dist.get_rank()}"] = capture_rng()
+        return state
+
+
+def capture_rng() -> dict[str, Tensor]:
+    """The states of this process's generators as byte tensors, so that loading them unpickles nothing."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    others = {
+        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
+        "python": [version, list(internal), gauss_next],
+    }
+    text = np.frombuffer(json.dumps(others).ljust(32768).encode(), dtype=np.uint8)  # one size: DCP loads in place
+    assert len(text) == 32768, len(text)
+    state = {"torch": torch.get_rng_state(), "others": torch.from_numpy(text.copy())}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Tensor]) -> None:
+    """Put the generators into the states that `capture_rng` returned."""
+    torch.set_rng_state(state["torch"].cpu())
+    others = json.loads(bytes(state["others"].cpu().numpy()))
+    name, keys, position, has_gauss, gauss = others["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = others["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

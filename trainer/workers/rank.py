@@ -1,0 +1,182 @@
+"""One rank: a process that hosts the shards of some or all roles. Without Ray, `torchrun` can run it too."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.keyed import key, permutation
+from trainer.models.loading import load_causal_lm, load_critic, resolve_model_path
+from trainer.parallel.batching import Batch, select
+from trainer.parallel.mesh import build_mesh, init_process_group
+from trainer.parallel.shard import param_dtype
+from trainer.workers.critic import CriticWorker
+from trainer.workers.policy import PolicyWorker, ReferenceWorker
+
+
+class WeightSender(Protocol):
+    """How weights leave the ranks when they do not go through shared memory."""
+
+    def send(self, weights: Any, rank: int) -> Any: ...
+
+
+class Rank:
+    """The roles of one rank and the methods that the driver calls on all ranks at once.
+
+    Every method but `find_address` is a collective: all ranks must be in it together.
+    """
+
+    def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")) if device == "cpu" else 4)
+        self.cfg = cfg
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.mesh: DeviceMesh | None = None
+        self.policy: PolicyWorker | None = None
+        self.critic: CriticWorker | None = None
+        self.reference: ReferenceWorker | None = None
+
+    def find_address(self, host: str, port: int = 0) -> str:
+        """A `host:port` on which rank 0 can listen; `port` 0 takes a free one."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise UserError(
+                    f"trainer.master_port={port}: cannot be used on {host} ({error.strerror}); "
+                    "choose another, or 0 for a free one"
+                ) from error
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def connect(self, address: str, local_rank: int = 0) -> None:
+        """Join the process group and seed this rank's generators (for what user code draws)."""
+        if self.device == "cuda":
+            torch.cuda.set_device(local_rank)
+        init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
+        self.mesh = build_mesh(self.device, self.cfg.trainer.replicas)
+        seed = key(self.cfg.trainer.seed, "rank", self.rank)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def build(self, roles: list[str], model_path: str, total_optimizer_steps: int) -> None:
+        """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`."""
+        assert self.mesh is not None, "connect first"
+        cfg, t = self.cfg, self.cfg.trainer
+        path = resolve_model_path(model_path)
+        if "policy" in roles:
+            module = load_causal_lm(cfg.model, path, self.mesh, t.policy.fsdp)
+            self.policy = PolicyWorker(
+                module, self.mesh, t.max_tokens_per_micro_batch, t.policy.optimizer, total_optimizer_steps
+            )
+        if "critic" in roles:
+            critic_path = resolve_model_path(t.critic.path) if t.critic.path else path
+            module = load_critic(cfg.model, critic_path, self.mesh, t.critic.fsdp)
+            self.critic = CriticWorker(
+                module, self.mesh, t.max_tokens_per_micro_batch, t.critic.optimizer, total_optimizer_steps
+            )
+        if "reference" in roles:
+            module = load_causal_lm(cfg.model, path, self.mesh, t.reference.fsdp)
+            self.reference = ReferenceWorker(module, self.mesh, t.max_tokens_per_micro_batch)
+
+    def build_for_sft(self, model_path: str) -> None:
+        """Load a policy that supervised training will step."""
+        assert self.mesh is not None, "connect first"
+        cfg, t = self.cfg, self.cfg.trainer
+        module = load_causal_lm(cfg.model, resolve_model_path(model_path), self.mesh, t.policy.fsdp)
+        self.policy = PolicyWorker(module, self.mesh, t.max_tokens_per_micro_batch, cfg.sft.optimizer, cfg.sft.steps)
+
+    # ---------------------------------------------------------------------------------------------------
+    # The steps of the loop
+
+    def logprobs(self, role: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of `batch` this rank computed and their log-probs under `policy` or `reference`."""
+        worker = self.policy if role == "policy" else self.reference
+        assert worker is not None, role
+        return worker.logprobs(batch, self.cfg.rollout.temperature)
+
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of `batch` this rank computed and their values."""
+        assert self.critic is not None
+        return self.critic.values(batch)
+
+    def update(self, role: str, batch: Batch, step: int) -> dict[str, float]:
+        """All optimizer steps of `role` on one step's experience; metrics are means over them.
+
+        Mini-batches are whole groups of completions, shuffled by a permutation keyed by (step, epoch).
+        """
+        cfg, algorithm = self.cfg, self.cfg.algorithm
+        _, group = np.unique(batch["group_ids"], return_inverse=True)
+        num_groups = int(group.max()) + 1
+        metrics: list[dict[str, float]] = []
+        for epoch in range(cfg.trainer.update_epochs):
+            order = permutation(num_groups, cfg.trainer.seed, "mini_batch", step, epoch)
+            for start in range(0, num_groups, cfg.trainer.mini_batch_size):
+                chosen = order[start : start + cfg.trainer.mini_batch_size]
+                mini_batch = select(batch, np.flatnonzero(np.isin(group, chosen)))
+                if role == "policy":
+                    assert self.policy is not None
+                    metrics.append(self.policy.update(
+                        mini_batch, algorithm, cfg.rollout.temperature, cfg.rollout.max_response_tokens))  # fmt: skip
+                else:
+                    assert self.critic is not None
+                    metrics.append(self.critic.update(mini_batch, algorithm))
+        means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        return {**means, "lr": metrics[-1]["lr"]}
+
+    def supervised_update(self, batch: Batch) -> dict[str, float]:
+        """One supervised optimizer step."""
+        assert self.policy is not None
+        return self.policy.supervised_update(batch)
+
+    # ---------------------------------------------------------------------------------------------------
+    # Weights and state
+
+    def write_weights(self, directory: str, dtype: str) -> list[str]:
+        """Write the policy's weights to `directory` as safetensors of `dtype` (see `RolloutConfig.dtype`)."""
+        assert self.policy is not None
+        return self.policy.write_weights(directory, param_dtype(dtype, self.device))
+
+    def send_weights(self, sender: WeightSender, dtype: str) -> Any:
+        """Hand the policy's tensors, one by one, to `sender`."""
+        assert self.policy is not None
+        return sender.send(self.policy.stream_weights(param_dtype(dtype, self.device)), self.rank)
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        """Run `function(self, *args)` on this rank."""
+        return function(self, *args)
+
+    def save(self, role: str, directory: str) -> None:
+        """Write the state of `role` to `directory`."""
+        self._trained(role).save(directory)
+
+    def load(self, role: str, directory: str) -> None:
+        """Restore the state of `role` from `directory`."""
+        self._trained(role).load(directory)
+
+    def num_parameters(self) -> int:
+        """Parameters of the policy."""
+        assert self.policy is not None
+        return sum(p.numel() for p in self.policy.module.parameters())
+
+    def _trained(self, role: str) -> PolicyWorker | CriticWorker:
+        worker = {"policy": self.policy, "critic": self.critic}[role]
+        assert worker is not None, role
+        return worker
+
+
+def destroy() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
