@@ -201,7 +201,7 @@ class ModelConfig:
     a supervised warm start (see `sft`) and cache it."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     """Shape of the embedded model."""
-    cache_dir: str = "${oc.env:TRAINER_CACHE,~/.cache/trainer}"
+    cache_dir: str = "${oc.env:TRAINER_CACHE,'~/.cache/trainer'}"
     """Where built and warm-started embedded models are kept, one directory per configuration."""
     attn_implementation: str = "sdpa"
     """Attention of the trainer's models: `sdpa`, `eager` or `flash_attention_2`."""

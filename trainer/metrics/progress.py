@@ -180,9 +180,7 @@ class Progress:
         return Group(head, self._table(), Text(_shares(self._metrics), style="dim"))
 
     def _table(self) -> Table:
-        cells = [
-            (label, show(self._metrics[name])) for label, name, show, _ in _CELLS if name in self._metrics
-        ]
+        cells = [(label, show(self._metrics[name])) for label, name, show, _ in _CELLS if name in self._metrics]
         if self._val is not None:
             cells.insert(1, ("val accuracy", self._val_text()))
         table = Table.grid(padding=(0, 2))

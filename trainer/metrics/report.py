@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 
 _COLUMNS = 3
+_FEW, _MANY = 25, 200
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B0B0B0",
@@ -57,10 +59,10 @@ def write_report(run_dir: str) -> str:
             axes = figure.add_subplot(cell)
             panel(axes, rows)
             axes.set_xlabel("step")
-            axes.margins(x=0.01)
+            axes.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True)
         name = os.path.basename(os.path.abspath(run_dir))
-        figure.suptitle(f"{name}: {rows[-1]['step']} steps", fontweight="bold")
+        figure.suptitle(f"{name} after step {rows[-1]['step']}", fontweight="bold")
         path = os.path.join(run_dir, "report.png")
         figure.savefig(path + ".tmp", format="png", dpi=130)
     os.replace(path + ".tmp", path)
@@ -90,37 +92,49 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str, marker: str = "") -> None:
+def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
+    """A line with a marker at each of a few points; of very many points, their running mean over a shadow."""
     steps, values = _series(rows, name)
-    if steps:
-        # A line through one point would not be seen.
-        axes.plot(steps, values, color=colour, label=label, marker=marker or ("o" if len(steps) == 1 else ""),
-                  markersize=4, linewidth=1.6)  # fmt: skip
+    if len(steps) > _MANY:
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
+        values = _smooth(values, len(values) // 50)
+    marker = "o" if len(steps) <= _FEW else ""
+    axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6)
+
+
+def _smooth(values: list[float], window: int) -> list[float]:
+    """Mean of the `window` values around each, fewer at the ends and where some are NaN."""
+    import numpy as np
+
+    array, ones = np.array(values), np.ones(window)
+    known = ~np.isnan(array)
+    total = np.convolve(np.where(known, array, 0.0), ones, mode="same")
+    count = np.convolve(known, ones, mode="same")
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0.5).tolist()
 
 
 def _reward(axes: Axes, rows: Rows) -> None:
-    steps, mean = _series(rows, "reward/mean")
     _line(axes, rows, "reward/mean", "training, mean", _BLUE)
-    if all("reward/std" in row for row in rows if "reward/mean" in row):
-        _, std = _series([row for row in rows if "reward/mean" in row], "reward/std")
-        low, high = zip(*((m - s, m + s) for m, s in zip(mean, std, strict=True)), strict=True)
-        axes.fill_between(
-            steps, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard deviation"
-        )
-    _line(axes, rows, "val/reward/mean", "held out, greedy", _ORANGE, marker="o")
+    spread = [row for row in rows if None not in (row.get("reward/mean"), row.get("reward/std"))]
+    low = [row["reward/mean"] - row["reward/std"] for row in spread]
+    high = [row["reward/mean"] + row["reward/std"] for row in spread]
+    steps = [row["step"] for row in spread]
+    axes.fill_between(steps, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard deviation")
+    _line(axes, rows, "val/reward/mean", "held out, greedy", _ORANGE)
     axes.set(title="Reward", ylabel="reward")
     axes.legend()
 
 
 def _accuracy(axes: Axes, rows: Rows) -> None:
-    _line(axes, rows, "val/accuracy", "greedy", _ORANGE, marker="o")
+    _line(axes, rows, "val/accuracy", "greedy", _ORANGE)
     for name in sorted({name for row in rows for name in row if name.startswith("val/pass@")}):
-        _line(axes, rows, name, name.removeprefix("val/"), _PURPLE, marker="o")
+        _line(axes, rows, name, name.removeprefix("val/"), _PURPLE)
     values = _series(rows, "val/accuracy")[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
     axes.set(title=f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}",
              ylabel="share right")  # fmt: skip
-    axes.legend()
+    if len(axes.lines) > 1:
+        axes.legend()
 
 
 def _length(axes: Axes, rows: Rows) -> None:
@@ -131,12 +145,14 @@ def _length(axes: Axes, rows: Rows) -> None:
     axes.legend()
 
 
-def _single(name: str, title: str, unit: str, colour: str) -> Callable[[Axes, Rows], None]:
+def _single(name: str, title: str, unit: str, colour: str) -> tuple[str, Callable[[Axes, Rows], None]]:
+    """An entry of `_PANELS` that draws one metric."""
+
     def panel(axes: Axes, rows: Rows) -> None:
         _line(axes, rows, name, "", colour)
         axes.set(title=title, ylabel=unit)
 
-    return panel
+    return name, panel
 
 
 def _time(axes: Axes, rows: Rows) -> None:
@@ -148,21 +164,16 @@ def _time(axes: Axes, rows: Rows) -> None:
         seconds = [_number(row.get(f"time/{phase}", 0.0)) for row in timed]
         if any(seconds):
             top = [b + s for b, s in zip(base, seconds, strict=True)]
-            axes.stairs(
-                top,
-                edges,
-                baseline=base,
-                fill=True,
-                color=_PHASE_COLOURS[phase],
-                label=phase.replace("_", " "),
-            )
+            label, colour = phase.replace("_", " "), _PHASE_COLOURS[phase]
+            axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label)
             base = top
     top = [max(b, row["time/step"]) for b, row in zip(base, timed, strict=True)]
     axes.stairs(top, edges, baseline=base, fill=True, color=_GREY, label="rest")
-    axes.set(title="Time per step", ylabel="s")
-    axes.set_ylim(bottom=0)
+    axes.set(title="Time per step", ylabel="seconds")
+    # Room for the legend, which a first step that takes long gives by itself.
+    axes.set_ylim(0, max(1.05 * max(top), 1.6 * statistics.median(top)))
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)
 
 
 # The metric without which a panel is left out, and the panel.
@@ -170,22 +181,17 @@ _PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
     ("reward/mean", _reward),
     ("val/accuracy", _accuracy),
     ("response_length/mean", _length),
-    ("sft/loss", _single("sft/loss", "Loss (supervised)", "nats a token", _BLUE)),
-    ("sft/accuracy", _single("sft/accuracy", "Answer tokens right", "share", _GREEN)),
-    ("policy/kl", _single("policy/kl", "KL", "nats a token", _RED)),
-    ("policy/entropy", _single("policy/entropy", "Entropy", "nats a token", _GREEN)),
-    (
-        "critic/explained_variance",
-        _single("critic/explained_variance", "Critic: explained variance", "share", _PURPLE),
-    ),
+    _single("sft/loss", "Loss (supervised)", "nats a token", _BLUE),
+    _single("sft/accuracy", "Answer tokens right", "share", _GREEN),
+    _single("policy/kl", "KL", "nats a token", _RED),
+    _single("policy/entropy", "Entropy", "nats a token", _GREEN),
+    _single("critic/explained_variance", "Critic: explained variance", "1", _PURPLE),
     ("time/step", _time),
 )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.metrics.report", description=write_report.__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m trainer.metrics.report", description="Draw RUN_DIR/report.png.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
     try:
         print(write_report(parser.parse_args().run_dir))

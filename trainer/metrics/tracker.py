@@ -202,9 +202,7 @@ def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
     return SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=purge_step)
 
 
-def _start_wandb(
-    run_dir: str, logger: LoggerConfig, run_name: str, config: dict[str, Any], run_id: str
-) -> wandb.Run:
+def _start_wandb(run_dir: str, logger: LoggerConfig, run_name: str, config: dict[str, Any], run_id: str) -> wandb.Run:
     import wandb
 
     try:

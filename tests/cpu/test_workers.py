@@ -1,0 +1,226 @@
+"""Policy, critic and reference over real process groups: the result never depends on how it was split."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.ranks import run_ranks
+from trainer.config import Config, FSDPConfig, TinyConfig
+from trainer.errors import NonFiniteError
+from trainer.models.tiny import build_tiny
+from trainer.parallel.batching import Batch, plan_micro_batches
+from trainer.workers.rank import Rank
+
+GROUPS, PER_GROUP, WIDTH = 6, 4, 24
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_path(request, tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param), path, seed=3)
+    return path
+
+
+def make_batch() -> Batch:
+    """Experience of `GROUPS` prompts with rows of very different length."""
+    rng = np.random.default_rng(0)
+    size = GROUPS * PER_GROUP
+    lengths = rng.integers(6, WIDTH + 1, size)
+    ids = rng.integers(0, 256, (size, WIDTH)).astype(np.int64)
+    mask = np.zeros((size, WIDTH), np.float32)
+    for row, length in enumerate(lengths):
+        mask[row, 4:length] = 1
+        ids[row, length:] = 0
+    noise = rng.normal(size=(3, size, WIDTH)).astype(np.float32)
+    return {
+        "input_ids": ids,
+        "response_mask": mask,
+        "lengths": lengths,
+        "group_ids": np.repeat(np.arange(GROUPS), PER_GROUP),
+        "advantages": noise[0] * mask,
+        "returns": noise[1] * mask,
+        "old_logprobs": (-5.7 + 0.3 * noise[2]) * mask,
+        "ref_logprobs": (-5.7 + 0.2 * noise[1]) * mask,
+        "values": 0.1 * noise[0] * mask,
+    }
+
+
+def config(**trainer) -> Config:
+    cfg = Config()
+    cfg.algorithm.kl_coef = 0.1
+    cfg.algorithm.entropy_coef = 0.01
+    cfg.trainer.mini_batch_size = 3
+    cfg.trainer.policy.optimizer.lr = 1e-3
+    cfg.trainer.critic.optimizer.lr = 1e-3
+    cfg.trainer = dataclasses.replace(cfg.trainer, **trainer)
+    return cfg
+
+
+def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
+    """Two steps of policy and critic; returns their metrics and some values of the result."""
+    rank.build(["policy", "critic", "reference"], path, 10)
+    batch = make_batch()
+    metrics = [rank.update(role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
+    if out:
+        rank.write_weights(out, "float32")
+    rows, logprobs = rank.logprobs("policy", batch)
+    _, values = rank.values(batch)
+    return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "values": values}
+
+
+def assembled(results: list[dict], name: str) -> np.ndarray:
+    out = np.full((GROUPS * PER_GROUP, WIDTH), np.nan, np.float32)
+    for result in results:
+        out[result["rows"]] = result[name]
+    assert not np.isnan(out).any()
+    return out
+
+
+def assert_close(ours: dict, theirs: dict) -> None:
+    """Equal but for the order of float32 sums; a token at the edge of the clip range may fall on either side."""
+    one_token = 2.0 / float(make_batch()["response_mask"].sum())
+    assert ours.pop("clip_frac") == pytest.approx(theirs["clip_frac"], abs=2 * one_token)
+    assert ours == pytest.approx({k: v for k, v in theirs.items() if k != "clip_frac"}, rel=1e-4, abs=2e-6)
+
+
+@pytest.fixture(scope="module")
+def single_rank(model_path):
+    return run_ranks(1, train_two_steps, model_path, cfg=config())
+
+
+@pytest.mark.parametrize(
+    "world_size, settings",
+    [
+        (1, {"max_tokens_per_micro_batch": 40}),
+        (2, {"max_tokens_per_micro_batch": 70}),
+        (4, {"max_tokens_per_micro_batch": 50, "replicas": 2}),
+    ],
+    ids=["micro-batches", "2 ranks", "2 replicas of 2 ranks"],
+)
+def test_result_does_not_depend_on_ranks_replicas_or_micro_batches(model_path, single_rank, world_size, settings):
+    results = run_ranks(world_size, train_two_steps, model_path, cfg=config(**settings))
+    for result in results:
+        for ours, theirs in zip(result["metrics"], single_rank[0]["metrics"], strict=True):
+            assert_close(ours, theirs)
+    mask = make_batch()["response_mask"]
+    for name in ("logprobs", "values"):
+        difference = np.abs(assembled(results, name) - assembled(single_rank, name)) * mask
+        assert difference.max() < 1e-4, name
+    assert abs(assembled(single_rank, "values") * mask).max() > 1e-3, "the critic did not move"
+
+
+def test_logprobs_equal_transformers_and_weights_go_back_to_it(model_path, single_rank, tmp_path):
+    out = str(tmp_path)
+    results = run_ranks(2, train_two_steps, model_path, out, cfg=config(max_tokens_per_micro_batch=70))
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    start = copy.deepcopy(model.state_dict())
+    from safetensors.torch import load_file
+
+    missing, unexpected = model.load_state_dict(load_file(f"{out}/model.safetensors"), strict=False)
+    assert not unexpected and all(name == "lm_head.weight" for name in missing)
+    model.tie_weights()
+    assert any((start[name] != value).any() for name, value in model.state_dict().items())
+    batch = make_batch()
+    ids = torch.from_numpy(batch["input_ids"])
+    with torch.no_grad():
+        expected = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    difference = np.abs(assembled(results, "logprobs")[:, 1:] - expected.numpy()) * batch["response_mask"][:, 1:]
+    assert difference.max() < 1e-5
+
+
+def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
+    rank.build(["policy", "critic"], path, 10)
+    batch = make_batch()
+    for role in ("critic", "policy"):
+        rank.update(role, batch, 1)
+        rank.save(role, f"{directory}/{role}")
+    torch.rand(3)
+    return rank.update("critic", batch, 2), rank.update("policy", batch, 2)
+
+
+def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
+    rank.build(["policy", "critic"], path, 10)
+    for role in ("critic", "policy"):
+        rank.load(role, f"{directory}/{role}")
+    batch = make_batch()
+    return rank.update("critic", batch, 2), rank.update("policy", batch, 2)
+
+
+def test_state_saved_on_two_ranks_continues_on_two_and_on_one(model_path, tmp_path):
+    directory = str(tmp_path)
+    cfg = config(max_tokens_per_micro_batch=70)
+    cfg.trainer.policy.optimizer.scheduler = "cosine"
+    uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
+    assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
+    for ours, theirs in zip(run_ranks(1, load_then_step, model_path, directory, cfg=cfg)[0], uninterrupted, strict=True):
+        assert_close(ours, theirs)
+
+
+def step_with_checkpointing(rank: Rank, path: str) -> dict:
+    rank.build(["policy"], path, 10)
+    assert rank.policy.module.is_gradient_checkpointing
+    return rank.update("policy", make_batch(), 1)
+
+
+def test_activation_checkpointing_changes_nothing_but_memory(model_path, single_rank):
+    cfg = config()
+    cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=True)
+    assert run_ranks(1, step_with_checkpointing, model_path, cfg=cfg)[0] == pytest.approx(
+        single_rank[0]["metrics"][1], rel=1e-6
+    )
+
+
+def step_into_nan(rank: Rank, path: str) -> tuple[str, bool]:
+    rank.build(["policy"], path, 10)
+    batch = make_batch()
+    batch["advantages"][0, 5] = np.nan
+    before = [p.full_tensor().clone() for p in rank.policy.module.parameters()]
+    with pytest.raises(NonFiniteError) as error:
+        rank.update("policy", batch, 1)
+    after = [p.full_tensor() for p in rank.policy.module.parameters()]
+    return str(error.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_nan_stops_every_rank_and_leaves_the_weights(model_path):
+    cfg = config(mini_batch_size=GROUPS)
+    for message, untouched in run_ranks(2, step_into_nan, model_path, cfg=cfg):
+        assert "policy" in message and "nan" in message
+        assert untouched
+
+
+def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
+    rank.build(["policy"], path, 10)
+    rank.write_weights(out, "bfloat16")
+    return {name: tensor.clone() for name, tensor in rank.policy.stream_weights(torch.bfloat16)}
+
+
+def test_streamed_and_written_weights_are_the_same_and_rounded_once(model_path, tmp_path):
+    from safetensors.torch import load_file
+
+    streamed = run_ranks(2, stream_and_write, model_path, str(tmp_path), cfg=config())
+    written = load_file(f"{tmp_path}/model.safetensors")
+    start = load_file(f"{model_path}/model.safetensors")
+    assert set(start) == set(written) == set(streamed[0])
+    for name, tensor in written.items():
+        assert torch.equal(tensor, start[name].bfloat16()), name
+        assert torch.equal(tensor, streamed[1][name]), name
+
+
+def test_plan_takes_every_row_once_and_gives_every_rank_as_many_micro_batches():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        lengths = rng.integers(1, 100, rng.integers(1, 60)).tolist()
+        ranks, limit = int(rng.integers(1, 6)), int(rng.integers(20, 900))
+        plan = plan_micro_batches(lengths, ranks, limit)
+        assert len(plan) == ranks and len({len(micro_batches) for micro_batches in plan}) == 1
+        rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
+        assert sorted(rows) == list(range(len(lengths)))
+        for micro_batch in (m for micro_batches in plan for m in micro_batches):
+            padded = max((lengths[row] for row in micro_batch), default=0) * len(micro_batch)
+            assert len(micro_batch) <= 1 or padded <= limit

@@ -1,0 +1,112 @@
+"""The ranks as the loop sees them: one object per job, whichever processes the roles live in."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from trainer.cluster.actors import ActorGroup, Pending
+from trainer.cluster.runtime import Cluster
+from trainer.config import Config
+from trainer.parallel.batching import Batch
+from trainer.workers.rank import Rank
+
+ROLES = ("policy", "critic", "reference")
+
+
+class Ranks:
+    """Policy, critic and reference over their rank actors.
+
+    With `trainer.colocate` one process per rank hosts all roles; else each role has its own processes.
+    """
+
+    def __init__(self, cfg: Config, cluster: Cluster):
+        self.cfg = cfg
+        self.cluster = cluster
+        self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if cluster.device == "cpu" else {}
+        hosts = [tuple(self.roles)] if cfg.trainer.colocate else [(role,) for role in self.roles]
+        self._groups: dict[str, ActorGroup] = {}
+        for hosted in hosts:
+            name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
+            group = cluster.launch_ranks(name, Rank, env)
+            self._groups.update(dict.fromkeys(hosted, group))
+
+    @property
+    def policy(self) -> ActorGroup:
+        return self._groups["policy"]
+
+    def connect(self) -> None:
+        """Form the process groups."""
+        for i, (group, _) in enumerate(self._hosts()):
+            host = group.where()[0]["host"]
+            port = self.cfg.trainer.master_port
+            address = group.call_one(0, "find_address", host, port + i if port else 0)
+            group.call("connect", address)
+
+    def build(self, model_path: str) -> None:
+        """Load the start weights of every role."""
+        t = self.cfg.trainer
+        optimizer_steps = t.total_steps * (t.train_batch_size // t.mini_batch_size) * t.update_epochs
+        pending = [g.start("build", roles, model_path, optimizer_steps) for g, roles in self._hosts()]
+        for one in pending:
+            one.result()
+
+    def build_for_sft(self, model_path: str) -> None:
+        """Load a policy for supervised training."""
+        self.policy.call("build_for_sft", model_path)
+
+    def logprobs(self, role: str, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Log-probs `(B, T)` of the stored `batch` under `policy` or `reference`."""
+        return _assemble(self._groups[role].call("logprobs", role, batch), shape)
+
+    def values(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Values `(B, T)` of the stored `batch`."""
+        return _assemble(self._groups["critic"].call("values", batch), shape)
+
+    def update(self, role: str, batch: Any, step: int) -> dict[str, float]:
+        """All optimizer steps of `role` on one step's experience."""
+        return self._groups[role].call("update", role, batch, step)[0]
+
+    def supervised_update(self, batch: Batch) -> dict[str, float]:
+        """One supervised optimizer step."""
+        return self.policy.call("supervised_update", self.cluster.put(batch))[0]
+
+    def start_sending(self, sender: Any) -> Pending:
+        """Begin handing the policy's weights to `sender`."""
+        return self.policy.start("send_weights", sender, self.cfg.rollout.dtype)
+
+    def write_weights(self, directory: str, dtype: str) -> None:
+        """Write the policy's weights as safetensors."""
+        self.policy.call("write_weights", directory, dtype)
+
+    def save(self, role: str, directory: str) -> None:
+        self._groups[role].call("save", role, directory)
+
+    def load(self, role: str, directory: str) -> None:
+        self._groups[role].call("load", role, directory)
+
+    def num_parameters(self) -> int:
+        """Parameters of the policy."""
+        return self.policy.call("num_parameters")[0]
+
+    def _hosts(self) -> list[tuple[ActorGroup, list[str]]]:
+        """Each group once, with the roles it hosts."""
+        hosts: list[tuple[ActorGroup, list[str]]] = []
+        for role in self.roles:
+            group = self._groups[role]
+            if hosts and hosts[-1][0] is group:
+                hosts[-1][1].append(role)
+            else:
+                hosts.append((group, [role]))
+        return hosts
+
+
+def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:
+    """The ranks' rows put back in batch order."""
+    out = np.zeros(shape, dtype=np.float32)
+    for rows, values in parts:
+        out[rows] = values
+    return out

@@ -1,0 +1,90 @@
+"""From completions to the batch the ranks train on, and the numbers worth knowing about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trainer.algorithms import ADVANTAGES, kl_penalty
+from trainer.config import AlgorithmConfig
+from trainer.parallel.batching import Batch, stack_padded
+
+if TYPE_CHECKING:
+    from trainer.data.source import DrawnPrompt
+    from trainer.rollout.engine import Completion
+
+
+def build_batch(prompts: Sequence[DrawnPrompt], completions: Sequence[Completion]) -> Batch:
+    """Prompt and completion of each row, padded on the right.
+
+    Args:
+        prompts: P prompts.
+        completions: P * n completions, those of one prompt together.
+
+    Returns:
+        `input_ids`, `response_mask` (1 = completion token), `rollout_logprobs`: `(B, T)`; `lengths`,
+        `group_ids`: `(B,)`.
+    """
+    n = len(completions) // len(prompts)
+    heads = [list(prompts[i // n].prompt.token_ids) for i in range(len(completions))]
+    starts = [len(head) for head in heads]
+    rows = [head + list(c.token_ids) for head, c in zip(heads, completions, strict=True)]
+    lengths = np.asarray([len(row) for row in rows], dtype=np.int64)
+    width = int(lengths.max())
+    return {
+        "input_ids": stack_padded(rows, np.int64, width),
+        "response_mask": stack_padded([[1.0] * len(c.token_ids) for c in completions], np.float32, width, starts),
+        "rollout_logprobs": stack_padded([c.logprobs for c in completions], np.float32, width, starts),
+        "lengths": lengths,
+        "group_ids": np.arange(len(completions), dtype=np.int64) // n,
+    }
+
+
+def add_advantages(batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig) -> Batch:
+    """`batch` with `advantages` and `returns` `(B, T)`.
+
+    The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
+    `kl_coef` times its KL to the reference.
+    """
+    mask = torch.from_numpy(batch["response_mask"])
+    token_rewards = torch.zeros_like(mask)
+    # The mask is one run of ones that ends with the row, so the last completion token is the last token.
+    last = torch.from_numpy(batch["lengths"]) - 1
+    token_rewards[torch.arange(len(last)), last] = torch.from_numpy(rewards.astype(np.float32))
+    if algorithm.kl_in == "reward" and "ref_logprobs" in batch:
+        kl = kl_penalty(
+            torch.from_numpy(batch["old_logprobs"]), torch.from_numpy(batch["ref_logprobs"]), algorithm.kl_estimator
+        )
+        token_rewards = token_rewards - algorithm.kl_coef * kl * mask
+    options: dict = {"normalize_std": algorithm.normalize_std}
+    if "values" in batch:
+        options |= {"values": torch.from_numpy(batch["values"]), "gamma": algorithm.gamma, "lam": algorithm.lam}
+    advantages, returns = ADVANTAGES[algorithm.advantage_estimator](
+        token_rewards, mask, torch.from_numpy(batch["group_ids"]), **options
+    )
+    return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
+
+
+def describe(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion]) -> dict[str, float]:
+    """Reward, length and agreement metrics of one step's experience (names in `trainer.metrics.names`)."""
+    lengths = np.asarray([len(c.token_ids) for c in completions])
+    by_group = rewards.reshape(int(batch["group_ids"].max()) + 1, -1)
+    mask = batch["response_mask"] > 0
+    difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/zero_std_frac": (by_group.max(axis=1) == by_group.min(axis=1)).mean(),
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/clip_ratio": np.mean([c.finish_reason == "length" for c in completions]),
+        "rollout/logprob_diff_mean": difference.mean(),
+        "rollout/logprob_diff_max": difference.max(),
+    }
+    if "values" in batch:
+        returns, errors = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
+        metrics["critic/explained_variance"] = 1 - errors.var() / max(returns.var(), 1e-8)
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,363 @@
+"""The central trainer: the algorithm, and what is saved and restored around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import xxhash
+import yaml
+
+from trainer.checkpoint.manager import CheckpointManager, Part, json_part
+from trainer.checkpoint.storage import Storage
+from trainer.cluster.ranks import Ranks
+from trainer.cluster.runtime import Cluster
+from trainer.config import Config
+from trainer.data.datasets import load_prompts
+from trainer.data.source import DrawnPrompt, PromptSource
+from trainer.errors import NonFiniteError, UserError
+from trainer.experience import add_advantages, build_batch, describe
+from trainer.metrics.progress import Progress
+from trainer.metrics.report import write_report
+from trainer.metrics.timing import Timer
+from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
+from trainer.models.export import write_assets
+from trainer.models.loading import resolve_model_path
+from trainer.models.tokenizer import load_tokenizer
+from trainer.parallel.batching import Batch
+from trainer.rewards.pool import RewardPool
+from trainer.rollout.engine import Completion, Request, Sampling
+from trainer.rollout.launch import Rollout
+from trainer.rollout.seeds import request_seed
+
+
+class Trainer:
+    """GRPO and PPO. They differ in the advantage estimator and in having a critic, nowhere else.
+
+    Args:
+        model_path: the start weights, a local directory or Hub id.
+    """
+
+    def __init__(self, cfg: Config, cluster: Cluster, model_path: str):
+        self.cfg = cfg
+        self.step = 0  # the last finished step
+        self.counters = {"prompts": 0, "samples": 0, "tokens": 0}
+        self.best: dict[str, float] = {}
+        self.tracker_state: dict[str, Any] = {}
+        self.timer = Timer()
+        self.cluster = cluster
+        self.checkpoints = CheckpointManager(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
+        self.resume_from = self.checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
+        self._refuse_to_overwrite()
+
+        self.model_path = resolve_model_path(model_path)
+        self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        train = load_prompts(cfg.data, "train", self.tokenizer, cfg.rollout.max_prompt_tokens)
+        self.dropped_prompts = train.dropped
+        self.source = PromptSource(train.prompts, cfg.trainer.seed)
+        self.val_prompts = []
+        if cfg.trainer.val_interval > 0:
+            self.val_prompts = load_prompts(cfg.data, "val", self.tokenizer, cfg.rollout.max_prompt_tokens).prompts
+
+        self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
+        self.ranks = Ranks(cfg, cluster)
+        self.rollout = Rollout(cfg, cluster, self.ranks, self.model_path)  # engines start while the ranks do
+        self.ranks.connect()
+        self.ranks.build(self.model_path)
+        self._register_parts()
+
+    # ---------------------------------------------------------------------------------------------------
+    # The loop
+
+    def fit(self) -> dict[str, float]:
+        """Train up to `trainer.total_steps`; returns the metrics of the last step."""
+        t = self.cfg.trainer
+        metrics: dict[str, float] = {}
+        if self.resume_from:
+            self.load_checkpoint(self.resume_from)
+        with self.rewards, self._open_tracker() as self.tracker, self._open_progress() as self.progress:
+            self._announce()
+            self.rollout.start(version=self.step + 1, fresh=self.resume_from is None)
+            if self.step == 0 and t.val_before_train and t.val_interval > 0:
+                self._log(0, self.validate(0))
+            for step in self.remaining_steps():
+                with self.timer("step"):
+                    prompts = self.source.take(t.train_batch_size)
+                    completions = self.generate(prompts, step)
+                    experience, metrics = self.score(prompts, completions)
+                    metrics |= self.update(experience, step)
+                    with self.timer("sync"):
+                        self.rollout.sync_weights(version=step + 1)
+                self.commit(step, prompts, experience, metrics)
+        self.rollout.shutdown()
+        return metrics
+
+    def remaining_steps(self) -> Iterator[int]:
+        yield from range(self.step + 1, self.cfg.trainer.total_steps + 1)
+
+    def generate(self, prompts: list[DrawnPrompt], step: int) -> list[Completion]:
+        """`rollout.n` completions a prompt, those of one prompt together."""
+        r = self.cfg.rollout
+        with self.timer("rollout"):
+            requests = [
+                Request(p.prompt.token_ids, request_seed(self.cfg.trainer.seed, step, p.uid, j))
+                for p in prompts
+                for j in range(r.n)
+            ]
+            return self.rollout.generate(requests, self._sampling(r.temperature, r.top_p, r.top_k))
+
+    def score(self, prompts: list[DrawnPrompt], completions: list[Completion]) -> tuple[Batch, dict[str, float]]:
+        """Rewards, old and reference log-probs, values and advantages: the step's experience."""
+        with self.timer("reward"):
+            answers = [p.prompt.answer for p in prompts for _ in range(self.cfg.rollout.n)]
+            rewards, failures = self._reward(completions, answers)
+        batch = build_batch(prompts, completions)
+        shape = batch["input_ids"].shape
+        with self.timer("logprob"):
+            stored = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
+            batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
+            if self.cfg.has_reference:
+                batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
+            if self.cfg.has_critic:
+                batch["values"] = self.ranks.values(stored, shape)
+        batch = add_advantages(batch, rewards, self.cfg.algorithm)
+        return batch, {**describe(batch, rewards, completions), "reward/failures": failures}
+
+    def update(self, experience: Batch, step: int) -> dict[str, float]:
+        """Critic, then policy."""
+        metrics: dict[str, float] = {}
+        with self.timer("update"):
+            stored = self.cluster.put(experience)
+            try:
+                for role in (["critic"] if self.cfg.has_critic else []) + ["policy"]:
+                    result = self.ranks.update(role, stored, step)
+                    metrics |= {f"{role}/{name}": value for name, value in result.items()}
+            except NonFiniteError as error:
+                last = f"the last good checkpoint is {self.last_checkpoint}" if self.last_checkpoint else (
+                    "there is no checkpoint yet")  # fmt: skip
+                raise UserError(
+                    f"step {step}: {error}; nothing was overwritten, {last}. A lower learning rate or "
+                    "trainer.policy.optimizer.max_grad_norm may help."
+                ) from error
+        return metrics
+
+    def commit(self, step: int, prompts: list[DrawnPrompt], experience: Batch, metrics: dict[str, float]) -> None:
+        """The step is done: move the ledger, log, validate, save."""
+        t = self.cfg.trainer
+        self.step = step
+        self.source.commit(prompts)
+        tokens = int(experience["lengths"].sum())
+        self.counters["prompts"] += len(prompts)
+        self.counters["samples"] += len(experience["lengths"])
+        self.counters["tokens"] += tokens
+        times = self.timer.take()
+        metrics |= {f"progress/{name}": value for name, value in self.counters.items()}
+        metrics |= {"progress/epoch": self.source.epoch, **times}
+        metrics |= self._speed(tokens, len(experience["lengths"]), times["time/step"])
+        last = step == t.total_steps
+        if t.val_interval > 0 and (step % t.val_interval == 0 or last):
+            metrics |= self.validate(step)
+        self._log(step, metrics)
+        if t.ckpt_interval > 0 and (step % t.ckpt_interval == 0 or last):
+            with self.timer("checkpoint_blocked"):
+                self.save_checkpoint(step)
+        if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
+            self.export(step)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Greedy reward and accuracy (share of completions with reward 1) on held-out prompts, and pass@k."""
+        prompts, k = self.val_prompts, self.cfg.rollout.val_n
+        seed = self.cfg.trainer.seed
+        greedy = self.rollout.generate(
+            [Request(p.token_ids, request_seed(seed, step, f"val:{p.index}", 0)) for p in prompts],
+            self._sampling(0.0, 1.0, -1),
+        )
+        rewards, _ = self._reward(greedy, [p.answer for p in prompts])
+        metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= 1.0).mean())}
+        for prompt, completion, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            self.progress.note(f"  {_shorten(prompt.text)!r} -> {_shorten(text)!r}  reward {reward:.2f}")
+        if k > 0:
+            r = self.cfg.rollout
+            requests = [
+                Request(p.token_ids, request_seed(seed, step, f"val:{p.index}", 1 + j)) for p in prompts for j in range(k)
+            ]
+            sampled = self.rollout.generate(requests, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
+            scores, _ = self._reward(sampled, [p.answer for p in prompts for _ in range(k)])
+            metrics["val/pass@k"] = float((scores.reshape(-1, k) >= 1.0).any(axis=1).mean())
+        return metrics
+
+    # ---------------------------------------------------------------------------------------------------
+    # State
+
+    def save_checkpoint(self, step: int) -> str:
+        """Write `global_step_{step}`; returns its path."""
+        self.tracker.flush()
+        self.last_checkpoint = self.checkpoints.save(step, {
+            "ranks": self.cfg.trainer.num_workers,
+            "replicas": self.cfg.trainer.replicas,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "config_digest": xxhash.xxh3_128_hexdigest(_config_yaml(self.cfg).encode()),
+        })  # fmt: skip
+        self.progress.note(f"saved {self.last_checkpoint}")
+        return self.last_checkpoint
+
+    def load_checkpoint(self, path: str) -> int:
+        """Restore every part from `path`; returns its step."""
+        self.checkpoints.load(path)
+        self.last_checkpoint = path
+        return self.step
+
+    def export(self, step: int) -> str:
+        """Write the policy in Hugging Face format to `{export_path}/global_step_{step}/policy`; returns that."""
+        target = os.path.join(self.cfg.trainer.export_path, f"global_step_{step}", "policy")
+        writing = f"{target}.writing"
+        shutil.rmtree(writing, ignore_errors=True)
+        write_assets(self.model_path, writing, self.tokenizer, self.cfg.model.trust_remote_code)
+        self.ranks.write_weights(os.path.abspath(writing), self.cfg.rollout.dtype)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(writing, target)
+        self.progress.note(f"exported {target}")
+        return target
+
+    def _register_parts(self) -> None:
+        self.last_checkpoint = ""
+
+        def save_config(directory: str) -> None:
+            Storage(directory).write("config.yaml", _config_yaml(self.cfg))
+
+        def save_assets(directory: str) -> None:
+            target = os.path.join(directory, "policy", "huggingface")
+            write_assets(self.model_path, target, self.tokenizer, self.cfg.model.trust_remote_code)
+
+        self.checkpoints.register(Part("config", save_config, lambda _: None))
+        self.checkpoints.register(json_part("trainer_state", self._state, self._restore))
+        self.checkpoints.register(json_part("data", self.source.state_dict, self.source.load_state_dict))
+        for role in ("policy", "critic") if self.cfg.has_critic else ("policy",):
+            self.checkpoints.register(Part(
+                role,
+                lambda directory, role=role: self.ranks.save(role, os.path.abspath(os.path.join(directory, role))),
+                lambda directory, role=role: self.ranks.load(role, os.path.abspath(os.path.join(directory, role))),
+            ))  # fmt: skip
+        self.checkpoints.register(Part("huggingface", save_assets, lambda _: None))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "counters": self.counters,
+            "kl_controller": {"kind": "fixed", "kl_coef": self.cfg.algorithm.kl_coef},
+            "best": self.best,
+            "tracker": self.tracker.state_dict(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.counters = state["counters"]
+        self.best = state["best"]
+        self.tracker_state = state["tracker"]
+
+    def _refuse_to_overwrite(self) -> None:
+        run_dir, mode = self.cfg.trainer.run_dir, self.cfg.trainer.resume_mode
+        holds_run = self.checkpoints.steps() or os.path.exists(os.path.join(run_dir, METRICS_FILE))
+        if holds_run and mode in (None, "none"):
+            raise UserError(f"trainer.run_dir={run_dir}: already holds a run; continue it with "
+                            "trainer.resume_mode=latest, or choose another trainer.run_name")  # fmt: skip
+
+    # ---------------------------------------------------------------------------------------------------
+    # Helpers
+
+    def _sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
+        return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, (self.tokenizer.eos_token_id,))
+
+    def _reward(self, completions: list[Completion], answers: list[str]) -> tuple[np.ndarray, int]:
+        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        rewards, failures = self.rewards.score(texts, answers)
+        if failures.count:
+            self.progress.note(f"{failures.count} rewards failed and count as 0; the first: {failures.first}")
+        return np.asarray(rewards, dtype=np.float64), failures.count
+
+    def _open_tracker(self) -> Tracker:
+        cfg = self.cfg
+        tracker = Tracker(cfg.trainer.run_dir, cfg.logger, cfg.trainer.run_name, dataclasses.asdict(cfg),
+                          self.tracker_state.get("wandb_run_id"))  # fmt: skip
+        # A run that starts anew rewinds to before its first line: an earlier start may have died before
+        # its first checkpoint.
+        tracker.rewind(self.step if self.resume_from else -1)
+        return tracker
+
+    def _open_progress(self) -> Progress:
+        t = self.cfg.trainer
+        history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
+        return Progress(t.total_steps, self.cfg.logger.progress, completed=self.step, history=history)
+
+    def _announce(self) -> None:
+        cfg, note = self.cfg, self.progress.note
+        note(f"run {cfg.trainer.run_name} in {cfg.trainer.run_dir}: {self.model_path}, {self.ranks.num_parameters():,} "
+             f"parameters, {len(self.source.prompts):,} prompts, {cfg.trainer.num_workers} rank(s), "
+             f"{cfg.rollout.num_engines} {cfg.rollout.engine} engine(s)")  # fmt: skip
+        if self.dropped_prompts:
+            note(f"{self.dropped_prompts} prompts are longer than rollout.max_prompt_tokens="
+                 f"{cfg.rollout.max_prompt_tokens} and were dropped")  # fmt: skip
+        if self.resume_from:
+            note(f"resumed from {self.resume_from}, step {self.step} of {cfg.trainer.total_steps}")
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        accuracy = metrics.get("val/accuracy")
+        if accuracy is not None and accuracy > self.best.get("val/accuracy", -math.inf):
+            self.best = {"val/accuracy": accuracy, "step": step}
+        self.tracker.log(step, metrics)
+        self.progress.update(step, metrics)
+
+    def _speed(self, tokens: int, samples: int, seconds: float) -> dict[str, float]:
+        metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
+        peak = _peak_flops(self.cluster.device)
+        if peak:
+            # Old log-probs are one forward (2 FLOP a parameter and token), an epoch of updates three.
+            flops = tokens * self.ranks.num_parameters() * (2 + 6 * self.cfg.trainer.update_epochs)
+            metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
+        return metrics
+
+    def report(self) -> str | None:
+        """Draw the run's report; returns its path."""
+        return write_report(self.cfg.trainer.run_dir) if self.cfg.logger.plot else None
+
+
+def _peak_flops(device: str) -> float | None:
+    """Dense bfloat16 FLOP/s of this GPU by its data sheet; None on CPU and on GPUs not listed."""
+    if device != "cuda":
+        return None
+    name = torch.cuda.get_device_name()
+    known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+    return next((flops for key, flops in known.items() if key in name), None)
+
+
+def _config_yaml(cfg: Config) -> str:
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False)
+
+
+def _shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def run(cfg: Config, device: str) -> None:
+    """One job: start the cluster, make the start weights if needed, train, report."""
+    from trainer.sft import prepare_model
+
+    with Cluster(cfg, device) as cluster:
+        trainer = Trainer(cfg, cluster, prepare_model(cfg, cluster))
+        trainer.fit()
+        path = trainer.report()
+    best = trainer.best.get("val/accuracy")
+    print(f"finished step {trainer.step} of {cfg.trainer.total_steps}"
+          + (f", best val/accuracy {best:.3f} at step {trainer.best['step']}" if best is not None else ""))  # fmt: skip
+    if path:
+        print(f"report: {path}")
+    sys.stdout.flush()

@@ -1,0 +1,117 @@
+"""`python -m trainer.main`: compose, validate, connect Ray, train."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from trainer.config import Config, conf_dir, register, to_config, valid_keys
+from trainer.errors import NonFiniteError, UserError, WorkerError
+
+
+def run_app(job: Callable[[Config, str], None], config_name: str = "config") -> None:
+    """Compose the config from the command line and hand it, with the device, to `job`; then exit.
+
+    Exit status: 0 done, 2 the user must mend something (one sentence on stderr), 1 anything else (with a
+    traceback), 130 interrupted.
+    """
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
+
+    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)
+    def app(dict_config: DictConfig) -> None:
+        # Here as well, because Hydra would print a line of its own about a job that raises.
+        with _errors_as_sentences():
+            cfg = to_config(dict_config)
+            if HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN:
+                print(f"[{HydraConfig.get().job.num}] {cfg.trainer.run_dir}", flush=True)
+            _make_run_dir(cfg)
+            from trainer.parallel.mesh import pick_device  # the first import of torch: the config has passed
+
+            device = pick_device(cfg.trainer.device)
+            _check_devices(cfg, device)
+            job(cfg, device)
+
+    with _errors_as_sentences():
+        app()
+
+
+@contextlib.contextmanager
+def _errors_as_sentences() -> Iterator[None]:
+    try:
+        yield
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(2)
+    except (WorkerError, NonFiniteError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for an error of the config: what is wrong, where, what is valid."""
+    if isinstance(error, UserError):
+        return str(error)
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
+    for cause in chain:
+        if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
+            section = cause.full_key.rpartition(".")[0]
+            valid = ", ".join(valid_keys(section))
+            return f"{cause.full_key}: no such key" + (f"; valid are {valid}" if valid else "")
+        if isinstance(cause, ValidationError) and cause.full_key:
+            return f"{cause.full_key}: {first_lines[-1].rstrip('.')}"
+    if isinstance(error, (ConfigCompositionException, OverrideParseException)):
+        text = " ".join(str(error).split())
+        return text
+    return first_lines[0]
+
+
+def _make_run_dir(cfg: Config) -> None:
+    run_dir = cfg.trainer.run_dir
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+        probe = os.path.join(run_dir, ".writable")
+        with open(probe, "w"):
+            pass
+        os.remove(probe)
+    except OSError as error:
+        raise UserError(f"trainer.run_dir={run_dir}: cannot be written ({error.strerror}); choose another") from error
+
+
+def _check_devices(cfg: Config, device: str) -> None:
+    """Refuse before Ray starts what this machine cannot hold; a cluster to join is asked once it is joined."""
+    if device != "cuda" or cfg.trainer.ray_address is not None:
+        return
+    import torch
+
+    has = torch.cuda.device_count()
+    if cfg.trainer.num_workers > has:
+        raise UserError(f"trainer.num_workers={cfg.trainer.num_workers}: more ranks than CUDA devices, this machine "
+                        f"has {has}; use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address")  # fmt: skip
+
+
+def main() -> None:
+    def job(cfg: Config, device: str) -> None:
+        from trainer.loop import run
+
+        run(cfg, device)
+
+    run_app(job)
+
+
+if __name__ == "__main__":
+    main()
