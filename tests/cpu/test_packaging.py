@@ -16,10 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
-needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed; `make setup` installs it")
-needs_hatchling = pytest.mark.skipif(
-    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed; `make setup` installs it"
-)
+needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed; `make setup` does")
+HAS_HATCHLING = importlib.util.find_spec("hatchling") is not None
+needs_hatchling = pytest.mark.skipif(not HAS_HATCHLING, reason="hatchling is not installed; `make setup` does")
 
 
 def tool(name: str):
@@ -154,9 +153,11 @@ def test_installed_package_runs_from_any_directory(wheel, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(site)
     elsewhere.mkdir()
-    where = run(sys.executable, "-c", "import trainer; print(trainer.__file__)", cwd=elsewhere, PYTHONPATH=str(site))
-    assert where.stdout.strip() == str(site / "trainer" / "__init__.py")
-    result = run(sys.executable, "-m", "trainer.main", "--cfg", "job", cwd=elsewhere, PYTHONPATH=str(site))
+    show = "import trainer; print(trainer.__file__)"
+    found = run(sys.executable, "-c", show, cwd=elsewhere, PYTHONPATH=str(site))
+    assert found.stdout.strip() == str(site / "trainer" / "__init__.py")
+    command = [sys.executable, "-m", "trainer.main", "--cfg", "job"]
+    result = run(*command, cwd=elsewhere, PYTHONPATH=str(site))
     assert result.returncode == 0, result.stderr
     assert "ckpt_interval: 10" in result.stdout
 
