@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
-needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed; `make setup` does")
+needs_uv = pytest.mark.skipif(UV is None, reason="no uv; `make setup` installs it")
 HAS_HATCHLING = importlib.util.find_spec("hatchling") is not None
-needs_hatchling = pytest.mark.skipif(not HAS_HATCHLING, reason="hatchling is not installed; `make setup` does")
+needs_hatchling = pytest.mark.skipif(not HAS_HATCHLING, reason="no hatchling; `make setup` installs it")
 
 
 def tool(name: str):
