@@ -8,13 +8,10 @@ import os
 import shutil
 from collections.abc import Callable
 
-import numpy as np
-
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
-from trainer.data.datasets import load_train_examples
-from trainer.data.sft import PackedBatches
+from trainer.data.sft import PackedBatches, load_encoded
 from trainer.keyed import key
 from trainer.models.export import write_assets
 from trainer.models.loading import resolve_model_path
@@ -30,23 +27,21 @@ def train_supervised(cfg: Config, cluster: Cluster, model_path: str, target: str
         report: called with each step and its metrics (`sft/loss`, `policy/grad_norm`, `policy/lr`).
     """
     tokenizer = load_tokenizer(model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
-    batches = PackedBatches(load_train_examples(cfg.data, tokenizer, cfg.sft.max_length), cfg.trainer.seed,
-                            cfg.sft.batch_size, cfg.sft.max_length)  # fmt: skip
+    examples = load_encoded(cfg.data, tokenizer, cfg.sft.max_length)
+    batches = PackedBatches(examples, cfg.trainer.seed, cfg.sft.batch_size, cfg.sft.max_length, tokenizer.pad_token_id)
     ranks = Ranks(dataclasses.replace(cfg, algorithm=dataclasses.replace(
         cfg.algorithm, advantage_estimator="grpo", kl_coef=0.0)), cluster)  # fmt: skip
     ranks.connect()
     ranks.build_for_sft(model_path)
     for step in range(1, cfg.sft.steps + 1):
-        batch = batches.batch(step)
-        batch["lengths"] = np.full(len(batch["input_ids"]), batch["input_ids"].shape[1])
-        metrics = ranks.supervised_update(batch)
+        metrics = ranks.supervised_update(batches.batch(step))
         report(step, {"sft/loss": metrics["loss"], "policy/grad_norm": metrics["grad_norm"],
                       "policy/lr": metrics["lr"]})  # fmt: skip
     writing = f"{target}.writing-{os.getpid()}"
     shutil.rmtree(writing, ignore_errors=True)
     write_assets(model_path, writing, tokenizer, cfg.model.trust_remote_code)
     ranks.write_weights(os.path.abspath(writing), "float32")
-    ranks.policy.kill()
+    cluster.release(ranks.policy)
     if os.path.exists(os.path.join(target, "config.json")):  # another job was faster, with the same result
         shutil.rmtree(writing)
     else:

@@ -82,6 +82,14 @@ class Ranks:
         """Write the policy's weights as safetensors."""
         self.policy.call("write_weights", directory, dtype)
 
+    def share_weights(self, directory: str, dtype: str) -> None:
+        """Write the policy's weights to `directory` in rank 0's shared memory."""
+        self.policy.call("write_weights", directory, dtype)
+
+    def drop_shared(self, directory: str) -> None:
+        """Free what `share_weights` wrote."""
+        self.policy.call_one(0, "remove", directory)
+
     def save(self, role: str, directory: str) -> None:
         self._groups[role].call("save", role, directory)
 

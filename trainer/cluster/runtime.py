@@ -29,8 +29,7 @@ class Cluster:
     def __init__(self, cfg: Config, device: str):
         self.cfg = cfg
         self.device = device
-        self._groups: list[ActorGroup] = []
-        self._placements: list[PlacementGroup] = []
+        self._groups: list[tuple[ActorGroup, PlacementGroup | None]] = []
 
     def __enter__(self) -> Cluster:
         address = self.cfg.trainer.ray_address
@@ -60,13 +59,19 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for group in self._groups:
-            group.kill()
-        for placement in self._placements:
-            # The cluster may be what failed; then its placement groups went with it.
+        for group, _ in list(self._groups):
+            # The cluster may be what failed; then its actors and placement groups went with it.
             with contextlib.suppress(ray.exceptions.RayError):
-                remove_placement_group(placement)
+                self.release(group)
         ray.shutdown()
+
+    def release(self, group: ActorGroup) -> None:
+        """End the group's processes and give back their place."""
+        entry = next(entry for entry in self._groups if entry[0] is group)
+        self._groups.remove(entry)
+        group.kill()
+        if entry[1] is not None:
+            remove_placement_group(entry[1])
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> ActorGroup:
         """Start `trainer.num_workers` actors `factory(cfg, rank, world_size, device)`, one GPU or CPU slot each."""
@@ -82,7 +87,7 @@ class Cluster:
             for i in range(count)
         ]
         args = [(self.cfg, rank, count, self.device) for rank in range(count)]
-        return self._keep(ActorGroup.launch(name, factory, args, options, env))
+        return self._keep(ActorGroup.launch(name, factory, args, options, env), placement)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: ActorGroup) -> ActorGroup:
         """Start `rollout.num_engines` actors `factory(*args)`.
@@ -92,7 +97,7 @@ class Cluster:
         """
         r = self.cfg.rollout
         if self.device == "cuda" and r.colocate:
-            options = self._colocated_options(ranks)
+            placement, options = None, self._colocated_options(ranks)
         else:
             gpus = r.tensor_parallel_size if self.device == "cuda" else 0
             placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * r.num_engines)
@@ -104,7 +109,7 @@ class Cluster:
                 }
                 for i in range(r.num_engines)
             ]
-        return self._keep(ActorGroup.launch("engine", factory, [args] * r.num_engines, options, env))
+        return self._keep(ActorGroup.launch("engine", factory, [args] * r.num_engines, options, env), placement)
 
     def _colocated_options(self, ranks: ActorGroup) -> list[dict[str, Any]]:
         """The ranks own their GPUs as far as Ray knows; an engine sees the same ones by their ids."""
@@ -131,14 +136,14 @@ class Cluster:
         """A reference to `value` in the object store; actors get the value, arrays without a copy."""
         return ray.put(value)
 
-    def _keep(self, group: ActorGroup) -> ActorGroup:
-        self._groups.append(group)
+    def _keep(self, group: ActorGroup, placement: PlacementGroup | None) -> ActorGroup:
+        self._groups.append((group, placement))
         return group
 
     def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
         placement = placement_group(bundles, strategy="PACK")
-        self._placements.append(placement)
         if not placement.wait(_PLACEMENT_TIMEOUT_S):
+            remove_placement_group(placement)
             raise UserError(
                 f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
                 f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -202,6 +201,6 @@ def _shares(metrics: Mapping[str, float]) -> str:
 
 def _clock(seconds: float) -> str:
     """`1:05`, `2:03:04`."""
-    minutes, second = divmod(math.ceil(seconds), 60)
+    minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -138,6 +138,12 @@ class Tracker:
             self._wandb = None
             wandb.teardown()
 
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
     def _log_wandb(self, step: int, values: Mapping[str, float | None]) -> None:
         # `step` of a W&B run is the first that it does not have yet. commit: send this step now, not when
         # the next one comes.
@@ -203,6 +209,9 @@ def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
 
 
 def _start_wandb(run_dir: str, logger: LoggerConfig, run_name: str, config: dict[str, Any], run_id: str) -> wandb.Run:
+    if logger.wandb.mode == "offline":
+        # W&B reports on itself even so, and on a machine without a network that takes ten seconds a start.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +11,6 @@ from trainer.config import Config
 from trainer.keyed import key
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.pool import EnginePool
-from trainer.rollout.transformers_engine import TransformersEngine
-from trainer.rollout.vllm_engine import VLLMEngine, engine_environment
 from trainer.rollout.weight_sync import WeightSource, choose
 
 if TYPE_CHECKING:
@@ -29,22 +25,44 @@ class Rollout:
         self.cfg = cfg
         self.ranks = ranks
         self.model_path = model_path
-        factory = {"vllm": VLLMEngine, "transformers": TransformersEngine}[cfg.rollout.engine]
-        build = functools.partial(
-            factory, model_path, dtype=cfg.rollout.dtype, seed=cfg.trainer.seed, rollout=cfg.rollout,
-            device=cluster.device,
-        )  # fmt: skip
-        self._group = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
-        self.pool = EnginePool(self._group)
+        if cfg.rollout.engine == "vllm":
+            from trainer.rollout.vllm_engine import VLLMEngine as Factory
+        else:
+            from trainer.rollout.transformers_engine import TransformersEngine as Factory
+        from trainer.rollout.vllm_engine import engine_environment
+
+        build = functools.partial(Factory, model_path, dtype=cfg.rollout.dtype, seed=cfg.trainer.seed,
+                                  rollout=cfg.rollout, device=cluster.device)  # fmt: skip
+        self._engines = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
+        self.pool = EnginePool(self._engines)
+        # One name for all starts of a run: what a killed one left behind is overwritten, not added to.
+        self._shared = f"/dev/shm/trainer-{key(os.path.abspath(cfg.trainer.run_dir)):016x}"
 
     def start(self, version: int, fresh: bool) -> None:
-        """Wait for the engines; give them the policy's weights unless these are the start weights."""
-        hosts = {place["host"] for place in self._group.where() + self.ranks.policy.where()[:1]}
-        self._way = choose(self.cfg.rollout.weight_sync, self.cfg.rollout.engine, same_node=len(hosts) == 1)
-        self._sender = None
-        if self._way == "broadcast":
-            self._sender = self.pool.rendezvous(self.ranks.policy)
+        """Wait for the engines; give them the policy's weights unless they hold them (`fresh`)."""
+        hosts = {place["host"] for place in [*self._engines.where(), self.ranks.policy.where()[0]]}
+        choose(self.cfg.rollout.weight_sync, self.cfg.rollout.engine, same_node=len(hosts) == 1)
         if fresh:
             self.pool.set_version(version)
         else:
             self.sync_weights(version)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Completions in the order of the requests. Colocated engines are awake for this alone."""
+        if self.cfg.rollout.colocate:
+            self.pool.wake()
+        completions = self.pool.generate(requests, sampling)
+        if self.cfg.rollout.colocate:
+            self.pool.sleep()
+        return completions
+
+    def sync_weights(self, version: int) -> None:
+        """Bring the engines' weights to the policy's."""
+        self.ranks.share_weights(self._shared, self.cfg.rollout.dtype)
+        try:
+            self.pool.sync_weights(WeightSource(self._shared), version)
+        finally:
+            self.ranks.drop_shared(self._shared)
+
+    def shutdown(self) -> None:
+        self.pool.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import socket
 from typing import Any, Protocol
 
@@ -147,6 +148,10 @@ class Rank:
         """Write the policy's weights to `directory` as safetensors of `dtype` (see `RolloutConfig.dtype`)."""
         assert self.policy is not None
         return self.policy.write_weights(directory, param_dtype(dtype, self.device))
+
+    def remove(self, directory: str) -> None:
+        """Delete a directory on this rank's machine."""
+        shutil.rmtree(directory, ignore_errors=True)
 
     def send_weights(self, sender: WeightSender, dtype: str) -> Any:
         """Hand the policy's tensors, one by one, to `sender`."""

@@ -1,0 +1,67 @@
+"""What an inference engine is to the rest of the system."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.rollout.weight_sync import WeightSource
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens; the same for all requests of a call."""
+
+    temperature: float
+    """0: greedy."""
+    top_p: float
+    top_k: int
+    """-1: all tokens."""
+    max_tokens: int
+    """Completions are cut here."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a completion; they are part of it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to generate. Its tokens depend on prompt, seed and weights, not on its company."""
+
+    prompt_token_ids: Sequence[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    token_ids: list[int]
+    """With the stop token, when there was one."""
+    logprobs: list[float]
+    """Of each token under the distribution it was drawn from, before top-p and top-k: log_softmax(logits /
+    temperature), with temperature 1 for greedy."""
+    finish_reason: str
+    """`stop` or `length`."""
+    weight_version: int
+    """The version of the weights that generated it."""
+
+
+class Engine(Protocol):
+    """An engine holds one copy of the policy. Sleeping, it holds no GPU memory and must be woken first."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Completions in the order of the requests."""
+        ...
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        """Take the weights of `source`; completions carry `version` from now on."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Name the weights that are already loaded."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def shutdown(self) -> None: ...
