@@ -199,6 +199,31 @@ for step in range(10**6):
     assert rows == [{"step": s, "policy/kl": 1e-300, "reward/mean": s / 7} for s in range(len(rows))]
 
 
+def test_a_full_disk_is_an_error_and_costs_nothing_that_was_written(tmp_path):
+    code = """
+import resource, sys
+from trainer.config import LoggerConfig
+from trainer.metrics.tracker import Tracker
+tracker = Tracker(sys.argv[1], LoggerConfig(), "test", {})
+if sys.argv[2] == "rewind":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+    tracker.rewind(3)
+else:
+    for step in range(4):
+        tracker.log(step, {"reward/mean": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))
+    tracker.log(4, {"reward/mean": 1.0})
+"""
+    path = tmp_path / "metrics.jsonl"
+    logging = run_python(code, str(tmp_path), "log")
+    assert "the line of step 4 was cut short" in logging.stderr
+    assert [row["step"] for row in read_metrics(str(path))] == [0, 1, 2, 3]
+    before = path.read_bytes()
+    rewinding = run_python(code, str(tmp_path), "rewind")
+    assert "File too large" in rewinding.stderr
+    assert path.read_bytes() == before
+
+
 def test_reading_leaves_out_a_torn_end_and_refuses_rubbish_elsewhere(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": null}\n{"step": 2, "a"')

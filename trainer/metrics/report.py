@@ -117,7 +117,7 @@ def _reward(axes: Axes, rows: Rows) -> None:
     _line(axes, rows, "reward/mean", "training, mean", _BLUE)
     spread = [row for row in rows if None not in (row.get("reward/mean"), row.get("reward/std"))]
     low = [row["reward/mean"] - row["reward/std"] for row in spread]
-    high = [row["reward/mean"] for row in spread]
+    high = [row["reward/mean"] + row["reward/std"] for row in spread]
     steps = [row["step"] for row in spread]
     axes.fill_between(steps, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard deviation")
     _line(axes, rows, "val/reward/mean", "held out, greedy", _ORANGE)
