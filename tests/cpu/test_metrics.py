@@ -48,11 +48,8 @@ def test_the_docs_are_fresh():
     assert (ROOT / "docs" / "metrics.md").read_text() == names.reference() + "\n", "run `make docs`"
 
 
-def test_every_name_is_described():
-    assert names.describe("val/pass@16").unit == "share"
+def test_every_phase_is_a_metric():
     assert all(f"time/{phase}" in names.METRICS for phase in names.PHASES)
-    with pytest.raises(KeyError):
-        names.describe("policy/klx")
 
 
 def test_importing_metrics_imports_nothing_heavy():

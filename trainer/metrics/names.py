@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 
@@ -31,10 +30,12 @@ METRICS: dict[str, Metric] = {
     "policy/grad_norm": Metric("Global norm of the policy's gradient before clipping.", "norm"),
     "policy/lr": Metric("Learning rate of the policy's last optimizer step.", "1"),
     "critic/loss": Metric("Clipped value loss, mean over the step's mini-batches.", "loss"),
+    "critic/clip_frac": Metric("Tokens whose value was clipped near the old one.", "share"),
     "critic/explained_variance": Metric(
         "1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one.", "share"
     ),
     "critic/grad_norm": Metric("Global norm of the critic's gradient before clipping.", "norm"),
+    "critic/lr": Metric("Learning rate of the critic's last optimizer step.", "1"),
     "rollout/logprob_diff_mean": Metric(
         "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
     ),
@@ -62,11 +63,6 @@ METRICS: dict[str, Metric] = {
     "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),
 }
 """Metrics by name, in the order of the docs. `val/…` is only in the lines of steps that validated."""
-
-
-def describe(name: str) -> Metric:
-    """Meaning and unit of a logged metric. Raises KeyError for a name that is not in the list."""
-    return METRICS[re.sub(r"^val/pass@\d+$", "val/pass@k", name)]
 
 
 def reference() -> str:

@@ -127,8 +127,8 @@ def _reward(axes: Axes, rows: Rows) -> None:
 
 def _accuracy(axes: Axes, rows: Rows) -> None:
     _line(axes, rows, "val/accuracy", "greedy", _ORANGE)
-    for name in sorted({name for row in rows for name in row if name.startswith("val/pass@")}):
-        _line(axes, rows, name, name.removeprefix("val/"), _PURPLE)
+    if any("val/pass@k" in row for row in rows):
+        _line(axes, rows, "val/pass@k", "pass@k", _PURPLE)
     values = _series(rows, "val/accuracy")[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
     axes.set(title=f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}",
