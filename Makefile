@@ -28,5 +28,6 @@ lint: setup
 lock: setup  ## re-resolve; ARGS=--upgrade to move every pin
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/lock.py $(ARGS)
 
-docs: setup  ## docs/config.md from the typed schema
+docs: setup  ## docs/config.md from the typed schema, docs/metrics.md from the metric names
 	$(BIN)/python -m trainer.config > .venv/config.md && mv .venv/config.md docs/config.md
+	$(BIN)/python -m trainer.metrics.names > .venv/metrics.md && mv .venv/metrics.md docs/metrics.md

@@ -37,6 +37,7 @@ from trainer.rewards.pool import RewardPool
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.launch import Rollout
 from trainer.rollout.seeds import request_seed
+from trainer.sft import prepare_model, refuse_to_overwrite
 
 
 class Trainer:
@@ -56,7 +57,7 @@ class Trainer:
         self.cluster = cluster
         self.checkpoints = CheckpointManager(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
         self.resume_from = self.checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
-        self._refuse_to_overwrite()
+        refuse_to_overwrite(cfg, self.checkpoints)
 
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
@@ -188,7 +189,9 @@ class Trainer:
         if k > 0:
             r = self.cfg.rollout
             requests = [
-                Request(p.token_ids, request_seed(seed, step, f"val:{p.index}", 1 + j)) for p in prompts for j in range(k)
+                Request(p.token_ids, request_seed(seed, step, f"val:{p.index}", 1 + j))
+                for p in prompts
+                for j in range(k)
             ]
             sampled = self.rollout.generate(requests, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
             scores, _ = self._reward(sampled, [p.answer for p in prompts for _ in range(k)])
@@ -263,13 +266,6 @@ class Trainer:
         self.counters = state["counters"]
         self.best = state["best"]
         self.tracker_state = state["tracker"]
-
-    def _refuse_to_overwrite(self) -> None:
-        run_dir, mode = self.cfg.trainer.run_dir, self.cfg.trainer.resume_mode
-        holds_run = self.checkpoints.steps() or os.path.exists(os.path.join(run_dir, METRICS_FILE))
-        if holds_run and mode in (None, "none"):
-            raise UserError(f"trainer.run_dir={run_dir}: already holds a run; continue it with "
-                            "trainer.resume_mode=latest, or choose another trainer.run_name")  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------
     # Helpers
@@ -349,8 +345,6 @@ def _shorten(text: str, limit: int = 60) -> str:
 
 def run(cfg: Config, device: str) -> None:
     """One job: start the cluster, make the start weights if needed, train, report."""
-    from trainer.sft import prepare_model
-
     with Cluster(cfg, device) as cluster:
         trainer = Trainer(cfg, cluster, prepare_model(cfg, cluster))
         trainer.fit()

@@ -17,7 +17,7 @@ from trainer.config import Config, conf_dir, register, to_config, valid_keys
 from trainer.errors import NonFiniteError, UserError, WorkerError
 
 
-def run_app(job: Callable[[Config, str], None], config_name: str = "config") -> None:
+def run_app(job: Callable[[Config, str], None]) -> None:
     """Compose the config from the command line and hand it, with the device, to `job`; then exit.
 
     Exit status: 0 done, 2 the user must mend something (one sentence on stderr), 1 anything else (with a
@@ -26,7 +26,7 @@ def run_app(job: Callable[[Config, str], None], config_name: str = "config") -> 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 
-    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)
+    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def app(dict_config: DictConfig) -> None:
         # Here as well, because Hydra would print a line of its own about a job that raises.
         with _errors_as_sentences():
@@ -100,18 +100,15 @@ def _check_devices(cfg: Config, device: str) -> None:
 
     has = torch.cuda.device_count()
     if cfg.trainer.num_workers > has:
-        raise UserError(f"trainer.num_workers={cfg.trainer.num_workers}: more ranks than CUDA devices, this machine "
-                        f"has {has}; use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address")  # fmt: skip
+        raise UserError(f"trainer.num_workers={cfg.trainer.num_workers}: more ranks than CUDA devices, this machine has "
+                        f"{has}; use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address")  # fmt: skip
 
 
-def main() -> None:
-    def job(cfg: Config, device: str) -> None:
-        from trainer.loop import run
+def _job(cfg: Config, device: str) -> None:
+    from trainer.loop import run
 
-        run(cfg, device)
-
-    run_app(job)
+    run(cfg, device)
 
 
 if __name__ == "__main__":
-    main()
+    run_app(_job)

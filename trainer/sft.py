@@ -6,46 +6,107 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
 
+from trainer.checkpoint.manager import CheckpointManager, Part, json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
-from trainer.config import Config
+from trainer.config import AlgorithmConfig, Config
 from trainer.data.sft import PackedBatches, load_encoded
+from trainer.errors import UserError
 from trainer.keyed import key
+from trainer.metrics.progress import Progress
+from trainer.metrics.timing import Timer
+from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.export import write_assets
 from trainer.models.loading import resolve_model_path
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
-def train_supervised(cfg: Config, cluster: Cluster, model_path: str, target: str,
-                     report: Callable[[int, dict[str, float]], None]) -> None:  # fmt: skip
-    """`sft.steps` optimizer steps from `model_path`; the result goes to `target` in Hugging Face format.
+class SupervisedTrainer:
+    """`sft.steps` optimizer steps of cross-entropy on answers, with the checkpoints of any other run.
 
-    Args:
-        report: called with each step and its metrics (`sft/loss`, `policy/grad_norm`, `policy/lr`).
+    Step N trains on a batch that is a function of (seed, N), so the step number is the whole ledger.
     """
-    tokenizer = load_tokenizer(model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
-    examples = load_encoded(cfg.data, tokenizer, cfg.sft.max_length)
-    batches = PackedBatches(examples, cfg.trainer.seed, cfg.sft.batch_size, cfg.sft.max_length, tokenizer.pad_token_id)
-    ranks = Ranks(dataclasses.replace(cfg, algorithm=dataclasses.replace(
-        cfg.algorithm, advantage_estimator="grpo", kl_coef=0.0)), cluster)  # fmt: skip
-    ranks.connect()
-    ranks.build_for_sft(model_path)
-    for step in range(1, cfg.sft.steps + 1):
-        metrics = ranks.supervised_update(batches.batch(step))
-        report(step, {"sft/loss": metrics["loss"], "policy/grad_norm": metrics["grad_norm"],
-                      "policy/lr": metrics["lr"]})  # fmt: skip
-    writing = f"{target}.writing-{os.getpid()}"
-    shutil.rmtree(writing, ignore_errors=True)
-    write_assets(model_path, writing, tokenizer, cfg.model.trust_remote_code)
-    ranks.write_weights(os.path.abspath(writing), "float32")
-    cluster.release(ranks.policy)
-    if os.path.exists(os.path.join(target, "config.json")):  # another job was faster, with the same result
-        shutil.rmtree(writing)
-    else:
-        os.replace(writing, target)
+
+    def __init__(self, cfg: Config, cluster: Cluster, model_path: str):
+        # One role: neither a critic nor a reference takes part.
+        self.cfg = cfg = dataclasses.replace(cfg, algorithm=AlgorithmConfig())
+        t = cfg.trainer
+        self.cluster = cluster
+        self.step = 0
+        self.checkpoints = CheckpointManager(t.ckpt_path, t.max_ckpts_to_keep)
+        self.resume_from = self.checkpoints.resolve(t.resume_mode, t.resume_path)
+        refuse_to_overwrite(cfg, self.checkpoints)
+        self.model_path = resolve_model_path(model_path)
+        self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        examples = load_encoded(cfg.data, self.tokenizer, cfg.sft.max_length)
+        self.batches = PackedBatches(
+            examples, t.seed, cfg.sft.batch_size, cfg.sft.max_length, self.tokenizer.pad_token_id
+        )
+        self.ranks = Ranks(cfg, cluster)
+        self.ranks.connect()
+        self.ranks.build_for_sft(self.model_path)
+        self.checkpoints.register(json_part("trainer_state", lambda: {"step": self.step}, self._restore))
+        self.checkpoints.register(Part(
+            "policy",
+            lambda directory: self.ranks.save("policy", os.path.abspath(os.path.join(directory, "policy"))),
+            lambda directory: self.ranks.load("policy", os.path.abspath(os.path.join(directory, "policy"))),
+        ))  # fmt: skip
+
+    def fit(self) -> None:
+        """Train up to `sft.steps`."""
+        cfg, t, steps = self.cfg, self.cfg.trainer, self.cfg.sft.steps
+        if self.resume_from:
+            self.checkpoints.load(self.resume_from)
+        timer = Timer()
+        with Tracker(t.run_dir, cfg.logger, t.run_name, dataclasses.asdict(cfg)) as tracker:
+            tracker.rewind(self.step if self.resume_from else -1)
+            history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
+            with Progress(steps, cfg.logger.progress, completed=self.step, history=history) as progress:
+                for step in range(self.step + 1, steps + 1):
+                    with timer("step"):
+                        result = self.ranks.supervised_update(self.batches.batch(step))
+                    self.step = step
+                    metrics = {"sft/loss": result["loss"], "policy/grad_norm": result["grad_norm"],
+                               "policy/lr": result["lr"], **timer.take()}  # fmt: skip
+                    tracker.log(step, metrics)
+                    progress.update(step, metrics)
+                    if t.ckpt_interval > 0 and (step % t.ckpt_interval == 0 or step == steps):
+                        with timer("checkpoint_blocked"):
+                            tracker.flush()
+                            self.checkpoints.save(step, {"ranks": t.num_workers, "replicas": t.replicas})
+
+    def export(self, target: str) -> None:
+        """Write the model in Hugging Face format to `target`, whole or not at all."""
+        writing = f"{target}.writing-{os.getpid()}"
+        shutil.rmtree(writing, ignore_errors=True)
+        write_assets(self.model_path, writing, self.tokenizer, self.cfg.model.trust_remote_code)
+        self.ranks.write_weights(os.path.abspath(writing), "float32")
+        if os.path.exists(os.path.join(target, "config.json")):  # another job was faster, with the same result
+            shutil.rmtree(writing)
+        else:
+            os.replace(writing, target)
+
+    def close(self) -> None:
+        """Give the ranks' place back."""
+        self.cluster.release(self.ranks.policy)
+
+    def _restore(self, state: dict) -> None:
+        self.step = state["step"]
+
+
+def refuse_to_overwrite(cfg: Config, checkpoints: CheckpointManager) -> None:
+    """A run directory is continued on purpose or not at all.
+
+    Raises:
+        UserError: it holds a run, and nothing was said about resuming.
+    """
+    run_dir, mode = cfg.trainer.run_dir, cfg.trainer.resume_mode
+    holds_run = checkpoints.steps() or os.path.exists(os.path.join(run_dir, METRICS_FILE))
+    if holds_run and mode in (None, "none"):
+        raise UserError(f"trainer.run_dir={run_dir}: already holds a run; continue it with "
+                        "trainer.resume_mode=latest, or choose another trainer.run_name")  # fmt: skip
 
 
 def prepare_model(cfg: Config, cluster: Cluster) -> str:
@@ -59,29 +120,50 @@ def prepare_model(cfg: Config, cluster: Cluster) -> str:
         "seed": cfg.trainer.seed,
     }
     target = os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
-    if not os.path.exists(os.path.join(target, "config.json")):
-        start = f"{target}.start-{os.getpid()}"
-        build_tiny(cfg.model.tiny, start, cfg.trainer.seed)
-        print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
-
-        def report(step: int, metrics: dict[str, float]) -> None:
-            if step % 20 == 0 or step == cfg.sft.steps:
-                print(f"  step {step}/{cfg.sft.steps}  loss {metrics['sft/loss']:.3f}", flush=True)
-
-        train_supervised(cfg, cluster, start, target, report)
-        shutil.rmtree(start)
+    if os.path.exists(os.path.join(target, "config.json")):
+        return target
+    # A run of its own, resumed if it was killed. Its name holds no process id: the restart must find it.
+    run_dir = f"{target}.run"
+    start = os.path.join(run_dir, "start")
+    build_tiny(cfg.model.tiny, start, cfg.trainer.seed)
+    print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
+    warm_start = dataclasses.replace(
+        cfg,
+        trainer=dataclasses.replace(
+            cfg.trainer, run_name="warm-start", run_dir=run_dir, ckpt_path=os.path.join(run_dir, "checkpoints"),
+            ckpt_interval=50, max_ckpts_to_keep=1, resume_mode="latest", resume_path=None,
+        ),
+        logger=dataclasses.replace(cfg.logger, wandb=dataclasses.replace(cfg.logger.wandb, mode="off")),
+    )  # fmt: skip
+    trainer = SupervisedTrainer(warm_start, cluster, start)
+    trainer.fit()
+    trainer.export(target)
+    trainer.close()
+    shutil.rmtree(run_dir, ignore_errors=True)
     return target
 
 
-def main() -> None:
-    from trainer.main import run_app
+def run(cfg: Config, device: str) -> None:
+    """A supervised run: from `model.path`, or from the embedded model with random weights."""
+    from trainer.metrics.report import write_report
 
-    def job(cfg: Config, device: str) -> None:
-        with Cluster(cfg, device) as cluster:
-            print(f"model: {resolve_model_path(prepare_model(cfg, cluster))}")
-
-    run_app(job)
+    t = cfg.trainer
+    with Cluster(cfg, device) as cluster:
+        path = cfg.model.path
+        if path is None:
+            path = os.path.join(t.run_dir, "start")
+            build_tiny(cfg.model.tiny, path, t.seed)
+        trainer = SupervisedTrainer(cfg, cluster, path)
+        trainer.fit()
+        target = os.path.join(t.export_path, f"global_step_{trainer.step}", "policy")
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        trainer.export(target)
+    print(f"finished supervised step {trainer.step} of {cfg.sft.steps}; model: {target}")
+    if cfg.logger.plot:
+        print(f"report: {write_report(t.run_dir)}")
 
 
 if __name__ == "__main__":
-    main()
+    from trainer.main import run_app
+
+    run_app(run)

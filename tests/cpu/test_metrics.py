@@ -391,8 +391,8 @@ def test_the_best_validation_of_earlier_processes_counts(capsys):
 
 def test_a_supervised_run_shows_its_loss(capsys):
     with Progress(3) as progress:
-        progress.update(1, {"sft/loss": 1.25, "sft/accuracy": 0.5})
-    assert capsys.readouterr().out.startswith("step 1/3  loss  1.250  accuracy 0.500")
+        progress.update(1, {"sft/loss": 1.25})
+    assert capsys.readouterr().out.startswith("step 1/3  loss  1.250")
 
 
 def test_switched_off_it_prints_notes_only(capsys):

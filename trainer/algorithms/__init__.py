@@ -4,7 +4,7 @@ One convention everywhere: tensors are `(B, T)`, position t belongs to token t o
 log-prob, its reward, the value of the state before it), and `mask` is 1 where that token was generated.
 """
 
-from trainer.algorithms.advantages import ADVANTAGES, grpo, gae
+from trainer.algorithms.advantages import ADVANTAGES, gae, grpo
 from trainer.algorithms.aggregation import Totals, aggregate
 from trainer.algorithms.kl import kl_penalty
 from trainer.algorithms.losses import POLICY_LOSSES, clip, value_loss

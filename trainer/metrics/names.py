@@ -46,7 +46,6 @@ METRICS: dict[str, Metric] = {
         "Held-out prompts of which one of k sampled completions is right; k is `rollout.val_n`.", "share"
     ),
     "sft/loss": Metric("Cross-entropy of the answer tokens (supervised training).", "nats"),
-    "sft/accuracy": Metric("Answer tokens predicted right (supervised training).", "share"),
     "time/step": Metric("The whole step.", "s"),
     "time/rollout": Metric("Generating the step's completions.", "s"),
     "time/reward": Metric("Computing rewards.", "s"),

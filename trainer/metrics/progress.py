@@ -31,7 +31,6 @@ def _fixed(digits: int) -> Callable[[float], str]:
 _CELLS: tuple[tuple[str, str, Callable[[float], str], int], ...] = (
     ("reward", "reward/mean", _fixed(3), 6),
     ("loss", "sft/loss", _fixed(3), 6),
-    ("accuracy", "sft/accuracy", _fixed(3), 5),
     ("length", "response_length/mean", _fixed(1), 5),
     ("kl", "policy/kl", lambda value: f"{value:.1e}", 7),
     ("grad", "policy/grad_norm", _fixed(3), 5),

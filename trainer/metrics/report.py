@@ -182,7 +182,6 @@ _PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
     ("val/accuracy", _accuracy),
     ("response_length/mean", _length),
     _single("sft/loss", "Loss (supervised)", "nats a token", _BLUE),
-    _single("sft/accuracy", "Answer tokens right", "share", _GREEN),
     _single("policy/kl", "KL", "nats a token", _RED),
     _single("policy/entropy", "Entropy", "nats a token", _GREEN),
     _single("critic/explained_variance", "Critic: explained variance", "1", _PURPLE),
