@@ -90,7 +90,7 @@ class TrainerConfig:
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
     seed: int = 1
     """Every random draw of the run is a function of this and of what is drawn."""
-    total_steps: int = 60
+    total_steps: int = 100
     """Steps after which the run is finished."""
     num_workers: int = 1
     """FSDP2 ranks: GPUs, or processes on CPU."""
@@ -287,15 +287,13 @@ class RolloutConfig:
 
 @dataclass
 class SFTConfig:
-    steps: int = 120
+    steps: int = 200
     """Optimizer steps of supervised training (of the warm start, for the embedded model)."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Packed rows an optimizer step."""
     max_length: int = 256
     """Tokens a packed row; a longer example is cut."""
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(lr=2e-3, scheduler="cosine", warmup_steps=10)
-    )
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
     """Optimizer of supervised training."""
 
 

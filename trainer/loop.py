@@ -33,6 +33,7 @@ from trainer.models.export import write_assets
 from trainer.models.loading import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.batching import Batch
+from trainer.rewards import resolve
 from trainer.rewards.pool import RewardPool
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.launch import Rollout
@@ -57,7 +58,6 @@ class Trainer:
         self.cluster = cluster
         self.checkpoints = CheckpointManager(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
         self.resume_from = self.checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
-        refuse_to_overwrite(cfg, self.checkpoints)
 
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
@@ -343,8 +343,23 @@ def _shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def check_inputs(cfg: Config) -> None:
+    """Find what the user must mend before anything expensive starts.
+
+    Raises:
+        UserError: reward, checkpoint, run directory or model cannot be used as the config says.
+    """
+    resolve(cfg.reward.name)
+    checkpoints = CheckpointManager(cfg.trainer.ckpt_path)
+    checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
+    refuse_to_overwrite(cfg, checkpoints)
+    if cfg.model.path is not None:
+        load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
+
+
 def run(cfg: Config, device: str) -> None:
     """One job: start the cluster, make the start weights if needed, train, report."""
+    check_inputs(cfg)
     with Cluster(cfg, device) as cluster:
         trainer = Trainer(cfg, cluster, prepare_model(cfg, cluster))
         trainer.fit()

@@ -1,0 +1,89 @@
+"""Whole jobs for tests: the command line as a user gives it, on a model that is quick to make."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SMALL = [
+    "sft.steps=30",
+    "sft.optimizer.warmup_steps=5",
+    "data.train_size=64",
+    "data.val_size=16",
+    "trainer.train_batch_size=8",
+    "trainer.mini_batch_size=4",
+    "trainer.total_steps=2",
+    "trainer.val_interval=2",
+    "trainer.ckpt_interval=1",
+    "rollout.n=4",
+    "rollout.max_num_seqs=32",
+    "rollout.kv_cache_mb=32",
+]
+
+
+def command(*overrides: str, module: str = "trainer.main") -> list[str]:
+    return [sys.executable, "-m", module, *SMALL, *overrides]
+
+
+def run_job(*overrides: str, cwd: Path, module: str = "trainer.main", small: bool = True, timeout: float = 300):
+    """Run a job to its end; returns the completed process with its output as text."""
+    args = command(*overrides, module=module) if small else [sys.executable, "-m", module, *overrides]
+    return subprocess.run(args, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
+
+
+def start_job(*overrides: str, cwd: Path) -> subprocess.Popen:
+    """Start a job in a process group of its own."""
+    return subprocess.Popen(
+        command(*overrides), cwd=cwd, text=True, env=environment(), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without what a clock measured."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started."""
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def left_running(marker: str) -> list[str]:
+    """Command lines of live processes whose environment holds `marker`: what a job has left behind."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and marker in process.environ().values():
+                left.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return left
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,88 @@
+"""The schema, and the sentence that wrong input gets."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cpu.jobs import run_job
+from trainer.config import Config, compose, field_docs, validate
+from trainer.errors import UserError
+
+
+def test_the_default_composes_and_resume_is_spelled_any_way():
+    cfg = compose([])
+    assert cfg.trainer.run_dir == "outputs/default" and cfg.trainer.ckpt_path == "outputs/default/checkpoints"
+    assert cfg.trainer.resume_mode is None
+    for spelled in ("+trainer.resume_mode=latest", "trainer.resume_mode=latest", "++trainer.resume_mode=latest"):
+        assert compose([spelled]).trainer.resume_mode == "latest"
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (["trainer.mini_batch_size=7"], "trainer.train_batch_size=64.*trainer.mini_batch_size=7"),
+        (["trainer.total_steps=0"], "trainer.total_steps=0: must be at least 1"),
+        (["trainer.seed=-1"], "trainer.seed=-1"),
+        (["trainer.num_workers=3", "trainer.replicas=2"], "trainer.num_workers=3.*trainer.replicas=2"),
+        (["trainer.resume_mode=sometimes"], "trainer.resume_mode.*null, none, latest, from_path"),
+        (["trainer.resume_path=x/global_step_1"], "trainer.resume_path.*trainer.resume_mode=from_path"),
+        (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
+        (["trainer.critic.optimizer.lr=1e-4"], "trainer.critic.optimizer.lr.*algorithm=ppo"),
+        (["algorithm.kl_coef=0", "trainer.reference.fsdp.cpu_offload=true"], "trainer.reference.fsdp.cpu_offload"),
+        (["rollout.n=1"], "rollout.n=1.*grpo"),
+        (["rollout.temperature=0"], "rollout.temperature=0"),
+        (["rollout.top_p=1.5"], "rollout.top_p=1.5"),
+        (["rollout.engine=sglang"], "rollout.engine=sglang: choose one of vllm, transformers"),
+        (["rollout=transformers", "rollout.tensor_parallel_size=2"], "rollout.tensor_parallel_size=2"),
+        (["algorithm.advantage_estimator=magic"], "algorithm.advantage_estimator=magic: choose one of grpo, gae"),
+        (["algorithm.gamma=nan"], "algorithm.gamma=nan"),
+        (["data.train_files=[a.jsonl]"], "data.generator.*data=files"),
+        (["+data.generator_args.letters=3"], "data.generator_args.*min_letters"),
+        (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3"),
+        (["trainer.master_port=70000"], "trainer.master_port=70000"),
+    ],
+)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    with pytest.raises(UserError) as error:
+        compose(overrides)
+    assert re.search(sentence, str(error.value))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (["trainer.nub_workers=2"], "trainer.nub_workers: no such key; valid are .*trainer.num_workers"),
+        (["trainer.num_workers=two"], "trainer.num_workers: .*'two'"),
+        (["algorithm=gppo"], "algorithm/gppo.*grpo ppo"),
+        (["trainer.device=cuda"], "trainer.num_workers=1: more ranks than CUDA devices"),
+        (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),
+        (["model.path=no/such-model"], "model.path=no/such-model"),
+        (["reward.name=no.such.module:f"], "reward.name=no.such.module:f"),
+        (["trainer.ray_address=127.0.0.1:1"], "trainer.ray_address=127.0.0.1:1: no Ray cluster answers"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong_and_exits_with_2(overrides, sentence, tmp_path):
+    done = run_job(*overrides, cwd=tmp_path, small=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert re.search(sentence, line), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_key_is_documented():
+    import dataclasses
+
+    def check(cls, instance):
+        docs = field_docs(cls)
+        for f in dataclasses.fields(cls):
+            value = getattr(instance, f.name)
+            if cls is not Config:
+                assert docs.get(f.name), f"{cls.__name__}.{f.name}"
+            if dataclasses.is_dataclass(value):
+                check(type(value), value)
+
+    check(Config, Config())
+    validate(compose([]))

@@ -1,0 +1,163 @@
+"""Whole jobs from the command line: real Ray, real vLLM, real process groups."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cpu.jobs import comparable, family, kill_all, left_running, metrics, run_job, shared_memory, start_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEP_METRICS = {
+    "reward/mean", "reward/std", "reward/zero_std_frac", "response_length/mean", "response_length/max",
+    "response_length/clip_ratio", "policy/loss", "policy/kl", "policy/clip_frac", "policy/entropy",
+    "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "time/step",
+    "time/rollout", "time/reward", "time/logprob", "time/update", "time/sync", "perf/tokens_per_s",
+    "perf/samples_per_s", "progress/epoch", "progress/prompts", "progress/samples", "progress/tokens",
+}  # fmt: skip
+
+
+@pytest.fixture
+def marker(monkeypatch, tmp_path) -> str:
+    """A value in the environment of everything the test starts."""
+    monkeypatch.setenv("TRAINER_TEST_MARKER", str(tmp_path))
+    return str(tmp_path)
+
+
+def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, marker):
+    """GRPO and PPO with vLLM, one after the other, as `-m` runs them."""
+    memory = shared_memory()
+    done = run_job("-m", "algorithm=grpo,ppo", "rollout.val_n=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = sorted((tmp_path / "outputs/default").glob("*algorithm=*"))
+    assert ["algorithm=grpo" in runs[0].name, "algorithm=ppo" in runs[1].name] == [True, True] and len(runs) == 2
+    for run in runs:
+        rows = metrics(run)
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert set(rows[2]) >= STEP_METRICS | {
+            "val/accuracy",
+            "val/reward/mean",
+            "val/pass@k",
+            "time/checkpoint_blocked",
+        }
+        assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+        assert (rows[2]["progress/prompts"], rows[2]["progress/samples"]) == (16, 64)
+        assert (run / "report.png").stat().st_size > 10_000
+        checkpoint = run / "checkpoints/global_step_2"
+        for name in ("manifest.json", "config.yaml", "trainer_state.json", "data.json", "policy/.metadata",
+                     "policy/__0_0.distcp", "policy/fsdp_config.json", "policy/huggingface/config.json",
+                     "policy/huggingface/tokenizer.json"):  # fmt: skip
+            assert (checkpoint / name).exists(), name
+        assert (run / "checkpoints/latest_ckpt_global_step.txt").read_text().strip() == "2"
+    assert (runs[1] / "checkpoints/global_step_2/critic/__0_0.distcp").exists()
+    assert {"critic/loss", "critic/explained_variance", "critic/grad_norm"} <= set(metrics(runs[1])[1])
+    assert left_running(marker) == []
+    assert shared_memory() <= memory
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
+    """Same metrics on the same number of ranks; the same prompts and, to rounding, losses on another number."""
+    base = ["rollout=transformers", "trainer.total_steps=4", "trainer.num_workers=2", "algorithm=ppo"]
+    whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    expected = comparable(metrics(tmp_path / "outputs/whole"))
+
+    half = run_job(*base, "trainer.run_name=half", "trainer.total_steps=2", cwd=tmp_path)
+    assert half.returncode == 0, half.stderr
+    again = run_job(*base, "trainer.run_name=half", cwd=tmp_path)
+    assert again.returncode == 2 and "trainer.resume_mode=latest" in again.stderr, "an old run was to be overwritten"
+    rest = run_job(*base, "trainer.run_name=half", "+trainer.resume_mode=latest", cwd=tmp_path)
+    assert rest.returncode == 0, rest.stderr
+    assert comparable(metrics(tmp_path / "outputs/half")) == expected
+
+    fork = run_job(*base, "trainer.run_name=fork", "trainer.num_workers=1", "trainer.resume_mode=from_path",
+                   "trainer.resume_path=outputs/half/checkpoints/global_step_2", cwd=tmp_path)  # fmt: skip
+    assert fork.returncode == 0, fork.stderr
+    rows = metrics(tmp_path / "outputs/fork")
+    assert [row["step"] for row in rows] == [3, 4]
+    for name in ("policy/loss", "policy/kl", "policy/grad_norm", "critic/loss", "reward/mean", "progress/tokens"):
+        assert rows[0][name] == pytest.approx(expected[3][name], rel=1e-4, abs=1e-5), name
+
+
+def test_an_export_is_the_trained_policy(tmp_path):
+    done = run_job("rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    export = tmp_path / "outputs/default/exports/global_step_2/policy"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    start = next(Path(done_cache()).glob("tiny-*/config.json")).parent
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(model.parameters(), AutoModelForCausalLM.from_pretrained(start).parameters(), strict=True)
+    )
+    assert tokenizer.chat_template
+    state = json.loads((tmp_path / "outputs/default/checkpoints/global_step_2/trainer_state.json").read_text())
+    assert state["step"] == 2
+
+
+def done_cache() -> str:
+    import os
+
+    return os.environ["TRAINER_CACHE"]
+
+
+def test_a_nan_stops_the_run_and_names_the_step_and_the_last_checkpoint(tmp_path, marker):
+    done = run_job("rollout=transformers", "trainer.policy.optimizer.lr=1e30", "trainer.val_interval=-1", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert "policy" in sentence and "step" in sentence and "checkpoint" in sentence
+    assert "Traceback" not in done.stderr
+    assert left_running(marker) == []
+
+
+def test_a_killed_rank_ends_the_job_within_seconds_and_leaves_nothing(tmp_path, marker):
+    job = start_job("rollout=transformers", "trainer.num_workers=2", "trainer.total_steps=500", cwd=tmp_path)
+    try:
+        for line in job.stdout:
+            if line.startswith("step   2/500") or "step 2/500" in " ".join(line.split()):
+                break
+        ranks = [p for p in family(job.pid) if "ray::_Member" in " ".join(p.cmdline())]
+        assert len(ranks) >= 3, "two ranks and an engine"
+        kill_all([ranks[0]])
+        killed = time.monotonic()
+        output, _ = job.communicate(timeout=60)
+        assert time.monotonic() - killed < 30
+        assert job.returncode == 1, output
+        assert "died" in output
+    finally:
+        if job.poll() is None:
+            kill_all(family(job.pid))
+    psutil.wait_procs([], timeout=1)
+    assert left_running(marker) == []
+
+
+def test_real_gsm8k_trains_on_two_ranks(tmp_path):
+    data = Path(__file__).resolve().parents[2] / "../shared/data/gsm8k"
+    if not data.exists():
+        pytest.skip("the GSM8K files are not beside this checkout")
+    done = run_job("data=gsm8k", f"data.train_files=[{data}/train.jsonl]", f"data.val_files=[{data}/test.jsonl]",
+                   "trainer.num_workers=2", "rollout.max_response_tokens=64", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(tmp_path / "outputs/default")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+
+
+def test_supervised_training_is_a_run_with_checkpoints(tmp_path):
+    first = run_job("sft.steps=4", "trainer.num_workers=2", module="trainer.sft", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    more = run_job(
+        "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft", cwd=tmp_path
+    )
+    assert more.returncode == 0, more.stderr
+    rows = metrics(tmp_path / "outputs/default")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/default/exports/global_step_6/policy")
