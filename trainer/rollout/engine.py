@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from trainer.rollout.weight_sync import WeightSource
+if TYPE_CHECKING:
+    from trainer.rollout.weight_sync import WeightSource
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
+    """What an engine made of a request."""
+
     token_ids: list[int]
     """With the stop token, when there was one."""
     logprobs: list[float]
-    """Of each token under the distribution it was drawn from, before top-p and top-k: log_softmax(logits /
-    temperature), with temperature 1 for greedy."""
+    """Of each token under the distribution it was drawn from: log_softmax(logits / temperature), over the tokens
+    that top-k and top-p keep. For greedy, log_softmax(logits)."""
     finish_reason: str
     """`stop` or `length`."""
     weight_version: int
@@ -46,22 +49,28 @@ class Completion:
 
 
 class Engine(Protocol):
-    """An engine holds one copy of the policy. Sleeping, it holds no GPU memory and must be woken first."""
+    """One copy of the policy that generates. It is built awake."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests."""
+        """Completions in the order of the requests. The engine must be awake."""
         ...
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Take the weights of `source`; completions carry `version` from now on."""
+        """Take the weights of `source`, awake or asleep; completions carry `version` from now on."""
         ...
 
     def set_version(self, version: int) -> None:
         """Name the weights that are already loaded."""
         ...
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Give back the GPU memory, where the engine shares its GPU, until `wake`."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Be ready to generate, with the weights held before `sleep` or synced since."""
+        ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """End for good."""
+        ...

@@ -11,7 +11,7 @@ from trainer.config import Config
 from trainer.keyed import key
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.pool import EnginePool
-from trainer.rollout.weight_sync import WeightSource, choose
+from trainer.rollout.weight_sync import Broadcast, SharedMemory, choose
 
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
@@ -25,6 +25,8 @@ class Rollout:
         self.cfg = cfg
         self.ranks = ranks
         self.model_path = model_path
+        self._device = cluster.device
+        self._broadcast: Broadcast | None = None
         if cfg.rollout.engine == "vllm":
             from trainer.rollout.vllm_engine import VLLMEngine as Factory
         else:
@@ -32,7 +34,8 @@ class Rollout:
         from trainer.rollout.vllm_engine import engine_environment
 
         build = functools.partial(Factory, model_path, dtype=cfg.rollout.dtype, seed=cfg.trainer.seed,
-                                  rollout=cfg.rollout, device=cluster.device)  # fmt: skip
+                                  rollout=cfg.rollout, device=cluster.device,
+                                  trust_remote_code=cfg.model.trust_remote_code)  # fmt: skip
         self._engines = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
         self.pool = EnginePool(self._engines)
         # One name for all starts of a run: what a killed one left behind is overwritten, not added to.
@@ -40,8 +43,16 @@ class Rollout:
 
     def start(self, version: int, fresh: bool) -> None:
         """Wait for the engines; give them the policy's weights unless they hold them (`fresh`)."""
-        hosts = {place["host"] for place in [*self._engines.where(), self.ranks.policy.where()[0]]}
-        choose(self.cfg.rollout.weight_sync, self.cfg.rollout.engine, same_node=len(hosts) == 1)
+        r = self.cfg.rollout
+        rank_hosts = [place["host"] for place in self.ranks.policy.where()]
+        hosts = {*rank_hosts, *(place["host"] for place in self._engines.where())}
+        if choose(r.weight_sync, r.engine, same_node=len(hosts) == 1, colocate=r.colocate) == "broadcast":
+            self._broadcast = Broadcast(
+                self.ranks.policy.call_one(0, "find_address", rank_hosts[0]),
+                receivers=r.num_engines * (r.tensor_parallel_size if self._device == "cuda" else 1),
+                device=self._device,
+                timeout_s=self.cfg.trainer.worker_timeout_s,
+            )
         if fresh:
             self.pool.set_version(version)
         else:
@@ -58,9 +69,12 @@ class Rollout:
 
     def sync_weights(self, version: int) -> None:
         """Bring the engines' weights to the policy's."""
+        if self._broadcast is not None:
+            self.pool.sync_weights(self._broadcast, version, self.ranks.start_sending(self._broadcast))
+            return
         self.ranks.share_weights(self._shared, self.cfg.rollout.dtype)
         try:
-            self.pool.sync_weights(WeightSource(self._shared), version)
+            self.pool.sync_weights(SharedMemory(self._shared), version)
         finally:
             self.ranks.drop_shared(self._shared)
 

@@ -6,5 +6,5 @@ from trainer.keyed import key
 
 
 def request_seed(run_seed: int, step: int, prompt_uid: str, completion: int) -> int:
-    """Seed of completion number `completion` of a prompt in a step; 31 bits, which every sampler accepts."""
-    return key(run_seed, "completion", step, prompt_uid, completion) >> 32
+    """Seed of completion number `completion` of a prompt in a step; 63 bits, which torch and vLLM accept."""
+    return key(run_seed, "completion", step, prompt_uid, completion)

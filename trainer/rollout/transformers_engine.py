@@ -7,54 +7,67 @@ import os
 from collections.abc import Sequence
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
+from trainer.errors import UserError
 from trainer.parallel.shard import param_dtype
 from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import WeightSource
+from trainer.rollout.weight_sync import SharedMemory, WeightSource
 
 
-class KeyedGumbel(LogitsProcessor):
-    """Adds Gumbel noise from each row's own generator, so that the arg max is a sample of softmax(scores).
+class KeyedSampler(LogitsProcessor):
+    """Draws each row's next token with the row's own generator and leaves `generate` no other choice.
 
-    A row's draws depend on its seed alone: not on the rows beside it, nor on the global generator.
+    The arg max of log-probabilities plus Gumbel noise is a sample of the distribution. A row's draws depend on
+    its seed alone: not on the rows beside it, nor on the global generator.
     """
 
-    def __init__(self, seeds: Sequence[int]):
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    def __init__(self, sampling: Sampling, seeds: Sequence[int]):
+        self._temperature = sampling.temperature
+        self._warpers = LogitsProcessorList()
+        self._generators = []
+        if sampling.temperature > 0:
+            if sampling.top_k > 0:
+                self._warpers.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self._warpers.append(TopPLogitsWarper(sampling.top_p))
+            self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.logprobs: list[Tensor] = []
+        """Of the tokens drawn, `(B, 1)` for each call."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        noise = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=g) for g in self._generators])
-        return scores - noise.to(scores.device).log()
+        """Logits `(B, V)` to scores `(B, V)` that are 0 for the token drawn and -inf for all others."""
+        logprobs = self._warpers(input_ids, scores.float() / (self._temperature or 1.0)).log_softmax(dim=-1)
+        tokens = (logprobs + self._gumbel(logprobs)).argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(-1, tokens).cpu())
+        return torch.full_like(logprobs, -torch.inf).scatter_(-1, tokens, 0.0)
 
-
-class Temper(LogitsProcessor):
-    """Divides the scores by the temperature and keeps them: completions report log-probs of these."""
-
-    def __init__(self, temperature: float):
-        self._temperature = temperature
-        self.steps: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores = scores.float() / self._temperature
-        self.steps.append(scores.log_softmax(dim=-1))
-        return scores
+    def _gumbel(self, like: Tensor) -> Tensor:
+        if not self._generators:
+            return torch.zeros_like(like)
+        draws = [torch.empty(like.shape[1]).exponential_(generator=g) for g in self._generators]
+        return -torch.stack(draws).clamp_min(torch.finfo(torch.float32).tiny).log().to(like.device)
 
 
 class TransformersEngine:
-    """See `trainer.rollout.engine.Engine` and `trainer.rollout.vllm_engine.VLLMEngine` for the arguments."""
+    """See `trainer.rollout.engine.Engine`, and `trainer.rollout.vllm_engine.VLLMEngine` for the arguments."""
 
     def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
-                 weight_version: int = 0):  # fmt: skip
+                 weight_version: int = 0, trust_remote_code: bool = False):  # fmt: skip
         self._device = device
         self._max_num_seqs = rollout.max_num_seqs
         self._version = weight_version
         self._asleep = False
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=param_dtype(dtype, device)).to(device)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=param_dtype(dtype, device), trust_remote_code=trust_remote_code
+        ).to(device)
         self._model.eval()
+        # The model directory may ask for penalties or sampling of its own.
+        self._model.generation_config = GenerationConfig()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Completions in the order of the requests; requests of similar length run together."""
@@ -67,7 +80,7 @@ class TransformersEngine:
         return [completions[i] for i in range(len(requests))]
 
     @torch.no_grad()
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         width = max(len(request.prompt_token_ids) for request in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
         attention = torch.zeros_like(ids)
@@ -75,29 +88,21 @@ class TransformersEngine:
             prompt = torch.tensor(list(request.prompt_token_ids))
             ids[row, width - len(prompt) :] = prompt
             attention[row, width - len(prompt) :] = 1
-        temper = Temper(sampling.temperature or 1.0)
-        processors = LogitsProcessorList([temper])
-        if sampling.top_k > 0:
-            processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.temperature > 0:
-            processors.append(KeyedGumbel([request.seed for request in requests]))
+        sampler = KeyedSampler(sampling, [request.seed for request in requests])
         output = self._model.generate(
             ids.to(self._device),
             attention_mask=attention.to(self._device),
-            logits_processor=processors,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=list(sampling.stop_token_ids),
-            pad_token_id=sampling.stop_token_ids[0],
+            logits_processor=LogitsProcessorList([sampler]),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=sampling.max_tokens,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=0,
+            ),
         )
-        tokens = output[:, width:].cpu()
-        logprobs = torch.stack(temper.steps, dim=1).cpu().gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        return [self._completion(t, p, sampling) for t, p in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        tokens = output[:, width:].tolist()
+        logprobs = torch.cat(sampler.logprobs, dim=-1).tolist()
+        return [self._completion(t, p, sampling) for t, p in zip(tokens, logprobs, strict=True)]
 
     def _completion(self, tokens: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
         for end, token in enumerate(tokens, start=1):
@@ -105,27 +110,38 @@ class TransformersEngine:
                 return Completion(tokens[:end], logprobs[:end], "stop", self._version)
         return Completion(tokens, logprobs, "length", self._version)
 
+    @torch.no_grad()
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Copy the weights of `source` over the old ones, file by file."""
-        from safetensors.torch import load_file
-
-        own = self._model.state_dict()  # tied tensors appear under both names and share storage
-        for file in glob.glob(os.path.join(source.path, "*.safetensors")):
-            for name, tensor in load_file(file).items():
-                own[name].copy_(tensor)
+        """Copy the weights of `source` over the old ones, tensor by tensor."""
+        if not isinstance(source, SharedMemory):
+            raise UserError("rollout.weight_sync=broadcast: rollout.engine=transformers takes shared_memory only")
+        own = self._model.state_dict()  # tied weights are there under both names
+        renewed = set()
+        for path in glob.glob(os.path.join(source.path, "*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.offset_keys():
+                    own[name].copy_(file.get_tensor(name))
+                    renewed.add(own[name].data_ptr())
+        stale = [name for name, tensor in own.items() if tensor.data_ptr() not in renewed]
+        assert not stale, f"{source.path} lacks {stale}"
         self._version = version
 
     def set_version(self, version: int) -> None:
+        """Name the weights that are loaded."""
         self._version = version
 
     def sleep(self) -> None:
         """Move the weights to host memory."""
         self._model.to("cpu")
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
         self._asleep = True
 
     def wake(self) -> None:
+        """Move them back."""
         self._model.to(self._device)
         self._asleep = False
 
     def shutdown(self) -> None:
+        """Free the model. The engine is of no use afterwards."""
         del self._model

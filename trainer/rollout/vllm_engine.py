@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
+from trainer.errors import UserError
 from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import WeightSource
+from trainer.rollout.weight_sync import Broadcast, SharedMemory, WeightSource
 
-_BLOCK = 32  # vLLM's CPU attention wants multiples of it
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+_CPU_BLOCK = 32  # tokens a block of the KV cache; the CPU attention wants multiples of it
+_CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
 
 
 def engine_environment(device: str) -> dict[str, str]:
@@ -19,7 +26,6 @@ def engine_environment(device: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     if device == "cpu":
         env |= {
@@ -37,12 +43,16 @@ class VLLMEngine:
     Args:
         model_path: directory or Hub id of the start weights.
         dtype: `auto`, `bfloat16` or `float32`.
+        seed: of what vLLM draws besides requests, which have their own.
         device: `cpu` or `cuda`.
         weight_version: the version of the start weights.
+
+    Raises:
+        UserError: vLLM refuses the model or the settings.
     """
 
     def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
-                 weight_version: int = 0):  # fmt: skip
+                 weight_version: int = 0, trust_remote_code: bool = False):  # fmt: skip
         for name, value in engine_environment(device).items():
             os.environ.setdefault(name, value)
         from vllm import LLM
@@ -50,40 +60,28 @@ class VLLMEngine:
         self._version = weight_version
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.colocate
-        length = rollout.max_prompt_tokens + rollout.max_response_tokens
+        self._group: Broadcast | None = None
         options = {
             "model": model_path,
+            "trust_remote_code": trust_remote_code,
             "dtype": ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype,
             "seed": seed,
-            "max_model_len": length,
-            "max_num_seqs": rollout.max_num_seqs,
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": "trainer.rollout.vllm_worker.WeightReceiver",
-            "disable_log_stats": True,
+            **_device_options(rollout, device),
+            **rollout.engine_args,
         }
-        if device == "cpu":
-            options |= {
-                "enforce_eager": True,
-                "block_size": _BLOCK,
-                "kv_cache_memory_bytes": rollout.kv_cache_mb * 2**20,
-                # A seeded request whose prefill is cut into chunks kills the CPU engine.
-                "max_num_batched_tokens": rollout.max_num_seqs * length,
-            }
-        else:
-            options |= {
-                "enforce_eager": rollout.enforce_eager,
-                "gpu_memory_utilization": rollout.gpu_memory_utilization,
-                "tensor_parallel_size": rollout.tensor_parallel_size,
-                "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",
-                "enable_sleep_mode": rollout.colocate,
-            }
-        self._llm = LLM(**{**options, **rollout.engine_args})
+        try:
+            self._llm = LLM(**options)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}"
+            ) from error
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests, each with its own seed."""
-        assert not self._asleep, "wake the engine before generating"
+        """Completions in the order of the requests."""
         from vllm import SamplingParams
 
+        assert not self._asleep, "wake the engine before generating"
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -91,6 +89,7 @@ class VLLMEngine:
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # the caller names all stop tokens; vLLM would add the model directory's
                 seed=request.seed,
                 logprobs=0,  # of the sampled token alone
                 detokenize=False,
@@ -99,37 +98,88 @@ class VLLMEngine:
         ]
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [self._completion(output.outputs[0]) for output in outputs]
+        return [self._completion(output) for output in outputs]
 
-    def _completion(self, output) -> Completion:
+    def _completion(self, request: RequestOutput) -> Completion:
+        output = request.outputs[0]
+        assert output.finish_reason in ("stop", "length"), output.finish_reason
         tokens = list(output.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-        assert output.finish_reason in ("stop", "length"), output.finish_reason
         return Completion(tokens, logprobs, output.finish_reason, self._version)
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         """Load the weights of `source` in place."""
         if self._asleep and self._can_sleep:
-            self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc("load_shared", args=(source.path,))
+            self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
+        if isinstance(source, SharedMemory):
+            self._llm.collective_rpc("load_shared", args=(source.path,))
+        else:
+            self._receive(source)
         # Cached prefixes hold keys and values of the old weights.
         assert self._llm.reset_prefix_cache(), "the prefix cache is in use"
         self._version = version
 
+    def _receive(self, group: Broadcast) -> None:
+        if self._group != group:
+            self._llm.init_weight_transfer_engine({"init_info": dataclasses.asdict(group)})
+            self._group = group
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {}})
+        self._llm.finish_weight_update()
+
     def set_version(self, version: int) -> None:
+        """Name the weights that are loaded."""
         self._version = version
 
     def sleep(self) -> None:
-        """Give back the GPU memory of KV cache and weights; the weights wait in host memory."""
-        if not self._asleep and self._can_sleep:
+        """Give back the GPU memory of weights and KV cache, when the engine shares its GPU.
+
+        The weights wait in host memory (vLLM's level 1), so that waking does not depend on a sync.
+        """
+        if self._can_sleep and not self._asleep:
             self._llm.sleep(level=1)
         self._asleep = True
 
     def wake(self) -> None:
         """Take the memory again."""
-        if self._asleep and self._can_sleep:
+        if self._can_sleep and self._asleep:
             self._llm.wake_up()
         self._asleep = False
 
     def shutdown(self) -> None:
+        """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that follow from the config, those of the model aside."""
+    from vllm.config import WeightTransferConfig
+
+    from trainer.rollout.vllm_worker import BACKEND
+
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    options: dict[str, Any] = {
+        "max_model_len": length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,  # tokens go in and come out
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": "trainer.rollout.vllm_worker.WeightReceiver",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+    if device == "cpu":
+        return options | {
+            "enforce_eager": True,
+            "block_size": _CPU_BLOCK,
+            "kv_cache_memory_bytes": rollout.kv_cache_mb * 2**20,
+            # A seeded request whose prefill is cut into chunks kills the CPU engine.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, length, rollout.max_num_seqs),
+        }
+    return options | {
+        "enforce_eager": rollout.enforce_eager,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",
+        "enable_sleep_mode": rollout.colocate,
+    }

@@ -1,24 +1,86 @@
-"""What runs inside vLLM's workers (its `worker_extension_cls`)."""
+"""What runs inside vLLM's workers. vLLM imports this module there as its `worker_extension_cls`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from trainer.rollout.weight_sync import Broadcast, Channel
+
+BACKEND = "trainer"
 
 
 class WeightReceiver:
     """Methods added to vLLM's worker class; called by name through `collective_rpc`."""
 
     def load_shared(self, path: str) -> None:
-        """Replace the weights by the safetensors files in `path`, tensor by tensor."""
+        """Replace the weights by those of the safetensors files in `path`, tensor by tensor."""
         self.reload_weights(weights_path=path)
-        self._repack_tied_head()
+        with set_current_vllm_config(self.vllm_config):
+            repack_tied_head(self.model_runner.get_model())
 
-    def _repack_tied_head(self) -> None:
-        # On CPU linears keep packed copies of their weights. Reloading packs them anew, but for an output
-        # head tied to the embedding, which has no weight of its own in the files: it would go on with the
-        # old ones, silently.
-        model = self.model_runner.get_model()
-        head = getattr(model, "lm_head", None)
-        if self.device.type == "cpu" and head is not None and hasattr(head, "quant_method"):
-            with set_current_vllm_config(self.vllm_config):
-                head.quant_method.process_weights_after_loading(head)
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """Bring the packed weights of a tied output head to the embedding's.
+
+    On CPU, layers compute with packed copies of their weights. A reload packs them anew, but not those of an
+    output head tied to the embedding: it has no tensor of its own among the weights, and would go on with the
+    old ones, silently.
+    """
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":
+            module.quant_method.process_weights_after_loading(module)
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """The fields of `Broadcast`."""
+
+    address: str
+    receivers: int
+    device: str
+    timeout_s: float
+
+
+@dataclass
+class PassInfo(WeightTransferUpdateInfo):
+    """Nothing: the channel carries names and shapes."""
+
+
+class BroadcastReceiver(WeightTransferEngine[JoinInfo, PassInfo]):
+    """vLLM's weight-transfer protocol over a `Channel`, the same on GPUs and CPUs."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = PassInfo
+
+    _channel: Channel | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self._channel = Channel(Broadcast(**vars(init_info)), sender=False)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: PassInfo) -> None:
+        assert self._channel is not None, "join first"
+        self.model.load_weights(self._channel.receive())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        self._channel = None
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, BroadcastReceiver)
