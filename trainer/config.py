@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,7 +288,7 @@ class RolloutConfig:
 
 @dataclass
 class SFTConfig:
-    steps: int = 200
+    steps: int = 190
     """Optimizer steps of supervised training (of the warm start, for the embedded model)."""
     batch_size: int = 8
     """Packed rows an optimizer step."""
@@ -500,21 +501,22 @@ def register() -> None:
 
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
+    OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 
 
 def _sweep_suffix() -> str:
-    """`/key=value,…` of a multirun job, so that each job has a directory of its own; else empty.
+    """`/key=value,…` of what a multirun job sweeps, so that each job has a directory of its own; else empty.
 
-    Resume keys are left out: the sweep that resumes must find the directories of the sweep that died.
+    What the command line gives all jobs alike is left out, so that resuming the sweep finds the directories
+    of the sweep that died.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return ""
-    kept = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
-    kept = [o for o in kept if not o.startswith(("trainer.resume_mode", "trainer.resume_path"))]
-    return "/" + ",".join(kept).replace("/", "_")
+    swept = [override for override in HydraConfig.get().overrides.task if override not in sys.argv]
+    return "/" + ",".join(swept).replace("/", "_") if swept else ""
 
 
 def to_config(dict_config: Any) -> Config:

@@ -8,11 +8,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 import xxhash
 import yaml
 
@@ -29,8 +28,7 @@ from trainer.metrics.progress import Progress
 from trainer.metrics.report import write_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
-from trainer.models.export import write_assets
-from trainer.models.loading import resolve_model_path
+from trainer.models.files import resolve_model_path, write_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.batching import Batch
 from trainer.rewards import resolve
@@ -60,6 +58,9 @@ class Trainer:
         self.resume_from = self.checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
 
         self.model_path = resolve_model_path(model_path)
+        # Their processes start, and import for many seconds, while this one reads the data.
+        self.ranks = Ranks(cfg, cluster)
+        self.rollout = Rollout(cfg, cluster, self.ranks, self.model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
         train = load_prompts(cfg.data, "train", self.tokenizer, cfg.rollout.max_prompt_tokens)
         self.dropped_prompts = train.dropped
@@ -69,8 +70,6 @@ class Trainer:
             self.val_prompts = load_prompts(cfg.data, "val", self.tokenizer, cfg.rollout.max_prompt_tokens).prompts
 
         self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
-        self.ranks = Ranks(cfg, cluster)
-        self.rollout = Rollout(cfg, cluster, self.ranks, self.model_path)  # engines start while the ranks do
         self.ranks.connect()
         self.ranks.build(self.model_path)
         self._register_parts()
@@ -207,7 +206,7 @@ class Trainer:
         self.last_checkpoint = self.checkpoints.save(step, {
             "ranks": self.cfg.trainer.num_workers,
             "replicas": self.cfg.trainer.replicas,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": {name: version(name) for name in ("torch", "transformers")},
             "config_digest": xxhash.xxh3_128_hexdigest(_config_yaml(self.cfg).encode()),
         })  # fmt: skip
         self.progress.note(f"saved {self.last_checkpoint}")
@@ -330,6 +329,8 @@ def _peak_flops(device: str) -> float | None:
     """Dense bfloat16 FLOP/s of this GPU by its data sheet; None on CPU and on GPUs not listed."""
     if device != "cuda":
         return None
+    import torch
+
     name = torch.cuda.get_device_name()
     known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
     return next((flops for key, flops in known.items() if key in name), None)

@@ -17,9 +17,7 @@ from trainer.keyed import key
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
-from trainer.models.export import write_assets
-from trainer.models.loading import resolve_model_path
-from trainer.models.tiny import build_tiny
+from trainer.models.files import resolve_model_path, write_assets
 from trainer.models.tokenizer import load_tokenizer
 
 
@@ -125,6 +123,8 @@ def prepare_model(cfg: Config, cluster: Cluster) -> str:
     # A run of its own, resumed if it was killed. Its name holds no process id: the restart must find it.
     run_dir = f"{target}.run"
     start = os.path.join(run_dir, "start")
+    from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
+
     build_tiny(cfg.model.tiny, start, cfg.trainer.seed)
     print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
     warm_start = dataclasses.replace(
@@ -151,6 +151,8 @@ def run(cfg: Config, device: str) -> None:
     with Cluster(cfg, device) as cluster:
         path = cfg.model.path
         if path is None:
+            from trainer.models.tiny import build_tiny
+
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path, t.seed)
         trainer = SupervisedTrainer(cfg, cluster, path)

@@ -29,7 +29,8 @@ SMALL = [
 
 
 def command(*overrides: str, module: str = "trainer.main") -> list[str]:
-    return [sys.executable, "-m", module, *SMALL, *overrides]
+    flags = [o for o in overrides if o.startswith("-")]  # argparse wants them on one side of all overrides
+    return [sys.executable, "-m", module, *flags, *SMALL, *(o for o in overrides if o not in flags)]
 
 
 def run_job(*overrides: str, cwd: Path, module: str = "trainer.main", small: bool = True, timeout: float = 300):

@@ -11,9 +11,15 @@ from trainer.cluster.actors import ActorGroup, Pending
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
 from trainer.parallel.batching import Batch
-from trainer.workers.rank import Rank
 
 ROLES = ("policy", "critic", "reference")
+
+
+def _build_rank(*args: Any) -> Any:
+    # Imported where it is used: the driver is up seconds earlier without FSDP and the model classes.
+    from trainer.workers.rank import Rank
+
+    return Rank(*args)
 
 
 class Ranks:
@@ -31,7 +37,7 @@ class Ranks:
         self._groups: dict[str, ActorGroup] = {}
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
-            group = cluster.launch_ranks(name, Rank, env)
+            group = cluster.launch_ranks(name, _build_rank, env)
             self._groups.update(dict.fromkeys(hosted, group))
 
     @property

@@ -11,14 +11,12 @@ import json
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, GenerationConfig
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
                 torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
@@ -159,11 +157,3 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * _stored_dtype(tensor, dtype).itemsize
-
-
-def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
-    """Write what a model directory holds besides weights: config, generation config and tokenizer."""
-    AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).save_pretrained(directory)
-    if os.path.exists(os.path.join(model_path, "generation_config.json")):
-        GenerationConfig.from_pretrained(model_path).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

@@ -20,41 +20,13 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from trainer.config import FSDPConfig, ModelConfig
 from trainer.errors import UserError
 from trainer.models.critic import CriticModel
+from trainer.models.files import load_config
 from trainer.parallel.shard import shard_model
-
-
-def resolve_model_path(path: str) -> str:
-    """The local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
-
-    Raises:
-        UserError: neither exists.
-    """
-    if os.path.isdir(path):
-        if not os.path.exists(os.path.join(path, "config.json")):
-            raise UserError(f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model")
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(path, allow_patterns=["*.json", "model*.safetensors", "*.bin", "*.jinja",
-                                                       "tokenizer*", "*.model", "*.txt", "*.py"])  # fmt: skip
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path={path}: no such directory, and the Hub has no such model ({reason})") from error
-
-
-def load_config(model: ModelConfig, path: str) -> PretrainedConfig:
-    """The architecture of the model at `path`."""
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from error
 
 
 def load_causal_lm(model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig) -> nn.Module:

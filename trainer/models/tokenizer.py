@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(
@@ -18,6 +21,8 @@ def load_tokenizer(
     Raises:
         UserError: there is no tokenizer, chat template or end token.
     """
+    from transformers import AutoTokenizer  # takes seconds, in which the driver's workers can start
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:

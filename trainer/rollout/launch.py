@@ -5,17 +5,29 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
 from trainer.keyed import key
-from trainer.rollout.engine import Completion, Request, Sampling
+from trainer.rollout.engine import Completion, Engine, Request, Sampling
 from trainer.rollout.pool import EnginePool
+from trainer.rollout.vllm_engine import engine_environment
 from trainer.rollout.weight_sync import Broadcast, SharedMemory, choose
 
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
     from trainer.cluster.runtime import Cluster
+
+
+def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:
+    # Imported where it is used: the driver needs no engine and starts seconds earlier without.
+    if engine == "vllm":
+        from trainer.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine(*args, **kwargs)
+    from trainer.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(*args, **kwargs)
 
 
 class Rollout:
@@ -27,14 +39,8 @@ class Rollout:
         self.model_path = model_path
         self._device = cluster.device
         self._broadcast: Broadcast | None = None
-        if cfg.rollout.engine == "vllm":
-            from trainer.rollout.vllm_engine import VLLMEngine as Factory
-        else:
-            from trainer.rollout.transformers_engine import TransformersEngine as Factory
-        from trainer.rollout.vllm_engine import engine_environment
-
-        build = functools.partial(Factory, model_path, dtype=cfg.rollout.dtype, seed=cfg.trainer.seed,
-                                  rollout=cfg.rollout, device=cluster.device,
+        build = functools.partial(_build_engine, cfg.rollout.engine, model_path, dtype=cfg.rollout.dtype,
+                                  seed=cfg.trainer.seed, rollout=cfg.rollout, device=cluster.device,
                                   trust_remote_code=cfg.model.trust_remote_code)  # fmt: skip
         self._engines = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
         self.pool = EnginePool(self._engines)

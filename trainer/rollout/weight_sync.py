@@ -78,10 +78,6 @@ class Broadcast:
             for _ in weights:
                 pass
 
-    def disconnect(self) -> None:
-        """Let go of the group on rank 0, which ends it for all."""
-        _sending_end.cache_clear()
-
 
 WeightSource = SharedMemory | Broadcast
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.keyed import key, permutation
-from trainer.models.loading import load_causal_lm, load_critic, resolve_model_path
+from trainer.models.files import resolve_model_path
+from trainer.models.loading import load_causal_lm, load_critic
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.mesh import build_mesh, init_process_group
 from trainer.parallel.shard import param_dtype

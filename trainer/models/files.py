@@ -1,0 +1,53 @@
+"""Model directories: found or downloaded, and what they hold besides weights. Cheap to import."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import ModelConfig
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def resolve_model_path(path: str) -> str:
+    """The local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
+
+    Raises:
+        UserError: neither exists.
+    """
+    if os.path.isdir(path):
+        if not os.path.exists(os.path.join(path, "config.json")):
+            raise UserError(f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model")
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "model*.safetensors", "*.bin", "*.jinja",
+                                                       "tokenizer*", "*.model", "*.txt", "*.py"])  # fmt: skip
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path={path}: no such directory, and the Hub has no such model ({reason})") from error
+
+
+def load_config(model: ModelConfig, path: str) -> PretrainedConfig:
+    """The architecture of the model at `path`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from error
+
+
+def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
+    """Write what a model directory holds besides weights: config, generation config and tokenizer."""
+    from transformers import AutoConfig, GenerationConfig
+
+    AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).save_pretrained(directory)
+    if os.path.exists(os.path.join(model_path, "generation_config.json")):
+        GenerationConfig.from_pretrained(model_path).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
