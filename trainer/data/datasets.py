@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from trainer.config import DataConfig
 from trainer.data.generators import generate
 from trainer.errors import UserError
+from trainer.hub import first_line, is_connection_error, with_retries
 
 Example = dict[str, Any]
 """`prompt` (a string, or chat messages) and `answer` (a string)."""
@@ -48,8 +50,8 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         if len(token_ids) <= max_prompt_tokens:
             prompts.append(Prompt(index, tuple(token_ids), messages[-1]["content"], example["answer"]))
     if not prompts:
-        raise UserError(f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are longer; "
-                        f"the shortest has {min(lengths)} tokens")  # fmt: skip
+        raise UserError(f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are "
+                        f"longer; the shortest has {min(lengths)} tokens")  # fmt: skip
     return PromptSet(prompts, len(lengths) - len(prompts))
 
 
@@ -63,6 +65,8 @@ def read_examples(data: DataConfig, split: str) -> list[Example]:
     if data.generator:
         return generate(data.generator, data.generator_args, limit, split)
     key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
+    if not files:
+        raise UserError(f"{key}: names no file")
     examples: list[Example] = []
     for file in files:
         for where, row in _rows(file, key):
@@ -79,8 +83,18 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-    """Token ids of a chat."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    """Token ids of a chat.
+
+    Raises:
+        UserError: the chat template refuses it (some know no system message, others want roles in turn).
+    """
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    except jinja2.TemplateError as error:
+        raise UserError(f"model.chat_template: the chat template in use cannot render a chat of "
+                        f"{', '.join(m['role'] for m in messages)} ({first_line(error)})") from error  # fmt: skip
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -90,54 +104,89 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
     for key, name in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
         if name not in row:
             raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}")
-    prompt = row[data.prompt_key]
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
-    if not (isinstance(prompt, str) or is_chat):
-        raise UserError(f"data.prompt_key={data.prompt_key}: {where} must hold a string or a list of chat messages")
-    return {"prompt": prompt, "answer": str(row[data.answer_key])}
+    prompt, answer = row[data.prompt_key], row[data.answer_key]
+    if not (isinstance(prompt, str) or _is_chat(prompt)):
+        raise UserError(f"data.prompt_key={data.prompt_key}: {where} must hold a string, or a list of chat messages "
+                        "with role and content")  # fmt: skip
+    if not isinstance(answer, (str, int, float)):
+        raise UserError(f"data.answer_key={data.answer_key}: {where} must hold a string or a number, "
+                        f"not {type(answer).__name__}")  # fmt: skip
+    try:
+        for text in (str(answer), *([prompt] if isinstance(prompt, str) else (m["content"] for m in prompt))):
+            text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a pair, which no tokenizer takes
+        raise UserError(f"{where}: holds half of a surrogate pair ({error})") from error
+    return {"prompt": prompt, "answer": str(answer)}
 
 
-def _rows(file: str, key: str):
-    """Yield (where, row) for each row of a file or Hub data set."""
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )  # fmt: skip
+
+
+Rows = Iterator[tuple[str, Any]]
+"""(where, row): the place as an error message names it, and what is there."""
+
+
+def _rows(file: str, key: str) -> Rows:
+    """Each row of a file or Hub data set."""
     if file.startswith("hf://"):
-        yield from _hub_rows(file, key)
-        return
-    if not os.path.isfile(file):
-        raise UserError(f"{key}={file}: no such file")
-    if file.endswith(".parquet"):
-        import datasets
-
-        count = 0
-        for count, row in enumerate(datasets.Dataset.from_parquet(file), start=1):  # noqa: B007
-            yield f"{file}, row {count}", row
-    elif file.endswith(".jsonl"):
-        count = 0
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{key}: {file}:{number} is not JSON ({error})") from error
-                count += 1
-                yield f"{file}:{number}", row
-    else:
+        rows = _hub_rows(file, key)
+    elif not file.endswith((".jsonl", ".parquet")):
         raise UserError(f"{key}={file}: must end in .jsonl or .parquet, or be hf://OWNER/NAME?config=C&split=S")
-    if count == 0:
-        raise UserError(f"{key}={file}: the file is empty")
+    elif not os.path.isfile(file):
+        raise UserError(f"{key}={file}: no such file")
+    else:
+        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _parquet_rows(file, key)
+    empty = True
+    for item in rows:
+        empty = False
+        yield item
+    if empty:
+        raise UserError(f"{key}={file}: is empty")
 
 
-def _hub_rows(url: str, key: str):
+def _jsonl_rows(file: str, key: str) -> Rows:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # neither JSON nor, for UnicodeDecodeError, UTF-8
+                raise UserError(f"{key}: {file}:{number} is not JSON ({error})") from error
+            yield f"{file}:{number}", row
+
+
+def _parquet_rows(file: str, key: str) -> Rows:
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{file}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{key}={file}: is not a Parquet file ({first_line(error)})") from error
+
+
+def _hub_rows(url: str, key: str) -> Rows:
     import datasets
+    import huggingface_hub
 
     parts = urlsplit(url)
-    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    options = dict(parse_qsl(parts.query))
+    unknown = options.keys() - {"config", "split"}
+    if unknown:
+        raise UserError(f"{key}={url}: takes config and split, not {', '.join(sorted(unknown))}")
     name = f"{parts.netloc}{parts.path}".strip("/")
     try:
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            # Asked first, because `load_dataset` would try for half a minute where there is no network.
+            with_retries(lambda: huggingface_hub.HfApi().dataset_info(name, timeout=10))
         dataset = datasets.load_dataset(name, options.get("config"), split=options.get("split", "train"))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{key}={url}: cannot be loaded from the Hub ({reason})") from error
+    except Exception as error:  # each of the clients below has a family of errors of its own
+        hint = "; with HF_HUB_OFFLINE=1 a copy in the cache is used" if is_connection_error(error) else ""
+        raise UserError(f"{key}={url}: cannot be loaded from the Hub ({first_line(error)}){hint}") from error
     for number, row in enumerate(dataset, start=1):
         yield f"{url}, row {number}", row

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.keyed import key, permutation
+from trainer.keyed import key
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -21,37 +21,38 @@ def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[
         split: `train` or `val`.
 
     Raises:
-        UserError: there are not so many different examples.
+        UserError: an option is out of range, or there are not so many different examples.
     """
-    make = {"arithmetic": _arithmetic, "reverse_text": _reverse_text}[name]
-    examples = make(args, size, split)
+    draw = {"arithmetic": _sum, "reverse_text": _word}[name]
+    examples: dict[str, str] = {}
+    for attempt in range(20 * size + 1000):
+        if len(examples) == size:
+            break
+        prompt, answer = draw(attempt, **args)
+        # The prompt itself says which split it is in, so the splits cannot overlap whatever their sizes.
+        if (key("split", prompt) % 5 == 0) == (split == "val"):
+            examples[prompt] = answer
     if len(examples) < size:
         raise UserError(f"data.{split}_size={size}: data.generator={name} with these data.generator_args has only "
                         f"{len(examples)} different examples for {split}")  # fmt: skip
-    return examples
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in examples.items()]
 
 
-def _arithmetic(args: Mapping[str, int], size: int, split: str) -> list[dict[str, str]]:
-    numbers = args.get("max_value", 99) + 1
-    order = permutation(numbers * numbers, "arithmetic", numbers)
-    held_out = len(order) // 5  # a fifth of all sums is for validation
-    chosen = order[:held_out] if split == "val" else order[held_out:]
-    pairs = [divmod(int(i), numbers) for i in chosen[:size]]
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+def _sum(attempt: int, max_value: int = 99) -> tuple[str, str]:
+    if max_value < 0:
+        raise UserError(f"data.generator_args: max_value={max_value} must be at least 0")
+    a, b = (int(r % (max_value + 1)) for r in _random("arithmetic", attempt, 2))
+    return f"{a}+{b}=", str(a + b)
 
 
-def _reverse_text(args: Mapping[str, int], size: int, split: str) -> list[dict[str, str]]:
-    low, high = args.get("min_letters", 4), args.get("max_letters", 10)
-    if not 1 <= low <= high:
-        raise UserError(f"data.generator_args: min_letters={low} and max_letters={high} leave no word")
-    words: dict[str, None] = {}
-    for attempt in range(20 * size + 1000):
-        if len(words) == size:
-            break
-        random = np.random.Philox(key=key("reverse_text", attempt)).random_raw(high + 1)
-        length = low + int(random[0] % (high - low + 1))
-        word = "".join(_LETTERS[int(r % 26)] for r in random[1 : length + 1])
-        # The word itself says which split it is in, so the splits cannot overlap whatever their sizes.
-        if (key("split", word) % 5 == 0) == (split == "val"):
-            words[word] = None
-    return [{"prompt": word, "answer": word[::-1]} for word in words]
+def _word(attempt: int, min_letters: int = 4, max_letters: int = 10) -> tuple[str, str]:
+    if not 1 <= min_letters <= max_letters:
+        raise UserError(f"data.generator_args: min_letters={min_letters} and max_letters={max_letters} leave no word")
+    first, *rest = _random("reverse_text", attempt, max_letters + 1)
+    length = min_letters + int(first % (max_letters - min_letters + 1))
+    word = "".join(_LETTERS[int(r % 26)] for r in rest[:length])
+    return word, word[::-1]
+
+
+def _random(name: str, attempt: int, count: int) -> np.ndarray:
+    return np.random.Philox(key=key(name, attempt)).random_raw(count)

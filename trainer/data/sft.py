@@ -9,6 +9,7 @@ import numpy as np
 
 from trainer.config import DataConfig
 from trainer.data.datasets import Example, as_messages, read_examples, render
+from trainer.errors import UserError
 from trainer.keyed import permutation
 from trainer.parallel.batching import Batch
 
@@ -25,9 +26,18 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, max_leng
 
 
 def load_encoded(data: DataConfig, tokenizer: Any, max_length: int) -> list[Encoded]:
-    """The training examples, encoded; those whose answer is cut off whole are left out."""
-    encoded = (encode(e, tokenizer, data.system_prompt, max_length) for e in read_examples(data, "train"))
-    return [(ids, mask) for ids, mask in encoded if any(mask)]
+    """The training examples, encoded; those whose answer is cut off whole are left out.
+
+    Raises:
+        UserError: the data cannot be read (see `read_examples`), or no example has room for its answer.
+    """
+    examples = read_examples(data, "train")
+    encoded = (encode(e, tokenizer, data.system_prompt, max_length) for e in examples)
+    kept = [(ids, mask) for ids, mask in encoded if any(mask)]
+    if not kept:
+        raise UserError(f"sft.max_length={max_length}: all {len(examples)} training prompts fill it, which leaves no "
+                        "answer to learn")  # fmt: skip
+    return kept
 
 
 class PackedBatches:

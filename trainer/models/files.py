@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
 from trainer.errors import UserError
+from trainer.hub import first_line, is_connection_error, with_retries
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
 
 
 def resolve_model_path(path: str) -> str:
@@ -23,14 +26,13 @@ def resolve_model_path(path: str) -> str:
             raise UserError(f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model")
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return snapshot_download(path, allow_patterns=["*.json", "model*.safetensors", "*.bin", "*.jinja",
-                                                       "tokenizer*", "*.model", "*.txt", "*.py"])  # fmt: skip
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path={path}: no such directory, and the Hub has no such model ({reason})") from error
+        return with_retries(lambda: snapshot_download(path, allow_patterns=_MODEL_FILES))
+    except (HFValidationError, OSError) as error:  # the Hub's HTTP errors are OSErrors
+        problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
+        raise UserError(f"model.path={path}: no such directory, and {problem} ({first_line(error)})") from error
 
 
 def load_config(model: ModelConfig, path: str) -> PretrainedConfig:

@@ -45,7 +45,7 @@ def build_tiny(config: TinyConfig, path: str, seed: int) -> None:
         **special,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone, which is all that the fork restores
         model = Qwen3ForCausalLM(qwen3).float()
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)

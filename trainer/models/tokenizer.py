@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
+from trainer.hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,9 +15,10 @@ if TYPE_CHECKING:
 def load_tokenizer(
     path: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model at `path`.
+    """The tokenizer of a model.
 
     Args:
+        path: the model's directory.
         chat_template: a Jinja file that replaces the tokenizer's own template.
 
     Raises:
@@ -23,19 +26,26 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer  # takes seconds, in which the driver's workers can start
 
+    if not os.path.isdir(path):
+        raise UserError(f"model.path={path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path={path}: no tokenizer can be loaded from there ({reason})") from error
+        raise UserError(f"model.path={path}: no tokenizer can be loaded from there ({first_line(error)})") from error
+    # Where there is only a config.json, transformers makes up an empty tokenizer of the model's kind.
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
+    if not any(os.path.exists(os.path.join(path, file)) for file in files):
+        raise UserError(f"model.path={path}: the directory has no tokenizer (none of {', '.join(sorted(files))})")
     if chat_template is not None:
         try:
-            with open(chat_template) as file:
+            with open(chat_template, encoding="utf-8") as file:
                 tokenizer.chat_template = file.read()
-        except OSError as error:
-            raise UserError(f"model.chat_template={chat_template}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.chat_template={chat_template}: cannot be read ({first_line(error)})") from error
     if not tokenizer.chat_template:
-        raise UserError(f"model.path={path}: the tokenizer has no chat template; name a Jinja file in model.chat_template")
+        raise UserError(
+            f"model.path={path}: its tokenizer has no chat template; name a Jinja file in model.chat_template"
+        )
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path={path}: the tokenizer has no end-of-sequence token")
     if tokenizer.pad_token_id is None:

@@ -7,43 +7,53 @@ import importlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from trainer.errors import UserError
 
 Reward = Callable[[str, str], float]
 
-_NUMBER = re.compile(r"[-+−]?\s?(?:[$€£]\s?)?[-+−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# A sign counts when it touches the number and nothing stands before it: in `10-3` and `- 3` it is none.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)])[-−])?(?:[$€£¥]\s?(?P<inner>[-−])?)?"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+)
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """1 when the final answer is the reference's as a number: what follows the last `####`, else the last
-    number of the text. Commas, currency signs, units and trailing words do not matter; 72.0 is 72."""
+    """1 when the final answer is the reference's as a number: the first one after the last `####`, else the last
+    of a text without `####`. Commas, currency signs, units and trailing words do not matter; 72.0 is 72."""
     ours, theirs = _final_number(completion), _final_number(answer)
-    return 1.0 if ours is not None and ours == theirs else 0.0
+    return float(ours is not None and ours == theirs)
 
 
 def _final_number(text: str) -> Decimal | None:
-    head, marker, tail = text.rpartition("####")
+    _, marker, tail = text.rpartition("####")
     # After the marker the answer comes first and words may follow; without it the last number counts.
-    matches = _NUMBER.findall(tail if marker else text)
+    matches = list(_NUMBER.finditer(tail))
     if not matches:
         return None
-    digits = re.sub(r"[^\d.\-]", "", (matches[0] if marker else matches[-1]).replace("−", "-"))
-    try:
-        return Decimal(digits)
-    except InvalidOperation:
-        return None
+    match = matches[0 if marker else -1]
+    number = Decimal(match["digits"].replace(",", ""))
+    return -number if match["sign"] or match["inner"] else number
 
 
 def math(completion: str, answer: str) -> float:
-    """1 when math-verify finds the completion's answer (boxed, or the last expression) equal to the reference."""
+    """1 when math-verify finds the completion's answer (boxed, or the last expression) equal to the reference.
+
+    Where it does not come to an end within 5 s, in reading or comparing, the answer counts as wrong.
+    """
+    if completion.strip() == answer.strip() != "":  # a bare `x^2+1` would not be found in the text
+        return 1.0
     from math_verify import parse, verify
 
-    # Time limits are the pool's: math-verify's own use signals, which only a main thread may.
-    gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
-    return float(bool(gold) and verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    # math-verify's time limit is a signal, which only a main thread takes; elsewhere the caller's has to do.
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
+    has_delimiters = re.search(r"(?<!\\)\$|\\boxed", answer)
+    gold = parse(answer if has_delimiters else f"${answer}$", parsing_timeout=limit)
+    return float(verify(gold, parse(completion, parsing_timeout=limit), timeout_seconds=limit))
 
 
 def arithmetic(completion: str, answer: str) -> float:
@@ -67,17 +77,17 @@ def resolve(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
-        raise UserError(f"reward.name={name}: choose one of {', '.join(REWARDS)}, or an import path package.module:function")
+    module_name, _, function_name = name.partition(":")
+    if not (module_name and function_name):
+        raise UserError(f"reward.name={name}: choose one of {', '.join(REWARDS)}, or an import path "
+                        "package.module:function")  # fmt: skip
     if os.getcwd() not in sys.path:  # a file beside where the command was given
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ImportError as error:
-        raise UserError(f"reward.name={name}: cannot be imported ({error})") from error
-    except AttributeError as error:
-        raise UserError(f"reward.name={name}: {module_name} has no {function_name}") from error
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module's own code runs here
+        raise UserError(f"reward.name={name}: cannot be imported ({type(error).__name__}: {error})") from error
+    function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"reward.name={name}: {function_name} is not a function")
+        raise UserError(f"reward.name={name}: {module_name} has no function {function_name}")
     return function

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from trainer.rewards.functions import resolve
+from trainer.rewards.functions import REWARDS, resolve
 
 _CHUNK = 64
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +49,7 @@ class RewardPool:
             max_workers=num_processes,
             context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=(os.getpid(),),
+            initargs=(os.getpid(), name),
         )
 
     def __enter__(self) -> RewardPool:
@@ -63,41 +63,45 @@ class RewardPool:
 
     def score(self, completions: Sequence[str], answers: Sequence[str]) -> tuple[list[float], RewardFailures]:
         """Rewards in order; a completion whose reward raises, hangs or is not finite gets 0 and is counted."""
-        failures = RewardFailures()
-        rewards: list[float] = []
-        chunks = [
-            (list(completions[i : i + _CHUNK]), list(answers[i : i + _CHUNK])) for i in range(0, len(completions), _CHUNK)
-        ]
-        futures = [self._schedule(*chunk) for chunk in chunks]
-        for chunk, future in zip(chunks, futures, strict=True):
+        completions, answers = list(completions), list(answers)
+        spans = [slice(i, i + _CHUNK) for i in range(0, len(completions), _CHUNK)]
+        chunks = [(span, self._schedule(completions[span], answers[span])) for span in spans]
+        results: list[float | str | None] = [None] * len(completions)
+        for span, future in chunks:
             try:
-                results = future.result()
+                results[span] = future.result()
             except (FutureTimeout, ProcessExpired):
-                # Something in it hangs or kills its process: find out which, one by one.
-                results = [self._score_one(c, a) for c, a in zip(*chunk, strict=True)]
-            for value in results:
-                if isinstance(value, str):
-                    failures.add(value)
-                rewards.append(0.0 if isinstance(value, str) else value)
-        return rewards, failures
+                continue
+        # Something in the chunks without results hangs or kills its process: find out which, one by one.
+        singles = {
+            i: self._schedule([completions[i]], [answers[i]]) for i, result in enumerate(results) if result is None
+        }
+        for i, future in singles.items():
+            try:
+                results[i] = future.result()[0]
+            except FutureTimeout:
+                results[i] = f"took longer than reward.timeout_s={self._timeout_s:g}"
+            except ProcessExpired as error:
+                results[i] = f"ended its process ({error})"
+        failures = RewardFailures()
+        for result in results:
+            if isinstance(result, str):
+                failures.add(result)
+        return [0.0 if isinstance(result, str) else result for result in results], failures
 
-    def _schedule(self, completions: list[str], answers: list[str]):
+    def _schedule(self, completions: list[str], answers: list[str]) -> ProcessFuture:
         return self._pool.schedule(_score_chunk, args=(self._name, completions, answers), timeout=self._timeout_s)
 
-    def _score_one(self, completion: str, answer: str) -> float | str:
-        try:
-            return self._schedule([completion], [answer]).result()[0]
-        except FutureTimeout:
-            return f"took longer than reward.timeout_s={self._timeout_s:g}"
-        except ProcessExpired as error:
-            return f"its process died ({error})"
 
-
-def _start_worker(driver: int) -> None:
+def _start_worker(driver: int, name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed takes this one along
     if os.getppid() != driver:  # it died before that took effect
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    # Imports take their time here, where the time limit of a completion does not run.
+    function = resolve(name)
+    if name in REWARDS:  # math imports more at its first call
+        function("0", "0")
 
 
 def _score_chunk(name: str, completions: list[str], answers: list[str]) -> list[float | str]:
@@ -108,6 +112,6 @@ def _score_chunk(name: str, completions: list[str], answers: list[str]) -> list[
         try:
             value = float(function(completion, answer))
             results.append(value if math.isfinite(value) else f"is {value}")
-        except Exception as error:  # user code may raise anything; it costs this completion only
+        except (Exception, SystemExit) as error:  # user code may raise anything; it costs this completion only
             results.append(f"raised {type(error).__name__}: {error}")
     return results
