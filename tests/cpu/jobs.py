@@ -87,4 +87,5 @@ def left_running(marker: str) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """What weights, Ray and vLLM may leave in shared memory; semaphores belong to the processes that run."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
