@@ -17,6 +17,7 @@ from trainer.rollout.weight_sync import Broadcast, SharedMemory, choose
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
     from trainer.cluster.runtime import Cluster
+    from trainer.workers.rank import Rank
 
 
 def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:
@@ -30,8 +31,18 @@ def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:
     return TransformersEngine(*args, **kwargs)
 
 
+def _release_unused_memory(rank: Rank) -> None:
+    """Runs on a rank: what torch keeps for later allocations goes back to the GPU."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
 class Rollout:
-    """Engine actors and the way the policy's weights reach them. Construction returns while they start."""
+    """Engine actors and the way the policy's weights reach them.
+
+    Construction returns while the engines start, unless they share the GPUs of ranks.
+    """
 
     def __init__(self, cfg: Config, cluster: Cluster, ranks: Ranks, model_path: str):
         self.cfg = cfg
@@ -46,6 +57,11 @@ class Rollout:
         self.pool = EnginePool(self._engines)
         # One name for all starts of a run: what a killed one left behind is overwritten, not added to.
         self._shared = f"/dev/shm/trainer-{key(os.path.abspath(cfg.trainer.run_dir)):016x}"
+        self._shares_gpus = cfg.rollout.colocate and cluster.device == "cuda"
+        if self._shares_gpus:
+            # An engine measures what is free while it starts, and takes its share: the ranks must not load
+            # anything before it is done, and need the room afterwards.
+            self.pool.sleep()
 
     def start(self, version: int, fresh: bool) -> None:
         """Wait for the engines; give them the policy's weights unless they hold them (`fresh`)."""
@@ -66,15 +82,18 @@ class Rollout:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Completions in the order of the requests. Colocated engines are awake for this alone."""
-        if self.cfg.rollout.colocate:
+        if self._shares_gpus:
+            self._make_room()
             self.pool.wake()
         completions = self.pool.generate(requests, sampling)
-        if self.cfg.rollout.colocate:
+        if self._shares_gpus:
             self.pool.sleep()
         return completions
 
     def sync_weights(self, version: int) -> None:
         """Bring the engines' weights to the policy's."""
+        if self._shares_gpus:
+            self._make_room()  # sleeping engines wake their weights to take new ones
         if self._broadcast is not None:
             self.pool.sync_weights(self._broadcast, version, self.ranks.start_sending(self._broadcast))
             return
@@ -83,6 +102,9 @@ class Rollout:
             self.pool.sync_weights(SharedMemory(self._shared), version)
         finally:
             self.ranks.drop_shared(self._shared)
+
+    def _make_room(self) -> None:
+        self.ranks.policy.call("apply", _release_unused_memory)
 
     def shutdown(self) -> None:
         self.pool.shutdown()

@@ -116,7 +116,8 @@ class VLLMEngine:
         else:
             self._receive(source)
         # Cached prefixes hold keys and values of the old weights.
-        assert self._llm.reset_prefix_cache(), "the prefix cache is in use"
+        cleared = self._llm.reset_prefix_cache()
+        assert cleared, "the prefix cache is in use"
         self._version = version
 
     def _receive(self, group: Broadcast) -> None:
