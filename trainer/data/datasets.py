@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -67,13 +68,8 @@ def read_examples(data: DataConfig, split: str) -> list[Example]:
     key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")
-    examples: list[Example] = []
-    for file in files:
-        for where, row in _rows(file, key):
-            if 0 <= limit <= len(examples):
-                return examples
-            examples.append(_example(row, where, data))
-    return examples
+    rows = itertools.chain.from_iterable(_rows(file, key) for file in files)
+    return [_example(row, where, data) for where, row in itertools.islice(rows, None if limit < 0 else limit)]
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:

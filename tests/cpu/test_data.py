@@ -1,0 +1,330 @@
+"""Examples from files and generators, prompts through chat templates, and what a user is told of bad ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import DataConfig, TinyConfig
+from trainer.data.datasets import load_prompts, read_examples
+from trainer.data.generators import generate
+from trainer.data.sft import load_encoded
+from trainer.errors import UserError
+from trainer.hub import with_retries
+from trainer.models.files import resolve_model_path
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build_tiny(TinyConfig(), str(path), seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return load_tokenizer(str(model))
+
+
+def jsonl(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def files(*names: str, **options) -> DataConfig:
+    return DataConfig(train_files=list(names), **options)
+
+
+# Reading
+
+
+def test_jsonl_rows_in_order(tmp_path):
+    first = jsonl(tmp_path / "a.jsonl", {"prompt": "é", "answer": "1"}, {"prompt": CHAT, "answer": 2, "more": None})
+    second = tmp_path / "b.jsonl"
+    second.write_text('\n{"prompt": "c", "answer": 3.5}\n\n')
+    assert read_examples(files(first, str(second)), "train") == [
+        {"prompt": "é", "answer": "1"},
+        {"prompt": CHAT, "answer": "2"},
+        {"prompt": "c", "answer": "3.5"},
+    ]
+
+
+def test_parquet_rows_are_those_of_jsonl(tmp_path):
+    rows = [{"question": "a", "final": "1"}, {"question": "b", "final": "2"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a[1].parquet")
+    keys = {"prompt_key": "question", "answer_key": "final"}
+    assert read_examples(files(str(tmp_path / "a[1].parquet"), **keys), "train") == read_examples(
+        files(jsonl(tmp_path / "a.jsonl", *rows), **keys), "train"
+    )
+
+
+def test_parquet_chats(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": CHAT, "answer": 4}]), str(tmp_path / "a.parquet"))
+    assert read_examples(files(str(tmp_path / "a.parquet")), "train") == [{"prompt": CHAT, "answer": "4"}]
+
+
+def test_size_cuts_and_stops_reading(tmp_path):
+    rows = [{"prompt": str(i), "answer": ""} for i in range(5)]
+    first = jsonl(tmp_path / "a.jsonl", *rows)
+    with open(first, "a") as file:
+        file.write("not JSON\n")
+    assert len(read_examples(files(first, train_size=5), "train")) == 5
+    assert len(read_examples(files(first, train_size=2), "train")) == 2
+    val = DataConfig(train_files=["unread"], val_files=[first], train_size=1, val_size=3)
+    assert len(read_examples(val, "val")) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "data.train_files={file}: is empty"),
+        (b"\n \n", "data.train_files={file}: is empty"),
+        (b'{"prompt": "a", "answer": "b"}\n\n{"prompt": ', "data.train_files: {file}:3 is not JSON .*"),
+        (b'{"prompt": "\xff", "answer": "b"}', "data.train_files: {file}:1 is not JSON .*"),
+        (b'{"prompt": "\\ud800", "answer": "b"}', "{file}:1: holds half of a surrogate pair.*"),
+        (b"[1, 2]", "{file}:1: must be an object with prompt and answer"),
+        (b'{"question": "a", "answer": "b"}', "data.prompt_key=prompt: {file}:1 has no such key; it has question, .*"),
+        (b'{"prompt": "a", "text": "b"}', "data.answer_key=answer: {file}:1 has no such key; it has prompt, text"),
+        (b'{"prompt": 3, "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string, or .* chat messages.*"),
+        (b'{"prompt": [], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string.*"),
+        (b'{"prompt": ["a"], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string.*"),
+        (b'{"prompt": [{"role": "user"}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string.*"),
+        (b'{"prompt": [{"role": "user", "content": 1}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must.*"),
+        (b'{"prompt": "a", "answer": null}', "data.answer_key=answer: {file}:1 must hold a string or .*, not NoneType"),
+        (b'{"prompt": "a", "answer": ["b"]}', "data.answer_key=answer: {file}:1 must hold a string or .*, not list"),
+    ],
+)  # fmt: skip
+def test_bad_lines_are_named(tmp_path, content, message):
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_examples(files(str(file)), "train")
+    assert_matches(message.format(file=file), error)
+
+
+def assert_matches(pattern: str, error) -> None:
+    text = str(error.value)
+    assert re.fullmatch(pattern.replace("[", r"\["), text), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.jsonl", "data.train_files=missing.jsonl: no such file"),
+        ("missing.csv", "data.train_files=missing.csv: must end in .jsonl or .parquet, or be hf://.*"),
+        ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config and split, not name"),
+        ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),
+    ],
+)
+def test_bad_names_are_refused(name, message):
+    with pytest.raises(UserError) as error:
+        read_examples(files(name), "train")
+    assert_matches(message, error)
+
+
+def test_no_file_is_refused():
+    with pytest.raises(UserError, match="data.val_files: names no file"):
+        read_examples(DataConfig(), "val")
+
+
+def test_bad_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_text("PAR1 not really PAR1")
+    with pytest.raises(UserError, match="data.train_files=.*a.parquet: is not a Parquet file"):
+        read_examples(files(str(tmp_path / "a.parquet")), "train")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [], "answer": []}), str(tmp_path / "b.parquet"))
+    with pytest.raises(UserError, match="data.train_files=.*b.parquet: is empty"):
+        read_examples(files(str(tmp_path / "b.parquet")), "train")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"]}), str(tmp_path / "c.parquet"))
+    with pytest.raises(UserError, match="data.answer_key=answer: .*c.parquet, row 1 has no such key; it has prompt"):
+        read_examples(files(str(tmp_path / "c.parquet")), "train")
+
+
+# The Hub, at an address where nothing listens
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_a_hub_that_does_not_answer_is_asked_three_times(no_hub):
+    for call, message in (
+        (lambda: read_examples(files("hf://nobody/nothing"), "train"),
+         "data.train_files=hf://nobody/nothing: cannot be loaded from the Hub .*; with HF_HUB_OFFLINE=1 .*"),
+        (lambda: resolve_model_path("nobody/nothing"),
+         "model.path=nobody/nothing: no such directory, and the Hub cannot be reached .*"),
+    ):  # fmt: skip
+        start = time.monotonic()
+        with pytest.raises(UserError) as error:
+            call()
+        assert 1.4 < time.monotonic() - start < 15
+        assert_matches(message, error)
+
+
+def test_only_failed_connections_are_tried_again():
+    calls = []
+
+    def fail_with(*errors):
+        def call():
+            calls.append(1)
+            if len(calls) <= len(errors):
+                raise errors[len(calls) - 1]
+            return "done"
+
+        calls.clear()
+        return call
+
+    wrapped = OSError("wrapped")
+    wrapped.__cause__ = ConnectionRefusedError()
+    assert with_retries(fail_with(wrapped, TimeoutError())) == "done"
+    assert len(calls) == 3
+    with pytest.raises(FileNotFoundError):
+        with_retries(fail_with(FileNotFoundError(), FileNotFoundError()))
+    assert len(calls) == 1
+    with pytest.raises(OfflineModeIsEnabled):
+        with_retries(fail_with(OfflineModeIsEnabled("no")))
+    assert len(calls) == 1
+
+
+# Prompts
+
+
+def test_prompts_go_through_the_chat_template(tmp_path, tokenizer):
+    data = files(jsonl(tmp_path / "a.jsonl", {"prompt": "hé", "answer": "x"}, {"prompt": CHAT, "answer": "y"}))
+    first, second = load_prompts(data, "train", tokenizer, 100).prompts
+    assert tokenizer.decode(first.token_ids) == "<|user|>hé<|assistant|>"
+    assert (first.index, first.text, first.answer) == (0, "hé", "x")
+    assert tokenizer.decode(second.token_ids) == "<|system|>Be brief.<|user|>2+2?<|assistant|>"
+    assert (second.index, second.text, second.answer) == (1, "2+2?", "y")
+    data.system_prompt = "Think."
+    assert tokenizer.decode(load_prompts(data, "train", tokenizer, 100).prompts[0].token_ids) == (
+        "<|system|>Think.<|user|>hé<|assistant|>"
+    )
+
+
+def test_over_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
+    lengths = [3, 9, 10, 11, 5]
+    data = files(jsonl(tmp_path / "a.jsonl", *({"prompt": "x" * n, "answer": ""} for n in lengths)))
+    found = load_prompts(data, "train", tokenizer, 12)  # two are the template's
+    assert [len(p.text) for p in found.prompts] == [3, 9, 10, 5]
+    assert [p.index for p in found.prompts] == [0, 1, 2, 4]
+    assert found.dropped == 1
+    with pytest.raises(UserError, match="rollout.max_prompt_tokens=4: all 5 train prompts are longer; .* has 5 tokens"):
+        load_prompts(data, "train", tokenizer, 4)
+    with pytest.raises(UserError, match="sft.max_length=5: all 5 training prompts fill it"):
+        load_encoded(data, tokenizer, 5)
+
+
+def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):
+    template = tmp_path / "strict.jinja"
+    template.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}hi")
+    strict = load_tokenizer(str(model), str(template))
+    data = files(jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "b"}))
+    assert strict.decode(load_prompts(data, "train", strict, 9).prompts[0].token_ids) == "hi"
+    data.system_prompt = "Think."
+    with pytest.raises(UserError, match="model.chat_template: .* system, user .No system!"):
+        load_prompts(data, "train", strict, 9)
+
+
+# Tokenizers
+
+
+def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
+    with pytest.raises(UserError, match="model.path=.*missing: no such directory"):
+        load_tokenizer(str(tmp_path / "missing"))
+    weights_only = tmp_path / "weights"
+    weights_only.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, weights_only)
+    template = tmp_path / "t.jinja"
+    template.write_text("x")
+    for chat_template in (None, str(template)):
+        with pytest.raises(UserError, match="model.path=.*weights: .* no tokenizer"):
+            load_tokenizer(str(weights_only), chat_template)
+    no_template = tmp_path / "no_template"
+    shutil.copytree(model, no_template)
+    (no_template / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no_template: .*no chat template; name a Jinja file in model.chat_template"):
+        load_tokenizer(str(no_template))
+    assert load_tokenizer(str(no_template), str(template)).chat_template == "x"
+    with pytest.raises(UserError, match="model.chat_template=.*none.jinja: cannot be read"):
+        load_tokenizer(str(model), str(tmp_path / "none.jinja"))
+
+
+def test_end_and_pad_tokens(tmp_path, model):
+    changed = tmp_path / "changed"
+    shutil.copytree(model, changed)
+    config = json.loads((changed / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (changed / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(changed))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    del config["eos_token"]
+    (changed / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        load_tokenizer(str(changed))
+
+
+# Generators
+
+
+@settings(max_examples=20, deadline=None)
+@given(name=st.sampled_from(["arithmetic", "reverse_text"]), train=st.integers(1, 300), val=st.integers(1, 100))
+def test_generated_splits_never_meet(name, train, val):
+    ours, theirs = generate(name, {}, train, "train"), generate(name, {}, val, "val")
+    prompts = {e["prompt"] for e in ours}
+    assert len(ours) == len(prompts) == train
+    assert len({e["prompt"] for e in theirs}) == val
+    assert prompts.isdisjoint(e["prompt"] for e in theirs)
+    assert generate(name, {}, train, "train") == ours
+    assert generate(name, {}, train + 5, "train")[:train] == ours
+
+
+def test_generated_examples_are_right():
+    for example in generate("arithmetic", {"max_value": 30}, 200, "train"):
+        a, b = example["prompt"].removesuffix("=").split("+")
+        assert max(int(a), int(b)) <= 30
+        assert int(example["answer"]) == int(a) + int(b)
+    words = generate("reverse_text", {"min_letters": 2, "max_letters": 3}, 200, "val")
+    assert {len(e["prompt"]) for e in words} == {2, 3}
+    assert all(e["answer"] == e["prompt"][::-1] for e in words)
+
+
+def test_generated_examples_do_not_change():
+    """Runs, caches and reported numbers stand on them."""
+    assert [e["prompt"] for e in generate("reverse_text", {}, 3, "train")] == ["rqhzg", "issapnuwwj", "ockbbpsym"]
+    assert [e["prompt"] for e in generate("arithmetic", {}, 3, "val")] == ["66+70=", "2+46=", "87+44="]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("reverse_text", {"min_letters": 1, "max_letters": 1}, "data.train_size=100: .* only 2. different examples"),
+        ("arithmetic", {"max_value": 9}, "data.train_size=100: .* only .. different examples for train"),
+        ("arithmetic", {"max_value": -1}, "data.generator_args: max_value=-1"),
+        ("reverse_text", {"min_letters": 0}, "data.generator_args: min_letters=0"),
+        ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.generator_args: min_letters=5 and max_letters=4"),
+    ],
+)
+def test_generators_refuse_what_they_cannot_make(name, args, message):
+    with pytest.raises(UserError, match=message):
+        generate(name, args, 100, "train")

@@ -1,0 +1,90 @@
+"""The order of prompts: every one once an epoch, whatever happens to the run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.datasets import Prompt
+from trainer.data.source import PromptSource
+from trainer.errors import UserError
+
+
+def prompts(count: int, answer: str = "") -> list[Prompt]:
+    # Indices with gaps, as over-long prompts leave them.
+    return [Prompt(3 * i, (i, i + 1), str(i), answer) for i in range(count)]
+
+
+def train(source: PromptSource, batch: int) -> list[str]:
+    drawn = source.take(batch)
+    source.commit(drawn)
+    return [d.uid for d in drawn]
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    size=st.integers(1, 30),
+    seed=st.integers(0, 5),
+    steps=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12),
+)
+def test_none_is_skipped_and_none_repeated_over_kills(size, seed, steps):
+    source = PromptSource(prompts(size), seed)
+    seen: list[str] = []
+    for batch, killed, ahead in steps:
+        saved = json.dumps(source.state_dict())
+        source.take(batch * ahead)  # looking ahead changes nothing
+        if killed:  # during the step: what was taken is not trained on, and comes again
+            in_flight = [d.uid for d in source.take(batch)]
+            source = PromptSource(prompts(size), seed)
+            source.load_state_dict(json.loads(saved))
+            assert [d.uid for d in source.take(batch)] == in_flight
+        seen += train(source, batch)
+    uninterrupted = PromptSource(prompts(size), seed)
+    assert seen == [d.uid for d in uninterrupted.take(len(seen))]
+    assert len(set(seen)) == len(seen)
+    for epoch in range(len(seen) // size):
+        indices = seen[epoch * size : (epoch + 1) * size]
+        assert sorted(indices) == sorted(f"{epoch}:{3 * i}" for i in range(size))
+    assert source.epoch == pytest.approx(len(seen) / size)
+
+
+def test_a_drawn_prompt_is_the_one_its_name_says():
+    for drawn in PromptSource(prompts(7), 1).take(20):
+        assert drawn.uid.split(":")[1] == str(drawn.prompt.index)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = {tuple(d.prompt.index for d in PromptSource(prompts(20), seed).take(60)[at : at + 20])
+              for seed in (0, 1) for at in (0, 20, 40)}  # fmt: skip
+    assert len(orders) == 6
+
+
+def test_the_order_does_not_change():
+    """Checkpoints stand on it: a run resumed with another version would skip and repeat prompts."""
+    assert [d.prompt.index // 3 for d in PromptSource(prompts(8), 1).take(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
+
+
+def test_only_what_was_taken_can_be_committed():
+    source = PromptSource(prompts(5), 1)
+    with pytest.raises(AssertionError):
+        source.commit(source.take(3)[1:])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (PromptSource(prompts(5), 2), "trainer.seed: .*seed 2 instead of 1"),
+        (PromptSource(prompts(6), 1), "data: the number of prompts .*6 instead of 5"),
+        (PromptSource(prompts(5, "other answer"), 1), "data: the prompts' content"),
+        (PromptSource(prompts(5)[::-1], 1), "data: the prompts' content"),
+    ],
+)
+def test_other_data_or_seed_is_refused(other, message):
+    source = PromptSource(prompts(5), 1)
+    train(source, 3)
+    with pytest.raises(UserError, match=message):
+        other.load_state_dict(source.state_dict())
+    assert other.epoch == 0
