@@ -38,9 +38,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, cfg: Co
     cfg = cfg or Config()
     # A rank whose peer has failed waits for it no longer than this.
     cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, worker_timeout_s=60.0))
-    calls = [
-        _process(rank).submit(_main, rank, world_size, address, cfg, function, args) for rank in range(world_size)
-    ]
+    calls = [_process(rank).submit(_main, rank, world_size, address, cfg, function, args) for rank in range(world_size)]
     errors = [error for call in calls if (error := call.exception()) is not None]
     if errors:
         raise errors[0]

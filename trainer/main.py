@@ -100,8 +100,10 @@ def _check_devices(cfg: Config, device: str) -> None:
 
     has = torch.cuda.device_count()
     if cfg.trainer.num_workers > has:
-        raise UserError(f"trainer.num_workers={cfg.trainer.num_workers}: more ranks than CUDA devices, this machine has "
-                        f"{has}; use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address")  # fmt: skip
+        raise UserError(
+            f"trainer.num_workers={cfg.trainer.num_workers}: more ranks than CUDA devices, this machine has {has}; "
+            "use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address"
+        )
 
 
 def _job(cfg: Config, device: str) -> None:

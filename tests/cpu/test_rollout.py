@@ -150,6 +150,7 @@ def test_a_completion_does_not_depend_on_its_company(engine):
     assert_same([together[i] for i in order], shuffled)
     assert_same(together[:5], engine.generate(requests[:5], SAMPLED))
     assert_same(together[7:8], engine.generate(requests[7:8], SAMPLED))
+    assert engine.generate([], SAMPLED) == []
 
 
 def test_a_new_engine_generates_the_same(engine, vllm_engines, model_paths):

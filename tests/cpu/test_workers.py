@@ -158,7 +158,9 @@ def test_state_saved_on_two_ranks_continues_on_two_and_on_one(model_path, tmp_pa
     cfg.trainer.policy.optimizer.scheduler = "cosine"
     uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
     assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
-    for ours, theirs in zip(run_ranks(1, load_then_step, model_path, directory, cfg=cfg)[0], uninterrupted, strict=True):
+    for ours, theirs in zip(
+        run_ranks(1, load_then_step, model_path, directory, cfg=cfg)[0], uninterrupted, strict=True
+    ):
         assert_close(ours, theirs)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from trainer.algorithms.aggregation import masked
 
 
-def grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
+def grpo(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantage (Shao et al., DeepSeekMath, 2024, section 4.1).
 

@@ -74,9 +74,7 @@ def value_loss(
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), mask, "token_mean", totals)
     with torch.no_grad():
-        metrics = {
-            "clip_frac": aggregate((clipped_error > plain_error).to(values.dtype), mask, "token_mean", totals)
-        }
+        metrics = {"clip_frac": aggregate((clipped_error > plain_error).to(values.dtype), mask, "token_mean", totals)}
     return loss, metrics
 
 

@@ -48,14 +48,22 @@ class VLLMEngine:
         weight_version: the version of the start weights.
 
     Raises:
-        UserError: vLLM refuses the model or the settings.
+        UserError: vLLM is not installed, or refuses the model or the settings.
     """
 
     def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
                  weight_version: int = 0, trust_remote_code: bool = False):  # fmt: skip
         for name, value in engine_environment(device).items():
             os.environ.setdefault(name, value)
-        from vllm import LLM
+        try:
+            from vllm import LLM
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            raise UserError(
+                "rollout.engine=vllm: vLLM is not installed (it is in the extras cpu and gpu); "
+                "install one, or choose rollout=transformers"
+            ) from error
 
         self._version = weight_version
         self._asleep = False
@@ -82,6 +90,9 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         assert not self._asleep, "wake the engine before generating"
+        # Nothing carries over from earlier calls: neither keys and values of older weights, nor of other prompts,
+        # with which a run that did not stop could differ in its last bits from one that was resumed.
+        assert self._llm.reset_prefix_cache(), "the prefix cache is in use"
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
