@@ -91,7 +91,7 @@ class TrainerConfig:
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
     seed: int = 1
     """Every random draw of the run is a function of this and of what is drawn."""
-    total_steps: int = 100
+    total_steps: int = 120
     """Steps after which the run is finished."""
     num_workers: int = 1
     """FSDP2 ranks: GPUs, or processes on CPU."""
@@ -288,7 +288,7 @@ class RolloutConfig:
 
 @dataclass
 class SFTConfig:
-    steps: int = 190
+    steps: int = 180
     """Optimizer steps of supervised training (of the warm start, for the embedded model)."""
     batch_size: int = 8
     """Packed rows an optimizer step."""

@@ -92,7 +92,8 @@ class VLLMEngine:
         assert not self._asleep, "wake the engine before generating"
         # Nothing carries over from earlier calls: neither keys and values of older weights, nor of other prompts,
         # with which a run that did not stop could differ in its last bits from one that was resumed.
-        assert self._llm.reset_prefix_cache(), "the prefix cache is in use"
+        cleared = self._llm.reset_prefix_cache()
+        assert cleared, "the prefix cache is in use"
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -126,9 +127,6 @@ class VLLMEngine:
             self._llm.collective_rpc("load_shared", args=(source.path,))
         else:
             self._receive(source)
-        # Cached prefixes hold keys and values of the old weights.
-        cleared = self._llm.reset_prefix_cache()
-        assert cleared, "the prefix cache is in use"
         self._version = version
 
     def _receive(self, group: Broadcast) -> None:
