@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import shutil
 import socket
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.engines import EngineProcess, LocalGroup, RemoteEngine
-from tests.ranks import run_ranks
-from trainer.config import Config, OptimizerConfig, RolloutConfig, TinyConfig
+from tests.served import ServedRanks
+from trainer.config import Config, RolloutConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
+from trainer.parallel.batching import Batch
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.pool import EnginePool, split
 from trainer.rollout.seeds import request_seed
@@ -278,115 +277,106 @@ def test_settings_that_vllm_refuses_are_the_users(processes, model_paths):
 # Weight sync
 
 
-def take_steps(model, steps: int, seed: int) -> None:
-    """Real optimizer steps, large enough that old weights would show."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        ids = torch.randint(0, 256, (4, 64), generator=generator)
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def named_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """What the ranks send: parameters, tied ones once."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
-
-
-def write_shared(model, directory: str) -> SharedMemory:
-    save_file(dict(named_weights(model)), os.path.join(directory, "model.safetensors"), metadata={"format": "pt"})
-    return SharedMemory(directory)
-
-
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tied(request) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks(tied, model_paths) -> Iterator[ServedRanks]:
+    """Two ranks that hold a policy, sharded."""
+    cfg = Config(rollout=dataclasses.replace(ROLLOUT, temperature=SAMPLED.temperature))
+    cfg.trainer.mini_batch_size = 4
+    cfg.trainer.policy.optimizer.lr = 3e-3  # large enough that old weights would show
+    with ServedRanks(2, cfg) as ranks:
+        ranks.call("build", ["policy"], model_paths[tied], 100)
+        yield ranks
+
+
+def experience(step: int) -> Batch:
+    """Two mini-batches of four groups with random tokens and advantages."""
+    rng = np.random.default_rng(step)
+    size, width = 16, 64
+    return {
+        "input_ids": rng.integers(0, 256, (size, width)),
+        "response_mask": np.ones((size, width), np.float32),
+        "lengths": np.full(size, width),
+        "group_ids": np.repeat(np.arange(8), 2),
+        "advantages": rng.normal(size=(size, width)).astype(np.float32),
+        "old_logprobs": np.full((size, width), -5.0, np.float32),
+    }
+
+
+def forward(rank: Rank, ids: np.ndarray) -> np.ndarray | None:
+    """Logits of the sharded policy, from rank 0. A collective."""
+    with torch.no_grad():
+        logits = rank.policy.module(torch.from_numpy(ids)).logits
+    return logits.numpy() if rank.rank == 0 else None
+
+
+def as_model(ranks: ServedRanks) -> Callable[[Tensor], SimpleNamespace]:
+    """The ranks' policy, to be called like a transformers model."""
+    return lambda ids: SimpleNamespace(logits=torch.from_numpy(ranks.call("apply", forward, ids.numpy())[0]))
+
+
+def assert_same_as_old_logprobs(ranks: ServedRanks, requests: list[Request], completions: list[Completion]) -> None:
+    """The engine's log-probs are those that the ranks compute for the update."""
+    rows = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
+    lengths = np.array([len(row) for row in rows])
+    ids = np.zeros((len(rows), lengths.max()), np.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    seen = 0
+    for owned, logprobs in ranks.call("logprobs", "policy", {"input_ids": ids, "lengths": lengths}):
+        for i, values in zip(owned, logprobs, strict=True):
+            np.testing.assert_allclose(
+                values[len(requests[i].prompt_token_ids) : lengths[i]], completions[i].logprobs, atol=1e-4, rtol=0
+            )
+            seen += 1
+    assert seen == len(requests)
+
+
 @pytest.mark.parametrize("way", ["shared_memory", "broadcast"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_engines_follow_the_trainer_through_optimizer_steps(tied, way, vllm_engines, model_paths, tmp_path):
-    """Two engines; prompts of several cache blocks, the same before and after, as a stale cache would show."""
-    model = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32)
+def test_engines_follow_the_ranks_through_optimizer_steps(tied, ranks, way, vllm_engines, model_paths, tmp_path):
+    """Two engines of each kind; prompts of several cache blocks, the same before and after each sync, as a
+    stale cache would show."""
     pool = EnginePool(LocalGroup(vllm_engines[tied]))
-    pool.sync_weights(SharedMemory(model_paths[tied]), 0)
+    fallback = TransformersEngine(model_paths[tied], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
     rng = random.Random(3)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (5, 31, 210, 230, 260, 290)]
     requests = [Request(prompt, seed) for prompt in prompts for seed in (1, 2)]
     group = Broadcast(free_address(), receivers=2, device="cpu", timeout_s=60)
+    model = as_model(ranks)
 
-    before = pool.generate(requests, GREEDY)
-    assert_agrees(model, requests, before, temperature=0.0)
-    with ThreadPoolExecutor(1) as sender:
-        for version in (1, 2):
-            take_steps(model, 3, seed=version)
-            if way == "shared_memory":
-                pool.sync_weights(write_shared(model, str(tmp_path)), version)
-            else:
-                sending = sender.submit(group.send, named_weights(model), 0)
-                pool.sync_weights(group, version, sending)
-            after = pool.generate(requests, GREEDY)
-            assert_agrees(model, requests, after, temperature=0.0)
-            assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
-            assert_agrees(model, requests, pool.generate(requests, SAMPLED), SAMPLED.temperature)
-            before = after
-
-
-def train_and_share(rank: Rank, model_path: str, directory: str, group: Broadcast | None) -> None:
-    """Optimizer steps on sharded weights, which then go to `directory` and to the engines of `group`."""
-    rank.build_for_sft(model_path)
-    rng = np.random.default_rng(0)
-    for _ in range(3):
-        rank.supervised_update({
-            "input_ids": rng.integers(0, 256, (4, 64)),
-            "position_ids": np.tile(np.arange(64), (4, 1)),
-            "loss_mask": np.ones((4, 64), np.float32),
-            "lengths": np.full(4, 64),
-        })  # fmt: skip
-    rank.write_weights(directory, "float32")
-    if group is not None:
-        rank.send_weights(group, "float32")
+    before: list[Completion] = []
+    for version in (1, 2, 3):
+        if before:
+            ranks.call("update", "policy", experience(version), version)
+        if way == "shared_memory":
+            ranks.call("write_weights", str(tmp_path), "float32")
+            pool.sync_weights(SharedMemory(str(tmp_path)), version)
+            fallback.sync_weights(SharedMemory(str(tmp_path)), version)
+            assert_agrees(model, requests[::4], fallback.generate(requests[::4], GREEDY), temperature=0.0)
+        else:
+            pool.sync_weights(group, version, ranks.start("send_weights", group, "float32"))
+        after = pool.generate(requests, GREEDY)
+        assert_agrees(model, requests, after, temperature=0.0)
+        assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
+        assert_same_as_old_logprobs(ranks, requests, pool.generate(requests, SAMPLED))
+        before = after
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "broadcast"])
-def test_engines_follow_sharded_ranks(way, vllm_engines, model_paths, tmp_path):
-    """The same with the weights as two FSDP2 ranks hold, write and gather them."""
-    tied = way == "broadcast"
-    pool = EnginePool(LocalGroup(vllm_engines[tied]))
-    cfg = Config()
-    cfg.sft.optimizer = OptimizerConfig(lr=3e-3)
-    requests = make_requests(6, longest=290)
-    if way == "shared_memory":
-        run_ranks(2, train_and_share, model_paths[tied], str(tmp_path), None, cfg=cfg)
-        pool.sync_weights(SharedMemory(str(tmp_path)), 1)
-    else:
-        group = Broadcast(free_address(), receivers=2, device="cpu", timeout_s=60)
-        with ThreadPoolExecutor(1) as ranks:
-            sending = ranks.submit(run_ranks, 2, train_and_share, model_paths[tied], str(tmp_path), group, cfg=cfg)
-            pool.sync_weights(group, 1, sending)
-    shutil.copy(os.path.join(model_paths[tied], "config.json"), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    start = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32)
-    assert not torch.equal(model.model.norm.weight, start.model.norm.weight)
-    assert_agrees(model, requests, pool.generate(requests, GREEDY), temperature=0.0)
-
-
-def test_transformers_engine_follows_the_trainer(model_paths, tmp_path):
-    for tied, path in model_paths.items():
-        engine = TransformersEngine(path, dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        take_steps(model, 3, seed=1)
-        engine.sync_weights(write_shared(model, str(tmp_path)), 1)
-        requests = make_requests(4, longest=290)
-        assert_agrees(model, requests, engine.generate(requests, GREEDY), temperature=0.0)
-        if tied:
-            continue
-        save_file({"lm_head.weight": model.lm_head.weight.detach()}, tmp_path / "model.safetensors")
-        with pytest.raises(AssertionError, match="lacks"):
-            engine.sync_weights(SharedMemory(str(tmp_path)), 2)
+def test_weights_that_lack_a_tensor_are_refused(model_paths, tmp_path):
+    engine = TransformersEngine(model_paths[False], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
+    save_file({"lm_head.weight": torch.zeros(320, TinyConfig().hidden_size)}, tmp_path / "model.safetensors")
+    with pytest.raises(AssertionError, match="lacks"):
+        engine.sync_weights(SharedMemory(str(tmp_path)), 1)
 
 
 def test_transformers_engine_takes_no_broadcast(model_paths):
