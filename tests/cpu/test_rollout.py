@@ -268,9 +268,13 @@ def test_more_work_than_the_engine_can_hold(processes, model_paths, vllm_engines
     assert_same(expected, cramped.generate(requests, sampling))
 
 
-def test_settings_that_vllm_refuses_are_the_users(processes, model_paths):
-    with pytest.raises(UserError, match="rollout.engine=vllm .*4096"):
-        build(processes[0], model_paths[True], RolloutConfig(max_prompt_tokens=5000)).generate([], GREEDY)
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"max_prompt_tokens": 5000}, "4096"),
+    ({"engine_args": {"no_such_setting": 1}}, "no_such_setting"),
+])  # fmt: skip
+def test_settings_that_vllm_refuses_are_the_users(processes, model_paths, settings, reason):
+    with pytest.raises(UserError, match=f"rollout.engine=vllm .*{reason}"):
+        build(processes[0], model_paths[True], RolloutConfig(**settings)).generate([], GREEDY)
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class VLLMEngine:
         }
         try:
             self._llm = LLM(**options)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # the former of a name in engine_args that it does not know
             reason = " ".join(str(error).split())
             raise UserError(
                 f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}"
