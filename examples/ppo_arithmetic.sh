@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# The same with PPO.
+# The same sums with PPO: a critic is trained beside the policy and says what a token was worth.
 set -euo pipefail
-python -m  a critic is trained beside the policy:trainer.main algorithm=ppo data=arithmetic trainer.run_name=ppo_arithmetic "$@"
+python -m trainer.main algorithm=ppo data=arithmetic trainer.run_name=ppo_arithmetic "$@"

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Two stages by hand: supervised training from random weights, then GRPO from its export.
-# Further overrides go to the second stage.
+# The demo's two stages by hand: supervised training from random weights, then GRPO from its export.
+# Run it again after an interruption and it goes on where it was. Further overrides go to the second stage;
+# SFT_STEPS changes the length of the first.
 set -euo pipefail
-python -m trainer.sft data=reverse_text sft.steps=180 trainer.run_name=reverse_text_sft
-python -m trainer.main data=reverse_text trainer.run_name=reverse_text_grpo \
-  model.path=outputs/reverse_text_sft/exports/global_step_180/policy "$@"
+steps="${SFT_STEPS:-180}"
+python -m trainer.sft data=reverse_text sft.steps="$steps" trainer.run_name=reverse_text_sft \
+  trainer.resume_mode=latest
+python -m trainer.main data=reverse_text trainer.run_name=reverse_text_grpo trainer.resume_mode=latest \
+  model.path="outputs/reverse_text_sft/exports/global_step_$steps/policy" "$@"

@@ -1,0 +1,119 @@
+"""What the documents tell a reader to type, open or set still exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from trainer.config import Config, compose, reference, valid_keys
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / "benchmarks/RESULTS.md"]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
+
+# Stands in for `python`: one line a call, its arguments separated by tabs.
+STUB = '#!/usr/bin/env bash\n(IFS=$\'\\t\'; printf "%s\\n" "$*") >> "$CALLS"\n'
+
+
+def code_blocks(text: str) -> str:
+    return "\n".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def commands(document: Path) -> list[str]:
+    """Shell commands that start the trainer, in code blocks and in running text."""
+    text = document.read_text()
+    lines = code_blocks(text).replace("\\\n", " ").splitlines()
+    return [line for line in lines + re.findall(r"`([^`\n]+)`", text) if re.search(r"-m trainer\.(main|sft)", line)]
+
+
+def calls(tmp_path: Path, *bash: str) -> list[list[str]]:
+    """What a shell command would have handed to Python, by running it with a stub in Python's place."""
+    stub, log = tmp_path / "bin/python", tmp_path / "calls"
+    stub.parent.mkdir()
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "CALLS": str(log)}
+    subprocess.run(["bash", *bash], cwd=tmp_path, env=environment, check=True, timeout=30)
+    return [line.split("\t") for line in log.read_text().splitlines()]
+
+
+def check(arguments: list[str]) -> None:
+    """Compose the overrides of one call, each value of a sweep on its own."""
+    assert arguments[:1] == ["-m"] and arguments[1] in ("trainer.main", "trainer.sft"), arguments
+    plain = [argument for argument in arguments[2:] if not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(plain)
+    fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
+    compose(fixed)
+    for override in parsed:
+        if override.is_sweep_override():
+            assert "-m" in arguments[2:], f"{override.input_line} sweeps without -m"
+            for value in override.sweep_string_iterator():
+                compose([*fixed, f"{override.key_or_group}={value}"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_the_documents_compose(document, tmp_path):
+    lines = commands(document)
+    if document.name == "README.md" and document.parent == ROOT:
+        assert len(lines) > 8, "the commands are no longer found"
+    if lines:
+        made = calls(tmp_path, "-c", "\n".join(lines))
+        assert len(made) == len(lines)
+        for arguments in made:
+            check(arguments)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_examples_compose_and_take_further_overrides(script, tmp_path):
+    made = calls(tmp_path, str(script), "experiment=smoke")
+    assert made[-1][-1] == "experiment=smoke"
+    for arguments in made:
+        check(arguments)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiments_compose(experiment):
+    compose([f"experiment={experiment}"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_keys_named_in_the_documents_exist(document):
+    sections = "|".join(key for key in valid_keys())
+    for key in re.findall(rf"`\+*((?:{sections})(?:\.[a-z_]+)+)(?:=[^`]*)?`", document.read_text()):
+        value = Config()
+        if not (ROOT / key.replace(".", "/")).with_suffix(".py").exists():  # trainer.main is a module
+            for part in key.split("."):
+                assert hasattr(value, part), key
+                value = getattr(value, part)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if not target.startswith(("http", "#")):
+            assert (document.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_place_in_the_readme_exists():
+    for path in re.findall(
+        r"`((?:trainer|conf|tests|docs|examples|benchmarks|tools)/[\w./]*)`", DOCUMENTS[0].read_text()
+    ):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_make_target_in_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"\bmake ([a-z-]+)\b(?=`|$|\s+#)", DOCUMENTS[0].read_text(), flags=re.MULTILINE))
+    assert {"demo", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_configuration_reference_is_fresh():
+    assert (ROOT / "docs/config.md").read_text() == reference() + "\n", "run `make docs`"

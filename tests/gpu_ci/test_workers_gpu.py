@@ -1,0 +1,101 @@
+"""The workers' promises on GPUs: needs torch, transformers, accelerate and pytest, and none of Ray, Hydra or vLLM."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cpu.test_workers import (
+    assembled,
+    assert_close,
+    config,
+    load_then_step,
+    make_batch,
+    save_then_step,
+    step_into_nan,
+    stream_and_write,
+    train_two_steps,
+)
+from tests.ranks import run_ranks
+from trainer.config import Config, FSDPConfig, TinyConfig
+from trainer.models.tiny import build_tiny
+from trainer.workers.rank import Rank
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
+WORLDS = [n for n in (1, 2, 4) if n <= max(GPUS, 1)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_path(request, tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param), path, seed=3)
+    return path
+
+
+def in_float32(cfg: Config, **fsdp) -> Config:
+    """The same in float32, so that results can be compared closely."""
+    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
+        role.fsdp = FSDPConfig(param_dtype="float32", **fsdp)
+    return cfg
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    "fsdp", [{}, {"cpu_offload": True}, {"activation_checkpointing": True}], ids=["plain", "offload", "recompute"]
+)
+def test_training_does_not_depend_on_gpus_offload_or_recomputation(model_path, world_size, fsdp):
+    expected = run_ranks(1, train_two_steps, model_path, cfg=in_float32(config()))
+    results = run_ranks(
+        world_size, train_two_steps, model_path, cfg=in_float32(config(max_tokens_per_micro_batch=70), **fsdp)
+    )
+    for ours, theirs in zip(results[0]["metrics"], expected[0]["metrics"], strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_logprobs_equal_transformers(model_path, tmp_path, dtype, tolerance):
+    cfg = config()
+    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
+        role.fsdp = FSDPConfig(param_dtype=dtype)
+    results = run_ranks(WORLDS[-1], train_two_steps, model_path, str(tmp_path), cfg=cfg)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(f"{tmp_path}/model.safetensors"), strict=False)
+    model.tie_weights()
+    batch = make_batch()
+    ids = torch.from_numpy(batch["input_ids"])
+    with torch.no_grad():
+        expected = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    difference = np.abs(assembled(results, "logprobs")[:, 1:] - expected.numpy()) * batch["response_mask"][:, 1:]
+    assert difference.max() < tolerance
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_checkpoint_continues_on_as_many_gpus_and_on_one(model_path, tmp_path, world_size):
+    cfg = in_float32(config(max_tokens_per_micro_batch=70))
+    uninterrupted = run_ranks(world_size, save_then_step, model_path, str(tmp_path), cfg=cfg)[0]
+    for resumed_on in {world_size, 1}:
+        resumed = run_ranks(resumed_on, load_then_step, model_path, str(tmp_path), cfg=cfg)[0]
+        for ours, theirs in zip(resumed, uninterrupted, strict=True):
+            assert_close(ours, theirs)
+
+
+def test_a_nan_stops_every_rank_and_leaves_the_weights(model_path):
+    for message, untouched in run_ranks(WORLDS[-1], step_into_nan, model_path, cfg=config(mini_batch_size=6)):
+        assert "nan" in message and untouched
+
+
+def test_streamed_and_written_weights_are_the_same(model_path, tmp_path):
+    from safetensors.torch import load_file
+
+    streamed = run_ranks(WORLDS[-1], stream_and_write_on_host, model_path, str(tmp_path), cfg=config())
+    for name, tensor in load_file(f"{tmp_path}/model.safetensors").items():
+        assert torch.equal(tensor, streamed[0][name]), name
+
+
+def stream_and_write_on_host(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in stream_and_write(rank, path, out).items()}
