@@ -74,7 +74,9 @@ def value_loss(
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), mask, "token_mean", totals)
     with torch.no_grad():
-        metrics = {"clip_frac": aggregate((clipped_error > plain_error).to(values.dtype), mask, "token_mean", totals)}
+        # Inside the range both errors are equal but for rounding, which is not clipping.
+        acts = (clipped_error > plain_error) & ((values - old_values).abs() > value_clip)
+        metrics = {"clip_frac": aggregate(acts.to(values.dtype), mask, "token_mean", totals)}
     return loss, metrics
 
 
