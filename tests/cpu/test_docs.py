@@ -46,7 +46,7 @@ def calls(tmp_path: Path, *bash: str) -> list[list[str]]:
 def check(arguments: list[str]) -> None:
     """Compose the overrides of one call, each value of a sweep on its own."""
     assert arguments[:1] == ["-m"] and arguments[1] in ("trainer.main", "trainer.sft"), arguments
-    plain = [argument for argument in arguments[2:] if not argument.startswith("-")]
+    plain = [argument for argument in arguments[2:] if "=" in argument and not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(plain)
     fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
     compose(fixed)
