@@ -88,3 +88,9 @@ def test_other_data_or_seed_is_refused(other, message):
     with pytest.raises(UserError, match=message):
         other.load_state_dict(source.state_dict())
     assert other.epoch == 0
+
+
+def test_another_format_is_refused():
+    source = PromptSource(prompts(5), 1)
+    with pytest.raises(UserError, match="data: .* has format 2, this version reads 1"):
+        source.load_state_dict({**source.state_dict(), "format": 2})

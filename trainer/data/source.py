@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import xxhash
 from trainer.data.datasets import Prompt
 from trainer.errors import UserError
 from trainer.keyed import permutation
+
+_FORMAT = 1  # of `state_dict`
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,10 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         epoch, position = divmod(self._consumed, len(self.prompts))
         return {
-            "format": 1,
+            "format": _FORMAT,
             "seed": self._seed,
             "num_prompts": len(self.prompts),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
             "epoch": epoch,
             "position": position,
         }
@@ -74,8 +77,11 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            UserError: it was taken with other prompts or another seed.
+            UserError: it was taken with other prompts or another seed, or is written in another format.
         """
+        if state.get("format") != _FORMAT:
+            raise UserError(f"data: the checkpoint's place in the data has format {state.get('format')}, this version "
+                            f"reads {_FORMAT}; resume with the version that wrote it")  # fmt: skip
         own = self.state_dict()
         for name, key, what in (
             ("seed", "trainer.seed", "the order of the prompts"),
@@ -87,7 +93,9 @@ class PromptSource:
                                 f"{state[name]}); resume with the data and seed of the run")  # fmt: skip
         self._consumed = state["epoch"] * len(self.prompts) + state["position"]
 
+    @cached_property
     def _fingerprint(self) -> str:
+        """Of what is trained on. Computed once: checkpoints are frequent and data sets large."""
         digest = xxhash.xxh3_128()
         for prompt in self.prompts:
             digest.update(repr((prompt.index, prompt.token_ids, prompt.answer)).encode())
