@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError
 from trainer.rewards import REWARDS, resolve
 from trainer.rewards.pool import RewardPool
 
@@ -60,6 +60,8 @@ gsm8k, math = REWARDS["gsm8k"], REWARDS["math"]
         ("from 10-18", "18"),
         ("x=-5", "-5"),
         ("(72)", "72"),
+        ("72 m^2", "72"),
+        ("an area of 72 m^12.", "72"),
         ("1, 2, 3", "3"),
         ("1,2,3", "3"),
     ],
@@ -196,13 +198,19 @@ def test_reverse_text_is_a_similarity():
         ("os:", "choose one of"),
         ("no.such.module:f", "cannot be imported.*no"),
         (".relative:f", "cannot be imported"),
+        ("no.such.module.f", "cannot be imported.*no"),
         ("os:no_such", "os has no function no_such"),
+        ("os.no_such", "os has no function no_such"),
         ("os:name", "os has no function name"),
     ],
 )
 def test_unknown_rewards_are_refused(name, message):
     with pytest.raises(UserError, match=f"reward.name={name}: {message}"):
         resolve(name)
+
+
+def test_import_paths_take_a_colon_or_a_dot():
+    assert resolve("trainer.rewards.functions:gsm8k") is resolve("trainer.rewards.functions.gsm8k") is gsm8k
 
 
 def test_a_module_with_a_mistake_is_refused(tmp_path, monkeypatch):
@@ -231,6 +239,9 @@ def reward(completion, answer):
         return "much"
     if completion == "hang":
         time.sleep(1000)
+    if completion == "pid":
+        time.sleep(0.05)
+        return os.getpid()
     if completion == "die":
         os._exit(7)
     return float(completion) + float(answer)
@@ -285,6 +296,40 @@ def test_the_time_limit_leaves_imports_out(custom):
         rewards, failures = pool.score(["1", "hang", "2"], ["0"] * 3)
     assert rewards == [1.0, 0.0, 2.0]
     assert failures.count == 1
+
+
+def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
+    with RewardPool(custom("many_rewards"), timeout_s=1, num_processes=2) as pool:
+        pool.score(["1"], ["0"])
+        started = {p.pid: p.create_time() for p in _processes()}
+        rewards, failures = pool.score(["pid"] * 60, ["0"] * 60)  # 3 s, three times the limit of one
+        assert failures.count == 0
+        assert len(set(rewards)) == 2  # both processes had their share
+        assert {p.pid: p.create_time() for p in _processes()} == started  # and neither was killed
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])  # before and after the pool has noticed
+def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s):
+    with RewardPool(custom("replaced_rewards"), timeout_s=30, num_processes=2) as pool:
+        pool.score(["1"], ["0"])
+        for process in _processes():
+            process.kill()
+        time.sleep(pause_s)
+        rewards, failures = pool.score([str(i) for i in range(100)], ["0"] * 100)
+        assert (rewards, failures.count) == ([float(i) for i in range(100)], 0)
+
+
+def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):
+    name = custom("vanishing_rewards")
+    pool = RewardPool(name, timeout_s=30, num_processes=1)
+    (tmp_path / "vanishing_rewards.py").unlink()
+    with pool, pytest.raises(WorkerError, match=f"processes of reward.name={name} die as they start"):
+        pool.score(["1"], ["0"])
+
+
+def _processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if "spawn_main" in " ".join(p.cmdline())]
 
 
 def test_pool_refuses_an_unknown_reward():

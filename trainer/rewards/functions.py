@@ -16,9 +16,10 @@ from trainer.errors import UserError
 Reward = Callable[[str, str], float]
 
 # A sign counts when it touches the number and nothing stands before it: in `10-3` and `- 3` it is none.
+# What follows a caret is an exponent: the answer in `72 m^2` is 72.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)])[-−])?(?:[$€£¥]\s?(?P<inner>[-−])?)?"
-    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?<![\^0-9])(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
 
@@ -70,14 +71,14 @@ REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithm
 
 
 def resolve(name: str) -> Reward:
-    """The reward called `name`: a registered one, or `package.module:function`.
+    """The reward called `name`: a registered one, `package.module:function` or `package.module.function`.
 
     Raises:
         UserError: there is none.
     """
     if name in REWARDS:
         return REWARDS[name]
-    module_name, _, function_name = name.partition(":")
+    module_name, _, function_name = name.rpartition(":" if ":" in name else ".")
     if not (module_name and function_name):
         raise UserError(f"reward.name={name}: choose one of {', '.join(REWARDS)}, or an import path "
                         "package.module:function")  # fmt: skip
