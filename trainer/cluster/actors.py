@@ -132,7 +132,7 @@ class Pending:
             if isinstance(cause, UserError):
                 return cause
             if isinstance(cause, Exception):
-                cause.add_note(f"in {where}; its own traceback:\n{error.traceback_str}")
+                cause.add_note(f"in {where}; its own traceback:\n{error}")
                 return cause
             return WorkerError(f"{where} failed: {error}")
         return WorkerError(f"{where} died: {str(error).strip()}")
