@@ -337,24 +337,35 @@ def test_pool_refuses_an_unknown_reward():
         RewardPool("no_such", 1, 1)
 
 
-def test_processes_end_with_a_killed_driver(tmp_path):
+DRIVER = """
+from trainer.rewards.pool import RewardPool
+
+with RewardPool("{name}", 60, 2) as pool:
+    pool.score(["1"] * 256, ["0"] * 256)
+    print("ready", flush=True)
+    pool.score(["hang", "hang"], ["0", "0"])
+"""
+
+
+def test_processes_end_with_a_killed_driver(custom):
+    # One of them is at work: an idle one ends by itself when its pipe closes.
     driver = subprocess.Popen(
-        [sys.executable, "-c", "from trainer.rewards.pool import RewardPool\n"
-         "import time\n"
-         "with RewardPool('reverse_text', 60, 2) as pool:\n"
-         "    pool.score(['a'] * 256, ['a'] * 256)\n"
-         "    print('ready', flush=True)\n"
-         "    time.sleep(60)\n"],
-        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2], env={**os.environ},
+        [sys.executable, "-c", DRIVER.format(name=custom("killed_rewards"))], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )  # fmt: skip
     try:
         assert driver.stdout.readline() == "ready\n"
+        time.sleep(0.5)
         children = psutil.Process(driver.pid).children(recursive=True)
         assert len(children) >= 2
         driver.kill()
         driver.wait()
-        gone, alive = psutil.wait_procs(children, timeout=10)
-        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        _, alive = psutil.wait_procs(children, timeout=10)
+        try:
+            assert [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        finally:
+            for process in alive:
+                process.kill()
     finally:
         driver.kill()
 
