@@ -193,6 +193,9 @@ class TinyConfig:
     """Longest sequence, tokens."""
     tie_word_embeddings: bool = True
     """The output head shares the embedding's weights."""
+    seed: int = 1
+    """Of its random weights and the order of its warm start. Not `trainer.seed`: runs of several seeds start
+    from one model."""
 
 
 @dataclass
@@ -294,7 +297,8 @@ class SFTConfig:
     """Packed rows an optimizer step."""
     max_length: int = 256
     """Tokens a packed row; a longer example is cut."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(
+        lr=2e-3, warmup_steps=10, scheduler="cosine"))  # fmt: skip
     """Optimizer of supervised training."""
 
 
@@ -383,8 +387,8 @@ def validate(cfg: Config) -> None:
              "reward.num_processes", "sft.steps", "sft.batch_size", "sft.max_length")  # fmt: skip
     at_least(1, "trainer.val_interval", "trainer.ckpt_interval", "trainer.hf_save_interval",
              "trainer.max_ckpts_to_keep", "data.train_size", "data.val_size", "rollout.top_k", also=(-1,))  # fmt: skip
-    at_least(0, "trainer.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature", "logger.samples",
-             "algorithm.kl_coef", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef",
+    at_least(0, "trainer.seed", "model.tiny.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature",
+             "logger.samples", "algorithm.kl_coef", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef",
              "algorithm.value_clip")  # fmt: skip
     for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
         at_least(1, f"model.tiny.{name}")

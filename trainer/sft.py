@@ -115,7 +115,6 @@ def prepare_model(cfg: Config, cluster: Cluster) -> str:
         "tiny": dataclasses.asdict(cfg.model.tiny),
         "sft": dataclasses.asdict(cfg.sft),
         "data": dataclasses.asdict(cfg.data),
-        "seed": cfg.trainer.seed,
     }
     target = os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
     if os.path.exists(os.path.join(target, "config.json")):
@@ -125,13 +124,13 @@ def prepare_model(cfg: Config, cluster: Cluster) -> str:
     start = os.path.join(run_dir, "start")
     from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
 
-    build_tiny(cfg.model.tiny, start, cfg.trainer.seed)
+    build_tiny(cfg.model.tiny, start)
     print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
     warm_start = dataclasses.replace(
         cfg,
         trainer=dataclasses.replace(
-            cfg.trainer, run_name="warm-start", run_dir=run_dir, ckpt_path=os.path.join(run_dir, "checkpoints"),
-            ckpt_interval=50, max_ckpts_to_keep=1, resume_mode="latest", resume_path=None,
+            cfg.trainer, seed=cfg.model.tiny.seed, run_name="warm-start", run_dir=run_dir,
+            ckpt_path=os.path.join(run_dir, "checkpoints"), ckpt_interval=50, max_ckpts_to_keep=1, resume_mode="latest", resume_path=None,
         ),
         logger=dataclasses.replace(cfg.logger, wandb=dataclasses.replace(cfg.logger.wandb, mode="off")),
     )  # fmt: skip
@@ -154,7 +153,7 @@ def run(cfg: Config, device: str) -> None:
             from trainer.models.tiny import build_tiny
 
             path = os.path.join(t.run_dir, "start")
-            build_tiny(cfg.model.tiny, path, t.seed)
+            build_tiny(cfg.model.tiny, path)
         trainer = SupervisedTrainer(cfg, cluster, path)
         trainer.fit()
         target = os.path.join(t.export_path, f"global_step_{trainer.step}", "policy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
 
@@ -70,6 +71,25 @@ def test_the_command_line_says_what_is_wrong_and_exits_with_2(overrides, sentenc
     line = done.stderr.strip().splitlines()[-1]
     assert re.search(sentence, line), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_job("rollout=transformers", f"trainer.master_port={port}", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(f"trainer.master_port={port}: cannot be used.*0 for a free one", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
+
+
+def test_prompts_that_are_all_too_long_are_refused(tmp_path):
+    done = run_job("rollout=transformers", "rollout.max_prompt_tokens=2", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "rollout.max_prompt_tokens=2" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs/default/metrics.jsonl").exists()
 
 
 def test_every_key_is_documented():

@@ -32,7 +32,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    build_tiny(TinyConfig(), str(path), seed=1)
+    build_tiny(TinyConfig(), str(path))
     return path
 
 

@@ -40,7 +40,7 @@ def model_paths(tmp_path_factory) -> dict[bool, str]:
     """Model directories by whether the output head is tied to the embedding."""
     paths = {tied: str(tmp_path_factory.mktemp("model")) for tied in (True, False)}
     for tied, path in paths.items():
-        build_tiny(TinyConfig(tie_word_embeddings=tied), path, seed=5)
+        build_tiny(TinyConfig(tie_word_embeddings=tied, seed=5), path)
         # Random weights predict nearly the same everywhere; larger ones have an opinion to sample from.
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.no_grad():

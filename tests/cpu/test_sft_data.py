@@ -69,7 +69,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("tiny"))
-    build_tiny(TinyConfig(), path, seed=1)
+    build_tiny(TinyConfig(), path)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import filecmp
 
 import pytest
@@ -20,7 +21,7 @@ SMALL = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("tiny"))
-    build_tiny(SMALL, path, seed=1)
+    build_tiny(SMALL, path)
     return path
 
 
@@ -60,9 +61,9 @@ def test_weights_depend_on_config_and_seed_alone(path, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    build_tiny(SMALL, str(tmp_path / "same"), seed=1)
+    build_tiny(SMALL, str(tmp_path / "same"))
     assert torch.equal(torch.rand(3), expected)  # the caller's random state is left alone
-    build_tiny(SMALL, str(tmp_path / "other"), seed=2)
+    build_tiny(dataclasses.replace(SMALL, seed=2), str(tmp_path / "other"))
     files = ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja"]  # fmt: skip
     assert filecmp.cmpfiles(path, tmp_path / "same", files, shallow=False)[0] == files
@@ -72,7 +73,7 @@ def test_weights_depend_on_config_and_seed_alone(path, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_it(tmp_path, tied):
     config = TinyConfig(**{**vars(SMALL), "tie_word_embeddings": tied, "max_position_embeddings": 128})
-    build_tiny(config, str(tmp_path), seed=1)
+    build_tiny(config, str(tmp_path))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -23,7 +23,8 @@ GROUPS, PER_GROUP, WIDTH = 6, 4, 24
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def model_path(request, tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param), path, seed=3)
+    config = TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3)
+    build_tiny(config, path)
     return path
 
 

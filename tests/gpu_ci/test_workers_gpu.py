@@ -31,7 +31,8 @@ WORLDS = [n for n in (1, 2, 4) if n <= max(GPUS, 1)]
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def model_path(request, tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param), path, seed=3)
+    config = TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3)
+    build_tiny(config, path)
     return path
 
 

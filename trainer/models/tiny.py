@@ -19,15 +19,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tiny(config: TinyConfig, path: str, seed: int) -> None:
+def build_tiny(config: TinyConfig, path: str) -> None:
     """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer.
 
-    The weights depend on `config` and `seed` alone, and the caller's random state is left as it was.
+    The weights depend on `config` alone, and the caller's random state is left as it was.
 
     Args:
-        config: shape of the model.
+        config: shape of the model and seed of its weights.
         path: directory to create or to write into.
-        seed: of the initial weights.
     """
     tokenizer = _byte_tokenizer(config.max_position_embeddings)
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -45,7 +44,7 @@ def build_tiny(config: TinyConfig, path: str, seed: int) -> None:
         **special,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # the CPU's alone, which is all that the fork restores
+        torch.default_generator.manual_seed(config.seed)  # the CPU's alone, which is all that the fork restores
         model = Qwen3ForCausalLM(qwen3).float()
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
