@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from trainer.errors import UserError
@@ -21,6 +22,7 @@ ADVANTAGE_ESTIMATORS = ("grpo", "gae")
 POLICY_LOSSES = ("clip",)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
 GENERATORS = ("arithmetic", "reverse_text")
 
 
@@ -91,7 +93,7 @@ class TrainerConfig:
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
     seed: int = 1
     """Every random draw of the run is a function of this and of what is drawn."""
-    total_steps: int = 120
+    total_steps: int = 140
     """Steps after which the run is finished."""
     num_workers: int = 1
     """FSDP2 ranks: GPUs, or processes on CPU."""
@@ -122,15 +124,50 @@ class TrainerConfig:
     """Validate the start weights (as step 0)."""
     ckpt_path: str = "${trainer.run_dir}/checkpoints"
     """Where checkpoints go."""
-    ckpt_interval: int = 10
-    """Steps between checkpoints; the last step is always saved. -1: never save."""
+    ckpt_interval: int | str = 10
+    """Steps between checkpoints; the last step is always saved. -1: never save by steps. `auto`: by time, as
+    often as the measured cost of a save and `mean_time_between_failures` make best (Young, 1974; Daly, 2006)."""
+    ckpt_interval_minutes: float = -1
+    """Save also when this many minutes have passed since the last save; -1: steps alone decide."""
+    mean_time_between_failures: float = 240
+    """Minutes between failures to expect, for `ckpt_interval=auto`."""
+    ckpt_async: bool = True
+    """Write checkpoints while training goes on. Takes host memory for one copy of each rank's shards."""
+    ckpt_failures_allowed: int = 3
+    """Saves that may fail in a row before the run stops; it trains on with the checkpoint before."""
     max_ckpts_to_keep: int = -1
-    """Checkpoints to keep, newest first; -1: all."""
+    """Checkpoints to keep, newest first; -1: all. The newest, and the one resumed from, always stay."""
+    keep_every: int = -1
+    """Keep also those whose step is a multiple of this; -1: none."""
+    keep_best: int = 0
+    """Keep also this many with the best `best_metric`."""
+    best_metric: str = "val/accuracy"
+    """Metric of `keep_best`, measured at the checkpoint's step."""
+    best_mode: str = "max"
+    """`max`: higher is better; `min`: lower."""
     resume_mode: str | None = None
-    """`latest` (the newest checkpoint in `ckpt_path`, or a new run when there is none), `from_path` (see
-    `resume_path`), `none` or null (start anew)."""
+    """`latest` (the newest valid checkpoint in `ckpt_path`, or a new run when there is none: one command for the
+    first start and every restart), `from_path` (see `resume_path`), `none` or null (start anew)."""
     resume_path: str | None = None
-    """The `global_step_N` directory to start from with `resume_mode=from_path`."""
+    """With `resume_mode=from_path`: the `global_step_N` directory of another run to fork from. Restarted with
+    the same command, the fork goes on from its own newest checkpoint."""
+    resume_load: list[str] = field(default_factory=list)
+    """What a fork takes over, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the place in the
+    data) and `state` (step, counters, best metric); empty: all."""
+    verify_checkpoint: str = "hash"
+    """Check before loading: `hash` (every byte), `size`, or `off`."""
+    allow_config_change: list[str] = field(default_factory=list)
+    """Keys, or sections, that may differ from the config of the checkpoint to resume from."""
+    on_resume_mismatch: str = "warn"
+    """When a replayed step differs from what the killed run had logged: `warn`, `stop`, or `fallback` (go back
+    one more checkpoint)."""
+    resume_tolerance: float = 0.0
+    """Relative difference that a replayed metric may have. 0, the same to the last bit, is right on CPU; kernels
+    of GPUs are not deterministic."""
+    stop_at: str | None = None
+    """Save and exit before this time, `2026-11-21T18:00` (ISO 8601); null: Slurm's end time where there is one."""
+    lock_timeout_s: float = 60
+    """Seconds without a sign of life after which a job on another machine no longer holds the run directory."""
     hf_save_interval: int = -1
     """Steps between exports in Hugging Face format; -1: none."""
     export_path: str = "${trainer.run_dir}/exports"
@@ -291,14 +328,13 @@ class RolloutConfig:
 
 @dataclass
 class SFTConfig:
-    steps: int = 180
+    steps: int = 200
     """Optimizer steps of supervised training (of the warm start, for the embedded model)."""
     batch_size: int = 8
     """Packed rows an optimizer step."""
     max_length: int = 256
     """Tokens a packed row; a longer example is cut."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(
-        lr=2e-3, warmup_steps=10, scheduler="cosine"))  # fmt: skip
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
     """Optimizer of supervised training."""
 
 
@@ -385,11 +421,15 @@ def validate(cfg: Config) -> None:
              "rollout.num_engines", "rollout.tensor_parallel_size", "rollout.n", "rollout.max_prompt_tokens",
              "rollout.max_response_tokens", "rollout.max_num_seqs", "rollout.kv_cache_mb",
              "reward.num_processes", "sft.steps", "sft.batch_size", "sft.max_length")  # fmt: skip
-    at_least(1, "trainer.val_interval", "trainer.ckpt_interval", "trainer.hf_save_interval",
-             "trainer.max_ckpts_to_keep", "data.train_size", "data.val_size", "rollout.top_k", also=(-1,))  # fmt: skip
+    if t.ckpt_interval != "auto":
+        if not isinstance(t.ckpt_interval, int):
+            fail("trainer.ckpt_interval", "must be a number of steps, -1 or auto")
+        at_least(1, "trainer.ckpt_interval", also=(-1,))
+    at_least(1, "trainer.val_interval", "trainer.hf_save_interval", "trainer.keep_every", "trainer.max_ckpts_to_keep",
+             "data.train_size", "data.val_size", "rollout.top_k", also=(-1,))  # fmt: skip
     at_least(0, "trainer.seed", "model.tiny.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature",
-             "logger.samples", "algorithm.kl_coef", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef",
-             "algorithm.value_clip")  # fmt: skip
+             "logger.samples", "algorithm.kl_coef", "algorithm.clip_low", "algorithm.clip_high",
+             "algorithm.entropy_coef", "algorithm.value_clip")  # fmt: skip
     for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
         at_least(1, f"model.tiny.{name}")
     if cfg.model.tiny.num_heads % cfg.model.tiny.num_kv_heads:
@@ -408,11 +448,17 @@ def validate(cfg: Config) -> None:
             fail(key, "must be between 0 and 1")
     if r.top_p == 0:
         fail("rollout.top_p", "must be above 0 (1 keeps all tokens)")
-    for key in ("trainer.worker_timeout_s", "reward.timeout_s"):
+    for key in ("trainer.worker_timeout_s", "reward.timeout_s", "trainer.mean_time_between_failures"):
         at_least(0.001, key)
+    at_least(0.001, "trainer.ckpt_interval_minutes", also=(-1,))
+    at_least(1, "trainer.lock_timeout_s")
+    at_least(0, "trainer.keep_best", "trainer.ckpt_failures_allowed", "trainer.resume_tolerance")
 
     one_of("trainer.device", ("auto", "cpu", "cuda"))
     one_of("trainer.resume_mode", (None, "none", "latest", "from_path"))
+    one_of("trainer.verify_checkpoint", ("hash", "size", "off"))
+    one_of("trainer.best_mode", ("max", "min"))
+    one_of("trainer.on_resume_mismatch", ("warn", "stop", "fallback"))
     one_of("algorithm.advantage_estimator", ADVANTAGE_ESTIMATORS)
     one_of("algorithm.policy_loss", POLICY_LOSSES)
     one_of("algorithm.aggregation", AGGREGATIONS)
@@ -435,6 +481,22 @@ def validate(cfg: Config) -> None:
         fail("trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
     if t.resume_path and t.resume_mode != "from_path":
         fail("trainer.resume_path", "needs trainer.resume_mode=from_path")
+    if t.resume_load:
+        if t.resume_mode != "from_path":
+            fail("trainer.resume_load", "needs trainer.resume_mode=from_path: a run goes on with all of its state")
+        if not set(t.resume_load) <= set(RESUME_LOAD):
+            fail("trainer.resume_load", f"may name {', '.join(RESUME_LOAD)}")
+    if t.keep_best > 0 and t.max_ckpts_to_keep < 0:
+        fail("trainer.keep_best", "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
+    if t.keep_every > 0 and t.max_ckpts_to_keep < 0:
+        fail("trainer.keep_every", "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
+    if "://" in t.ckpt_path:
+        fail("trainer.ckpt_path", "must be a directory that all ranks see; object stores are not supported yet")
+    if t.stop_at is not None:
+        try:
+            datetime.fromisoformat(t.stop_at)
+        except ValueError:
+            fail("trainer.stop_at", "must be a time such as 2026-11-21T18:00")
     if a.advantage_estimator == "grpo" and r.n < 2:
         fail("rollout.n", "algorithm.advantage_estimator=grpo compares completions of a prompt and needs at least 2")
     if r.temperature == 0 and a.advantage_estimator == "grpo":

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import xxhash
-import yaml
+import torch
 
-from trainer.checkpoint.manager import CheckpointManager, Part, json_part
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
 from trainer.data.datasets import load_prompts
 from trainer.data.source import DrawnPrompt, PromptSource
+from trainer.durable import sync_directory, sync_tree
 from trainer.errors import NonFiniteError, UserError
 from trainer.experience import add_advantages, build_batch, describe
+from trainer.failpoints import failpoint
+from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import write_report
 from trainer.metrics.timing import Timer
@@ -31,12 +31,15 @@ from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path, write_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.batching import Batch
+from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.rewards import resolve
 from trainer.rewards.pool import RewardPool
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.launch import Rollout
 from trainer.rollout.seeds import request_seed
-from trainer.sft import prepare_model, refuse_to_overwrite
+from trainer.run_directory import RunDirectory
+from trainer.sft import prepare_model
+from trainer.stopping import Stopped, StopRequest
 
 
 class Trainer:
@@ -46,7 +49,7 @@ class Trainer:
         model_path: the start weights, a local directory or Hub id.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, model_path: str):
+    def __init__(self, cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest):
         self.cfg = cfg
         self.step = 0  # the last finished step
         self.counters = {"prompts": 0, "samples": 0, "tokens": 0}
@@ -54,8 +57,9 @@ class Trainer:
         self.tracker_state: dict[str, Any] = {}
         self.timer = Timer()
         self.cluster = cluster
-        self.checkpoints = CheckpointManager(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
-        self.resume_from = self.checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
+        self.directory = directory
+        self.stop = stop
+        self.audit: ResumeAudit | None = None
 
         self.model_path = resolve_model_path(model_path)
         # Their processes start, and import for many seconds, while this one reads the data.
@@ -78,30 +82,34 @@ class Trainer:
     # The loop
 
     def fit(self) -> dict[str, float]:
-        """Train up to `trainer.total_steps`; returns the metrics of the last step."""
-        t = self.cfg.trainer
+        """Train up to `trainer.total_steps`; returns the metrics of the last step.
+
+        Raises:
+            Stopped: a signal or deadline asked for it; everything is saved.
+        """
         metrics: dict[str, float] = {}
-        if self.resume_from:
-            self.load_checkpoint(self.resume_from)
+        if self.directory.resume:
+            self.load_checkpoint()
         with self.rewards, self._open_tracker() as self.tracker, self._open_progress() as self.progress:
             self._announce()
-            self.rollout.start(version=self.step + 1, fresh=self.resume_from is None)
-            if self.step == 0 and t.val_before_train and t.val_interval > 0:
+            self.rollout.start(version=self.step + 1, fresh=self.directory.resume is None)
+            if self.step == 0 and self.cfg.trainer.val_before_train and self.val_prompts:
                 self._log(0, self.validate(0))
-            for step in self.remaining_steps():
-                with self.timer("step"):
-                    prompts = self.source.take(t.train_batch_size)
-                    completions = self.generate(prompts, step)
-                    experience, metrics = self.score(prompts, completions)
-                    metrics |= self.update(experience, step)
-                    with self.timer("sync"):
-                        self.rollout.sync_weights(version=step + 1)
-                self.commit(step, prompts, experience, metrics)
+            with self.stop.between_steps():
+                while self.step < self.cfg.trainer.total_steps:
+                    step = self.step + 1
+                    with self.timer("step"):
+                        prompts = self.source.take(self.cfg.trainer.train_batch_size)
+                        completions = self.generate(prompts, step)
+                        experience, metrics = self.score(prompts, completions)
+                        metrics |= self.update(experience, step)
+                        with self.timer("sync"):
+                            self.rollout.sync_weights(version=step + 1)
+                    self.commit(step, prompts, experience, metrics)
+                self._export_if_missing()
+                self.directory.finish(self.progress.note)
         self.rollout.shutdown()
         return metrics
-
-    def remaining_steps(self) -> Iterator[int]:
-        yield from range(self.step + 1, self.cfg.trainer.total_steps + 1)
 
     def generate(self, prompts: list[DrawnPrompt], step: int) -> list[Completion]:
         """`rollout.n` completions a prompt, those of one prompt together."""
@@ -141,16 +149,21 @@ class Trainer:
                     result = self.ranks.update(role, stored, step)
                     metrics |= {f"{role}/{name}": value for name, value in result.items()}
             except NonFiniteError as error:
-                last = f"the last good checkpoint is {self.last_checkpoint}" if self.last_checkpoint else (
-                    "there is no checkpoint yet")  # fmt: skip
+                self.directory.finish(self.progress.note)  # the state before this step is good
+                last = self.directory.last_checkpoint
                 raise UserError(
-                    f"step {step}: {error}; nothing was overwritten, {last}. A lower learning rate or "
-                    "trainer.policy.optimizer.max_grad_norm may help."
+                    f"step {step}: {error}; nothing was overwritten, "
+                    + (f"the last good checkpoint is {last}" if last else "there is no checkpoint yet")
+                    + ". A lower learning rate or trainer.policy.optimizer.max_grad_norm may help."
                 ) from error
+        if self.directory.checkpoints.saving:
+            blocked = self.ranks.take_blocked()
+            self.timer.add("checkpoint_blocked", blocked)
+            self.directory.blocked(blocked)
         return metrics
 
     def commit(self, step: int, prompts: list[DrawnPrompt], experience: Batch, metrics: dict[str, float]) -> None:
-        """The step is done: move the ledger, log, validate, save."""
+        """The step is done: move the ledger, log, validate, save; leave, if that was asked for."""
         t = self.cfg.trainer
         self.step = step
         self.source.commit(prompts)
@@ -165,12 +178,21 @@ class Trainer:
         last = step == t.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
             metrics |= self.validate(step)
+        if not self._replayed(step, metrics):
+            return
         self._log(step, metrics)
-        if t.ckpt_interval > 0 and (step % t.ckpt_interval == 0 or last):
-            with self.timer("checkpoint_blocked"):
-                self.save_checkpoint(step)
+        self.directory.report(self.progress.note)
         if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
             self.export(step)
+        self.stop.consider_deadline(2 * times["time/step"] + 2 * self.directory.last_save_s + 5)
+        stopping = self.stop.reason is not None and not last
+        if self.directory.saves and (self.directory.schedule.due(step) or last) or stopping:
+            with self.timer("checkpoint_blocked"):
+                self.save_checkpoint(step, metrics)
+        if stopping:
+            self.directory.finish(self.progress.note)
+            raise Stopped(f"stopped after step {step} of {t.total_steps} ({self.stop.reason}); the same command with "
+                          "trainer.resume_mode=latest goes on")  # fmt: skip
 
     def validate(self, step: int) -> dict[str, float]:
         """Greedy reward and accuracy (share of completions with reward 1) on held-out prompts, and pass@k."""
@@ -200,56 +222,45 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------
     # State
 
-    def save_checkpoint(self, step: int) -> str:
-        """Write `global_step_{step}`; returns its path."""
+    def save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin to write `global_step_{step}`; training goes on meanwhile."""
         self.tracker.flush()
-        self.last_checkpoint = self.checkpoints.save(step, {
-            "ranks": self.cfg.trainer.num_workers,
-            "replicas": self.cfg.trainer.replicas,
-            "versions": {name: version(name) for name in ("torch", "transformers")},
-            "config_digest": xxhash.xxh3_128_hexdigest(_config_yaml(self.cfg).encode()),
-        })  # fmt: skip
-        self.progress.note(f"saved {self.last_checkpoint}")
-        return self.last_checkpoint
+        self.directory.save(step, metrics, [role for role in self.ranks.roles if role != "reference"])
 
-    def load_checkpoint(self, path: str) -> int:
-        """Restore every part from `path`; returns its step."""
-        self.checkpoints.load(path)
-        self.last_checkpoint = path
-        return self.step
+    def load_checkpoint(self) -> None:
+        """Restore what the run directory says is to be restored; sets `step`."""
+        self.audit = self.directory.load()
 
     def export(self, step: int) -> str:
         """Write the policy in Hugging Face format to `{export_path}/global_step_{step}/policy`; returns that."""
-        target = os.path.join(self.cfg.trainer.export_path, f"global_step_{step}", "policy")
+        target = self._export_target(step)
         writing = f"{target}.writing"
         shutil.rmtree(writing, ignore_errors=True)
         write_assets(self.model_path, writing, self.tokenizer, self.cfg.model.trust_remote_code)
         self.ranks.write_weights(os.path.abspath(writing), self.cfg.rollout.dtype)
-        shutil.rmtree(target, ignore_errors=True)
+        failpoint("export:written")
+        sync_tree(writing)
+        shutil.rmtree(target, ignore_errors=True)  # of the same step, before the run was killed: the same bytes
         os.replace(writing, target)
+        sync_directory(os.path.dirname(target))
         self.progress.note(f"exported {target}")
         return target
 
+    def _export_target(self, step: int) -> str:
+        return os.path.join(self.cfg.trainer.export_path, f"global_step_{step}", "policy")
+
+    def _export_if_missing(self) -> None:
+        """A run that was killed between its last checkpoint and its last export still owes it."""
+        if self.cfg.trainer.hf_save_interval > 0 and not os.path.exists(self._export_target(self.step)):
+            self.export(self.step)
+
     def _register_parts(self) -> None:
-        self.last_checkpoint = ""
-
-        def save_config(directory: str) -> None:
-            Storage(directory).write("config.yaml", _config_yaml(self.cfg))
-
-        def save_assets(directory: str) -> None:
-            target = os.path.join(directory, "policy", "huggingface")
-            write_assets(self.model_path, target, self.tokenizer, self.cfg.model.trust_remote_code)
-
-        self.checkpoints.register(Part("config", save_config, lambda _: None))
-        self.checkpoints.register(json_part("trainer_state", self._state, self._restore))
-        self.checkpoints.register(json_part("data", self.source.state_dict, self.source.load_state_dict))
-        for role in ("policy", "critic") if self.cfg.has_critic else ("policy",):
-            self.checkpoints.register(Part(
-                role,
-                lambda directory, role=role: self.ranks.save(role, os.path.abspath(os.path.join(directory, role))),
-                lambda directory, role=role: self.ranks.load(role, os.path.abspath(os.path.join(directory, role))),
-            ))  # fmt: skip
-        self.checkpoints.register(Part("huggingface", save_assets, lambda _: None))
+        register = self.directory.checkpoints.register
+        register(self.directory.config_part())
+        register(json_part("trainer_state", self._state, self._restore))
+        register(json_part("data", self.source.state_dict, self.source.load_state_dict))
+        register(self.directory.models_part(self.ranks))
+        register(self.directory.assets_part(self.model_path, self.tokenizer))
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -258,13 +269,17 @@ class Trainer:
             "kl_controller": {"kind": "fixed", "kl_coef": self.cfg.algorithm.kl_coef},
             "best": self.best,
             "tracker": self.tracker.state_dict(),
+            "weight_version": self.step + 1,
+            "rng": {name: base64.b64encode(state.numpy()).decode() for name, state in capture_rng().items()},
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.counters = state["counters"]
         self.best = state["best"]
-        self.tracker_state = state["tracker"]
+        self.tracker_state = {} if self.directory.resume.fork else state["tracker"]
+        rng = {name: bytearray(base64.b64decode(text)) for name, text in state["rng"].items()}
+        restore_rng({name: torch.frombuffer(data, dtype=torch.uint8) for name, data in rng.items()})
 
     # ---------------------------------------------------------------------------------------------------
     # Helpers
@@ -285,7 +300,7 @@ class Trainer:
                           self.tracker_state.get("wandb_run_id"))  # fmt: skip
         # A run that starts anew rewinds to before its first line: an earlier start may have died before
         # its first checkpoint.
-        tracker.rewind(self.step if self.resume_from else -1)
+        tracker.rewind(self.step if self.directory.resume else -1)
         return tracker
 
     def _open_progress(self) -> Progress:
@@ -301,8 +316,35 @@ class Trainer:
         if self.dropped_prompts:
             note(f"{self.dropped_prompts} prompts are longer than rollout.max_prompt_tokens="
                  f"{cfg.rollout.max_prompt_tokens} and were dropped")  # fmt: skip
-        if self.resume_from:
-            note(f"resumed from {self.resume_from}, step {self.step} of {cfg.trainer.total_steps}")
+        self.directory.report(note)
+        if resume := self.directory.resume:
+            what = "forked from" if resume.fork else "resumed from"
+            note(f"{what} {resume.path}, step {self.step} of {cfg.trainer.total_steps}")
+
+    def _replayed(self, step: int, metrics: dict[str, float]) -> bool:
+        """Hold a replayed step against what was logged; False: the run went back one checkpoint more.
+
+        Raises:
+            UserError: it differs, and `trainer.on_resume_mismatch=stop`.
+        """
+        problem = self.audit.check(step, metrics, self.progress.note) if self.audit else None
+        if problem is None:
+            return True
+        choice = self.cfg.trainer.on_resume_mismatch
+        resume = self.directory.resume
+        assert resume is not None
+        if choice == "stop":
+            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {resume.path}, but {problem}")
+        self.progress.note(f"WARNING: resumed from {resume.path}, but {problem}")
+        if choice == "warn":
+            return True
+        self.directory.fall_back()
+        self.load_checkpoint()
+        self.tracker.rewind(self.step)
+        self.rollout.sync_weights(version=self.step + 1)
+        self.directory.report(self.progress.note)
+        self.progress.note(f"went back to {self.directory.resume.path}, step {self.step}")
+        return False
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         accuracy = metrics.get("val/accuracy")
@@ -336,10 +378,6 @@ def _peak_flops(device: str) -> float | None:
     return next((flops for key, flops in known.items() if key in name), None)
 
 
-def _config_yaml(cfg: Config) -> str:
-    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False)
-
-
 def _shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -348,12 +386,9 @@ def check_inputs(cfg: Config) -> None:
     """Find what the user must mend before anything expensive starts.
 
     Raises:
-        UserError: reward, checkpoint, run directory or model cannot be used as the config says.
+        UserError: the reward or the model cannot be used as the config says.
     """
     resolve(cfg.reward.name)
-    checkpoints = CheckpointManager(cfg.trainer.ckpt_path)
-    checkpoints.resolve(cfg.trainer.resume_mode, cfg.trainer.resume_path)
-    refuse_to_overwrite(cfg, checkpoints)
     if cfg.model.path is not None:
         load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
 
@@ -361,12 +396,16 @@ def check_inputs(cfg: Config) -> None:
 def run(cfg: Config, device: str) -> None:
     """One job: start the cluster, make the start weights if needed, train, report."""
     check_inputs(cfg)
-    with Cluster(cfg, device) as cluster:
-        trainer = Trainer(cfg, cluster, prepare_model(cfg, cluster))
-        trainer.fit()
-        path = trainer.report()
+    t = cfg.trainer
+    stop = StopRequest(t.stop_at)
+    with RunDirectory(cfg).open() as directory:
+        with Cluster(cfg, device) as cluster:
+            with stop.listening():  # within: Ray has handlers of its own
+                trainer = Trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
+                trainer.fit()
+    path = trainer.report()
     best = trainer.best.get("val/accuracy")
-    print(f"finished step {trainer.step} of {cfg.trainer.total_steps}"
+    print(f"finished step {trainer.step} of {t.total_steps}"
           + (f", best val/accuracy {best:.3f} at step {trainer.best['step']}" if best is not None else ""))  # fmt: skip
     if path:
         print(f"report: {path}")

@@ -15,13 +15,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from trainer.config import Config, conf_dir, register, to_config, valid_keys
 from trainer.errors import NonFiniteError, UserError, WorkerError
+from trainer.stopping import EXIT_STATUS, Stopped
 
 
 def run_app(job: Callable[[Config, str], None]) -> None:
     """Compose the config from the command line and hand it, with the device, to `job`; then exit.
 
     Exit status: 0 done, 2 the user must mend something (one sentence on stderr), 1 anything else (with a
-    traceback), 130 interrupted.
+    traceback), 75 stopped early with everything saved (see `trainer.stopping`), 130 interrupted.
     """
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
@@ -54,8 +55,11 @@ def _errors_as_sentences() -> Iterator[None]:
     except (WorkerError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except Stopped as stopped:
+        print(stopped, flush=True)
+        sys.exit(EXIT_STATUS)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; the last checkpoint is as it was", file=sys.stderr)
         sys.exit(130)
 
 

@@ -7,18 +7,21 @@ import json
 import os
 import shutil
 
-from trainer.checkpoint.manager import CheckpointManager, Part, json_part
+from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
-from trainer.config import AlgorithmConfig, Config
+from trainer.config import AlgorithmConfig, Config, TrainerConfig
 from trainer.data.sft import PackedBatches, load_encoded
 from trainer.errors import UserError
 from trainer.keyed import key
+from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path, write_assets
 from trainer.models.tokenizer import load_tokenizer
+from trainer.run_directory import RunDirectory
+from trainer.stopping import Stopped, StopRequest
 
 
 class SupervisedTrainer:
@@ -27,15 +30,16 @@ class SupervisedTrainer:
     Step N trains on a batch that is a function of (seed, N), so the step number is the whole ledger.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, model_path: str):
+    def __init__(self, cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest):
         # One role: neither a critic nor a reference takes part.
         self.cfg = cfg = dataclasses.replace(cfg, algorithm=AlgorithmConfig())
         t = cfg.trainer
         self.cluster = cluster
+        self.directory = directory
+        self.stop = stop
         self.step = 0
-        self.checkpoints = CheckpointManager(t.ckpt_path, t.max_ckpts_to_keep)
-        self.resume_from = self.checkpoints.resolve(t.resume_mode, t.resume_path)
-        refuse_to_overwrite(cfg, self.checkpoints)
+        self.tracker_state: dict = {}
+        self.audit: ResumeAudit | None = None
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
         examples = load_encoded(cfg.data, self.tokenizer, cfg.sft.max_length)
@@ -45,35 +49,67 @@ class SupervisedTrainer:
         self.ranks = Ranks(cfg, cluster)
         self.ranks.connect()
         self.ranks.build_for_sft(self.model_path)
-        self.checkpoints.register(json_part("trainer_state", lambda: {"step": self.step}, self._restore))
-        self.checkpoints.register(Part(
-            "policy",
-            lambda directory: self.ranks.save("policy", os.path.abspath(os.path.join(directory, "policy"))),
-            lambda directory: self.ranks.load("policy", os.path.abspath(os.path.join(directory, "policy"))),
-        ))  # fmt: skip
+        register = directory.checkpoints.register
+        register(directory.config_part())
+        register(json_part("trainer_state", self._state, self._restore))
+        register(directory.models_part(self.ranks))
+        register(directory.assets_part(self.model_path, self.tokenizer))
 
     def fit(self) -> None:
-        """Train up to `sft.steps`."""
+        """Train up to `sft.steps`.
+
+        Raises:
+            Stopped: a signal or deadline asked for it; everything is saved.
+        """
         cfg, t, steps = self.cfg, self.cfg.trainer, self.cfg.sft.steps
-        if self.resume_from:
-            self.checkpoints.load(self.resume_from)
-        timer = Timer()
-        with Tracker(t.run_dir, cfg.logger, t.run_name, dataclasses.asdict(cfg)) as tracker:
-            tracker.rewind(self.step if self.resume_from else -1)
+        if self.directory.resume:
+            self.load_checkpoint()
+        with Tracker(
+            t.run_dir, cfg.logger, t.run_name, dataclasses.asdict(cfg), self.tracker_state.get("wandb_run_id")
+        ) as self.tracker:
+            self.tracker.rewind(self.step if self.directory.resume else -1)
             history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
             with Progress(steps, cfg.logger.progress, completed=self.step, history=history) as progress:
-                for step in range(self.step + 1, steps + 1):
-                    with timer("step"):
-                        result = self.ranks.supervised_update(self.batches.batch(step))
-                    self.step = step
-                    metrics = {"sft/loss": result["loss"], "policy/grad_norm": result["grad_norm"],
-                               "policy/lr": result["lr"], **timer.take()}  # fmt: skip
-                    tracker.log(step, metrics)
-                    progress.update(step, metrics)
-                    if t.ckpt_interval > 0 and (step % t.ckpt_interval == 0 or step == steps):
-                        with timer("checkpoint_blocked"):
-                            tracker.flush()
-                            self.checkpoints.save(step, {"ranks": t.num_workers, "replicas": t.replicas})
+                self.directory.report(progress.note)
+                with self.stop.between_steps():
+                    self._steps(progress)
+                self.directory.finish(progress.note)
+
+    def _steps(self, progress: Progress) -> None:
+        t, steps = self.cfg.trainer, self.cfg.sft.steps
+        timer = Timer()
+        while self.step < steps:
+            step = self.step + 1
+            with timer("step"):
+                result = self.ranks.supervised_update(self.batches.batch(step))
+            self.step = step
+            metrics = {"sft/loss": result["loss"], "policy/grad_norm": result["grad_norm"],
+                       "policy/lr": result["lr"], **timer.take()}  # fmt: skip
+            problem = self.audit.check(step, metrics, progress.note) if self.audit else None
+            if problem:
+                if t.on_resume_mismatch != "warn":
+                    raise UserError(f"trainer.on_resume_mismatch={t.on_resume_mismatch}: {problem}")
+                progress.note(f"WARNING: {problem}")
+            self.tracker.log(step, metrics)
+            progress.update(step, metrics)
+            self.directory.report(progress.note)
+            self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.directory.last_save_s + 5)
+            stopping = self.stop.reason is not None and step < steps
+            if self.directory.saves and (self.directory.schedule.due(step) or step == steps) or stopping:
+                with timer("checkpoint_blocked"):
+                    self.save_checkpoint(step, metrics)
+            if stopping:
+                self.directory.finish(progress.note)
+                raise Stopped(f"stopped after supervised step {step} of {steps} ({self.stop.reason})")
+
+    def save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin to write `global_step_{step}`; training goes on meanwhile."""
+        self.tracker.flush()
+        self.directory.save(step, metrics, ["policy"])
+
+    def load_checkpoint(self) -> None:
+        """Restore what the run directory says is to be restored; sets `step`."""
+        self.audit = self.directory.load()
 
     def export(self, target: str) -> None:
         """Write the model in Hugging Face format to `target`, whole or not at all."""
@@ -90,24 +126,16 @@ class SupervisedTrainer:
         """Give the ranks' place back."""
         self.cluster.release(self.ranks.policy)
 
+    def _state(self) -> dict:
+        return {"step": self.step, "tracker": self.tracker.state_dict()}
+
     def _restore(self, state: dict) -> None:
+        assert self.directory.resume is not None
         self.step = state["step"]
+        self.tracker_state = {} if self.directory.resume.fork else state["tracker"]
 
 
-def refuse_to_overwrite(cfg: Config, checkpoints: CheckpointManager) -> None:
-    """A run directory is continued on purpose or not at all.
-
-    Raises:
-        UserError: it holds a run, and nothing was said about resuming.
-    """
-    run_dir, mode = cfg.trainer.run_dir, cfg.trainer.resume_mode
-    holds_run = checkpoints.steps() or os.path.exists(os.path.join(run_dir, METRICS_FILE))
-    if holds_run and mode in (None, "none"):
-        raise UserError(f"trainer.run_dir={run_dir}: already holds a run; continue it with "
-                        "trainer.resume_mode=latest, or choose another trainer.run_name")  # fmt: skip
-
-
-def prepare_model(cfg: Config, cluster: Cluster) -> str:
+def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
     """The start weights' path: `model.path`, or the embedded model, built and warm-started once per config."""
     if cfg.model.path is not None:
         return cfg.model.path
@@ -121,23 +149,29 @@ def prepare_model(cfg: Config, cluster: Cluster) -> str:
         return target
     # A run of its own, resumed if it was killed. Its name holds no process id: the restart must find it.
     run_dir = f"{target}.run"
-    start = os.path.join(run_dir, "start")
-    from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
-
-    build_tiny(cfg.model.tiny, start)
-    print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
     warm_start = dataclasses.replace(
         cfg,
         trainer=dataclasses.replace(
-            cfg.trainer, seed=cfg.model.tiny.seed, run_name="warm-start", run_dir=run_dir,
-            ckpt_path=os.path.join(run_dir, "checkpoints"), ckpt_interval=50, max_ckpts_to_keep=1, resume_mode="latest", resume_path=None,
+            TrainerConfig(), seed=cfg.model.tiny.seed, run_name="warm-start", run_dir=run_dir,
+            ckpt_path=os.path.join(run_dir, "checkpoints"), ckpt_interval=50, max_ckpts_to_keep=1,
+            resume_mode="latest", num_workers=cfg.trainer.num_workers, replicas=cfg.trainer.replicas,
+            device=cfg.trainer.device, master_port=cfg.trainer.master_port,
         ),
         logger=dataclasses.replace(cfg.logger, wandb=dataclasses.replace(cfg.logger.wandb, mode="off")),
     )  # fmt: skip
-    trainer = SupervisedTrainer(warm_start, cluster, start)
-    trainer.fit()
-    trainer.export(target)
-    trainer.close()
+    # Another job may be making the same model: then this one waits, and takes it.
+    with RunDirectory(warm_start, supervised=True).open(wait=True) as directory:
+        if os.path.exists(os.path.join(target, "config.json")):
+            return target
+        start = os.path.join(run_dir, "start")
+        from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
+
+        build_tiny(cfg.model.tiny, start)
+        print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
+        trainer = SupervisedTrainer(warm_start, cluster, directory, start, stop)
+        trainer.fit()
+        trainer.export(target)
+        trainer.close()
     shutil.rmtree(run_dir, ignore_errors=True)
     return target
 
@@ -147,15 +181,17 @@ def run(cfg: Config, device: str) -> None:
     from trainer.metrics.report import write_report
 
     t = cfg.trainer
-    with Cluster(cfg, device) as cluster:
+    stop = StopRequest(t.stop_at)
+    with RunDirectory(cfg, supervised=True).open() as directory, Cluster(cfg, device) as cluster:
         path = cfg.model.path
         if path is None:
             from trainer.models.tiny import build_tiny
 
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path)
-        trainer = SupervisedTrainer(cfg, cluster, path)
-        trainer.fit()
+        with stop.listening():
+            trainer = SupervisedTrainer(cfg, cluster, directory, path, stop)
+            trainer.fit()
         target = os.path.join(t.export_path, f"global_step_{trainer.step}", "policy")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         trainer.export(target)

@@ -1,118 +1,414 @@
-"""The transaction: only whole checkpoints count."""
+"""The transaction: only whole checkpoints count, and nothing in one is executed or believed unchecked."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
+import pickle
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from trainer.checkpoint.manager import CheckpointManager, Part, json_part, read_manifest
+from tests.ranks import run_ranks
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
+from trainer.checkpoint.manifest import DamagedError, verify
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.sharded import ShardedFiles, load_metadata
 from trainer.errors import UserError
 
 
-def manager(root: Path, state: dict, keep: int = -1) -> CheckpointManager:
-    checkpoints = CheckpointManager(str(root), keep)
-
-    def save(directory: str) -> None:
-        os.makedirs(os.path.join(directory, "weights"))
-        Path(directory, "weights", "shard").write_bytes(state["bytes"])
+def manager(root: Path, state: dict, retention: Retention | None = None, **options) -> CheckpointManager:
+    checkpoints = CheckpointManager(str(root), retention, **options)
+    checkpoints.register(json_part("counters", lambda: {"n": state["n"]}, lambda s: state.update(s)))
 
     def load(directory: str) -> None:
         state["bytes"] = Path(directory, "weights", "shard").read_bytes()
 
-    checkpoints.register(json_part("counters", lambda: {"n": state["n"]}, lambda s: state.update(s)))
-    checkpoints.register(Part("weights", save, load))
+    checkpoints.register(files_part("weights", lambda: {"weights/shard": state["bytes"]}, load))
     return checkpoints
+
+
+def save(checkpoints: CheckpointManager, step: int, **description) -> str:
+    checkpoints.save(step, description)
+    checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert outcome.error is None, outcome.error
+    return outcome.path
+
+
+def hidden(root: Path) -> list[str]:
+    return sorted(name.split("global")[0] for name in os.listdir(root) if name.startswith("."))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Saving
 
 
 def test_what_is_saved_comes_back(tmp_path):
     state = {"n": 3, "bytes": b"abc"}
-    path = manager(tmp_path, state).save(10, {"ranks": 2})
+    path = save(manager(tmp_path, state), 10, ranks=2)
     assert path == str(tmp_path / "global_step_10")
-    manifest = read_manifest(path)
+    manifest = verify(path)
     assert (manifest["step"], manifest["ranks"], manifest["parent_step"]) == (10, 2, None)
     assert {f["path"]: f["bytes"] for f in manifest["files"]} == {"counters.json": 12, "weights/shard": 3}
     assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "10\n"
-    fresh = {"n": 0, "bytes": b""}
-    assert manager(tmp_path, fresh).load(path) == 10
-    assert fresh == state
+    state.update(n=4, bytes=b"xyz")
+    assert verify(save(manager(tmp_path, state), 11))["parent_step"] == 10
+    assert manager(tmp_path, state).load(path) == 10
+    assert state == {"n": 3, "bytes": b"abc"}
+
+
+def test_the_state_is_that_of_the_call_and_one_save_is_under_way_at_a_time(tmp_path):
+    state, may_write, begun = {"n": 1, "bytes": b""}, threading.Event(), []
+    checkpoints = manager(tmp_path, state)
+
+    def begin(directory: str):
+        begun.append(directory)
+        return lambda: [] if may_write.wait(10) else []
+
+    checkpoints.register(Part("slow", begin, lambda _: None))
+    checkpoints.save(1, {})
+    state["n"] = 2
+    assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.outcomes() == []
+    second = threading.Thread(target=checkpoints.save, args=(2, {}))
+    second.start()
+    second.join(0.2)
+    assert len(begun) == 1, "the second save began beside the first"
+    may_write.set()
+    second.join(10)
+    checkpoints.wait()
+    assert [outcome.step for outcome in checkpoints.outcomes()] == [1, 2]
+    counters = [json.loads((tmp_path / f"global_step_{n}/counters.json").read_text()) for n in (1, 2)]
+    assert counters == [{"n": 1}, {"n": 2}]
+
+
+def test_a_failed_save_leaves_the_checkpoint_before_and_no_trace(tmp_path):
+    state = {"n": 1, "bytes": b"abc"}
+    checkpoints = manager(tmp_path, state)
+    first = save(checkpoints, 1)
+    broken = manager(tmp_path, state)
+
+    def finish():
+        raise OSError("No space left on device")
+
+    broken.register(Part("full", lambda directory: finish, lambda _: None))
+    broken.save(2, {})
+    broken.wait()
+    (outcome,) = broken.outcomes()
+    assert outcome.error == "No space left on device"
+    assert checkpoints.latest() == (first, []) and hidden(tmp_path) == []
+    assert verify(save(checkpoints, 2))["step"] == 2
+
+
+def test_a_directory_removed_while_saving_fails_the_save_and_nothing_else(tmp_path):
+    state = {"n": 1, "bytes": b"abc"}
+    checkpoints = manager(tmp_path, state)
+    first = save(checkpoints, 1)
+
+    def begin(directory: str):
+        shutil.rmtree(directory)
+        return lambda: []
+
+    vandal = manager(tmp_path, state)
+    vandal.register(Part("vandal", begin, lambda _: None))
+    vandal.save(2, {})
+    vandal.wait()
+    # What is written first makes the directory again; the entries of what is gone do not get a manifest.
+    assert checkpoints.latest()[0] in (first, str(tmp_path / "global_step_2"))
+    verify(checkpoints.latest()[0])
+
+
+def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
+    state = {"n": 1, "bytes": b"abc"}
+    first = RunLock(str(tmp_path), 60)
+    first.acquire()
+    checkpoints = manager(tmp_path / "checkpoints", state, fence=first.check)
+    save(checkpoints, 1)
+    os.remove(first.path)
+    with RunLock(str(tmp_path), 60) as second:
+        second.acquire()
+        checkpoints.save(2, {})
+        checkpoints.wait()
+        assert "lost the run directory" in checkpoints.outcomes()[0].error
+        assert checkpoints.steps() == [1]
+    first.release()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Finding
 
 
 def test_latest_is_the_newest_valid_one_and_the_hint_is_not_asked(tmp_path):
-    state = {"n": 1, "bytes": b"abc"}
-    checkpoints = manager(tmp_path, state)
-    assert checkpoints.latest() is None
-    for step in (2, 10, 9):
-        checkpoints.save(step, {})
-    (tmp_path / "latest_ckpt_global_step.txt").write_text("2\n")
-    assert checkpoints.latest().endswith("global_step_10")
-    (tmp_path / "global_step_10/weights/shard").write_bytes(b"ab")
-    assert checkpoints.latest().endswith("global_step_9")
-    (tmp_path / "global_step_9/manifest.json").write_text('{"step": ')
-    assert checkpoints.latest().endswith("global_step_2")
-    (tmp_path / "global_step_2/weights/shard").unlink()
-    with pytest.raises(UserError, match="no checkpoint in .* is valid.*shard"):
+    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"})
+    assert checkpoints.latest() == (None, [])
+    for step in (1, 2, 10):
+        save(checkpoints, step)
+    (tmp_path / "latest_ckpt_global_step.txt").write_text("1\n")
+    assert checkpoints.latest() == (str(tmp_path / "global_step_10"), [])
+    (tmp_path / "global_step_10/weights/shard").write_bytes(b"abd")
+    path, problems = checkpoints.latest()
+    assert path == str(tmp_path / "global_step_2")
+    assert len(problems) == 1 and "weights/shard" in problems[0]
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}/manifest.json").unlink()
+    with pytest.raises(UserError, match="no checkpoint in .* is valid.*weights/shard"):
         checkpoints.latest()
 
 
-def test_from_path_takes_a_valid_checkpoint_directory_or_nothing(tmp_path):
+def test_leftovers_are_cleaned_and_newer_checkpoints_set_aside_until_replaced(tmp_path):
     checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"})
-    path = checkpoints.save(4, {})
-    assert checkpoints.resolve("from_path", path + "/") == path
-    with pytest.raises(UserError, match="must be a global_step_N directory"):
-        checkpoints.resolve("from_path", str(tmp_path))
-    (tmp_path / "global_step_5").mkdir()
-    with pytest.raises(UserError, match="no manifest.json"):
-        checkpoints.resolve("from_path", str(tmp_path / "global_step_5"))
-    os.truncate(tmp_path / "global_step_4/weights/shard", 1)
-    with pytest.raises(UserError, match="weights/shard is damaged: 1 bytes instead of 3"):
-        checkpoints.resolve("from_path", path)
-    assert checkpoints.resolve(None, None) is None and checkpoints.resolve("none", None) is None
+    for step in (1, 2):
+        save(checkpoints, step)
+    (tmp_path / ".writing-global_step_3-ab").mkdir()
+    (tmp_path / ".deleting-global_step_0-cd").mkdir()
+    assert [note.split(",")[1] for note in checkpoints.clean_up()] == [" an interrupted deletion",
+                                                                      " an interrupted save"]  # fmt: skip
+    assert hidden(tmp_path) == []
+    checkpoints.set_aside(after=1)
+    assert checkpoints.latest()[0] == str(tmp_path / "global_step_1") and hidden(tmp_path) == [".aside-"]
+    assert checkpoints.clean_up() == [] and hidden(tmp_path) == [".aside-"], "it is not replaced yet"
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [1, 2] and hidden(tmp_path) == []
 
 
-def test_retention_keeps_the_newest(tmp_path):
-    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"}, keep=2)
-    for step in (1, 2, 3, 10):
-        checkpoints.save(step, {})
-    assert checkpoints.steps() == [3, 10]
+# ----------------------------------------------------------------------------------------------------------
+# Retention
 
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.cpu.test_checkpoint import manager
-from trainer.checkpoint.storage import Storage
-root, moment = Path(sys.argv[1]), sys.argv[2]
-checkpoints = manager(root, {"n": 2, "bytes": b"new"})
-die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-write = Storage.write
-if moment == "part":
-    checkpoints._parts[1] = type(checkpoints._parts[1])("weights", die, die)
-elif moment == "sync":
-    Storage.sync = die
-elif moment == "manifest":
-    Storage.write = lambda self, path, text: die() if path.endswith("manifest.json") else write(self, path, text)
-elif moment == "rename":
-    Storage.rename = die
-checkpoints.save(2, {})
-"""
+@given(
+    steps=st.sets(st.integers(1, 60), min_size=1, max_size=20),
+    newest=st.integers(-1, 5),
+    every=st.sampled_from([-1, 1, 7, 10]),
+    best=st.integers(0, 4),
+    mode=st.sampled_from(["max", "min"]),
+    data=st.data(),
+)
+def test_retention_keeps_what_it_says(steps, newest, every, best, mode, data):
+    scores = {step: data.draw(st.none() | st.integers(0, 5)) for step in steps}
+    protected = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=2))
+    gone = Retention(newest, every, best, mode).disposable(scores, protected)
+    kept = sorted(steps - set(gone))
+    assert max(steps) in kept and protected <= set(kept)
+    if newest < 0:
+        assert gone == []
+    else:
+        assert set(sorted(steps)[-max(1, newest) :]) <= set(kept)
+    assert not [step for step in gone if every > 0 and step % every == 0]
+    measured = {step: score for step, score in scores.items() if score is not None}
+    if best and measured and newest >= 0:
+        extreme = (max if mode == "max" else min)(measured.values())
+        assert extreme in [measured.get(step) for step in kept]
+        ranked = sorted(measured.values(), reverse=mode == "max")[:best]
+        assert sorted((measured[s] for s in kept if s in measured), reverse=mode == "max")[: len(ranked)] == ranked
+    needed = len(protected) + max(1, newest) + best + sum(step % every == 0 for step in steps if every > 0)
+    assert newest < 0 or len(kept) <= needed
 
 
-@pytest.mark.parametrize("moment", ["part", "sync", "manifest", "rename"])
-def test_a_save_killed_at_any_moment_is_not_a_checkpoint(tmp_path, moment):
-    state = {"n": 1, "bytes": b"old"}
-    checkpoints = manager(tmp_path, state)
-    checkpoints.save(1, {})
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), moment])
-    assert done.returncode == -signal.SIGKILL
-    assert checkpoints.latest().endswith("global_step_1")
-    leftovers = [name for name in os.listdir(tmp_path) if name.startswith(".writing")]
-    assert leftovers
-    checkpoints.save(3, {})
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".writing")]
-    assert json.loads((tmp_path / "global_step_3/counters.json").read_text()) == {"n": 1}
+def test_retention_spares_the_best_and_what_the_run_came_from(tmp_path):
+    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"}, Retention(newest=1, best=1))
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        save(checkpoints, step, score=score)
+    assert checkpoints.steps() == [2, 3]
+    again = manager(tmp_path, {"n": 1, "bytes": b"abc"}, Retention(newest=1, best=1))
+    again.load(again.latest()[0])
+    for step, score in ((4, 0.1), (5, 0.3)):
+        save(again, step, score=score)
+    assert again.steps() == [2, 3, 5], "3 is what the run was resumed from"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Damage and malice
+
+
+@pytest.fixture(scope="module")
+def real_checkpoints(tmp_path_factory):
+    """Two checkpoints with DCP shards, of states 1 and 2."""
+    root = tmp_path_factory.mktemp("real")
+    run_ranks(1, write_two, str(root))
+    return root
+
+
+def sharded_manager(root: str, state: dict) -> CheckpointManager:
+    checkpoints = CheckpointManager(root)
+    checkpoints.register(json_part("trainer_state", lambda: {"n": state["n"]}, lambda s: state.update(s)))
+
+    def begin(directory: str):
+        files = ShardedFiles(directory)
+        tensors = {"w": state["w"].clone(), "lr": state["lr"]}
+        group = dist.group.WORLD
+        return lambda: [manifests.FileEntry(**e) for e in files.write("policy", tensors, {"extra.json": "{}"}, group)]
+
+    def load(directory: str) -> None:
+        tensors = {"w": torch.zeros(8), "lr": 0.0}
+        ShardedFiles(directory).read("policy", tensors)
+        state.update(w=tensors["w"], lr=tensors["lr"])
+
+    checkpoints.register(Part("policy", begin, load))
+    return checkpoints
+
+
+def write_two(rank, root: str) -> None:
+    state: dict = {}
+    checkpoints = sharded_manager(root, state)
+    for n in (1, 2):
+        state.update(n=n, w=torch.arange(8.0) + n, lr=n / 10)
+        save(checkpoints, n)
+
+
+FILES = ("manifest.json", "trainer_state.json", "policy/.metadata", "policy/__0_0.distcp", "policy/extra.json")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(FILES),
+    damage=st.sampled_from(["truncate", "flip", "delete", "swap", "grow", "other_step"]),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+    other=st.sampled_from(FILES),
+)
+def test_a_damaged_file_is_found_and_an_older_state_restored(
+    real_checkpoints, tmp_path, name, damage, where, bit, other
+):
+    """Whatever happens to any file of the newest checkpoint: the exact older state, or the exact newest."""
+    root = tmp_path / "copy"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(real_checkpoints, root)
+    target = root / "global_step_2" / name
+    content = bytearray(target.read_bytes())
+    if damage == "truncate":
+        target.write_bytes(content[: int(where * len(content))])
+    elif damage == "flip":
+        content[int(where * len(content))] ^= 1 << bit
+        target.write_bytes(content)
+    elif damage == "delete":
+        target.unlink()
+    elif damage == "swap":
+        second = root / "global_step_2" / other
+        target.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+    elif damage == "grow":
+        target.write_bytes(content + bytes([bit]))
+    else:
+        target.write_bytes((root / "global_step_1" / name).read_bytes())
+    unchanged = {f: (root / "global_step_2" / f).exists() and (root / "global_step_2" / f).read_bytes() for f in FILES}
+    untouched = all(unchanged[f] == (real_checkpoints / "global_step_2" / f).read_bytes() for f in FILES)
+    state: dict = {}
+    checkpoints = sharded_manager(str(root), state)
+    path, problems = checkpoints.latest()
+    assert path == str(root / ("global_step_2" if untouched else "global_step_1"))
+    assert bool(problems) != untouched
+    if problems:
+        assert any(file in problems[0] for file in (name, other, "manifest.json"))
+        with pytest.raises(DamagedError):
+            verify(str(root / "global_step_2"))
+    checkpoints.load(path)
+    n = 2 if untouched else 1
+    assert state["n"] == n and state["lr"] == n / 10 and torch.equal(state["w"], torch.arange(8.0) + n)
+
+
+class Malice:
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_malicious_pickle_is_refused_and_not_executed(real_checkpoints, tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(real_checkpoints, root)
+    executed = tmp_path / "executed"
+    metadata = root / "global_step_2/policy/.metadata"
+    metadata.write_bytes(pickle.dumps(Malice(str(executed))))
+    tensors = {"w": torch.zeros(8), "lr": 0.0}
+    with pytest.raises(UserError, match="mkdir.*not executed"):
+        ShardedFiles(str(root / "global_step_2")).read("policy", tensors)
+    assert not executed.exists()
+
+
+def test_a_malicious_value_among_the_shards_is_not_executed(tmp_path):
+    executed = tmp_path / "executed"
+    run_ranks(1, write_malice, str(tmp_path), str(executed))
+    tensors = {"lr": 0.0}
+    with pytest.raises(UserError, match="cannot be loaded"):
+        ShardedFiles(str(tmp_path)).read("policy", tensors)
+    assert not executed.exists()
+
+
+def write_malice(rank, directory: str, executed: str) -> None:
+    ShardedFiles(directory).write("policy", {"lr": Malice(executed)}, {}, dist.group.WORLD)
+
+
+def test_the_description_of_shards_leads_nowhere_else(real_checkpoints):
+    with open(real_checkpoints / "global_step_2/policy/.metadata", "rb") as file:
+        metadata = load_metadata(file)
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = type(info)("../../elsewhere.distcp", info.offset, info.length)
+    import io
+
+    with pytest.raises(UserError, match="elsewhere"):
+        load_metadata(io.BytesIO(pickle.dumps(metadata)))
+
+
+@pytest.mark.parametrize("evil", ["../outside", "/etc/passwd", "policy/../../outside", "./x", "link"])
+def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path, evil):
+    (tmp_path / "outside").write_bytes(b"abc")
+    checkpoint = tmp_path / "global_step_1"
+    checkpoint.mkdir()
+    (checkpoint / "link").symlink_to(tmp_path / "outside")
+    entry = manifests.FileEntry(evil, 3, "0")
+    (checkpoint / "manifest.json").write_bytes(manifests.dump({"step": 1, "parts": []}, [entry]))
+    for level in ("off", "size", "hash"):
+        with pytest.raises(DamagedError, match="not inside the checkpoint"):
+            verify(str(checkpoint), level)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The lock
+
+
+def test_two_jobs_cannot_have_one_run_directory(tmp_path):
+    with RunLock(str(tmp_path), 60) as first:
+        assert first.acquire() is None
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+            RunLock(str(tmp_path), 60).acquire()
+        first.check()
+    with RunLock(str(tmp_path), 60) as second:
+        assert second.acquire() is None
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path):
+    child = os.fork()
+    if child == 0:
+        RunLock(str(tmp_path), 60).acquire()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with RunLock(str(tmp_path), 60) as lock:
+        assert f"process {child} is gone" in lock.acquire()
+        lock.check()
+
+
+def test_the_lock_of_a_silent_machine_dies_of_age_and_that_of_a_live_one_does_not(tmp_path):
+    lock = RunLock(str(tmp_path), 3)
+    lock.acquire()
+    lock.release()
+    owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
+    Path(lock.path).write_text(json.dumps(owner))
+    with pytest.raises(UserError, match="in use by process 1 on elsewhere"):
+        RunLock(str(tmp_path), 3).acquire()
+    old = os.stat(lock.path).st_mtime - 2
+    os.utime(lock.path, (old, old))  # overdue: the next beat is waited for, and does not come
+    with RunLock(str(tmp_path), 3) as ours:
+        assert "took over the run directory from process 1 on elsewhere" in ours.acquire()
+    Path(lock.path).write_text("torn")
+    os.utime(lock.path, (old, old))
+    with RunLock(str(tmp_path), 1) as ours:
+        assert "took over" in ours.acquire()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,8 +65,8 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
     assert shared_memory() <= memory
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
-    """Same metrics on the same number of ranks; the same prompts and, to rounding, losses on another number."""
+def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
+    """The same prompts and, to rounding, the same losses; and it comes back as itself."""
     base = [
         "rollout=transformers",
         "trainer.total_steps=4",
@@ -75,21 +78,25 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
     assert whole.returncode == 0, whole.stderr
     expected = comparable(metrics(tmp_path / "outputs/whole"))
 
-    half = run_job(*base, "trainer.run_name=half", "trainer.total_steps=2", cwd=tmp_path)
-    assert half.returncode == 0, half.stderr
-    again = run_job(*base, "trainer.run_name=half", cwd=tmp_path)
+    again = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
     assert again.returncode == 2 and "trainer.resume_mode=latest" in again.stderr, "an old run was to be overwritten"
-    rest = run_job(*base, "trainer.run_name=half", "+trainer.resume_mode=latest", cwd=tmp_path)
-    assert rest.returncode == 0, rest.stderr
-    assert comparable(metrics(tmp_path / "outputs/half")) == expected
 
-    fork = run_job(*base, "trainer.run_name=fork", "trainer.num_workers=1", "trainer.resume_mode=from_path",
-                   "trainer.resume_path=outputs/half/checkpoints/global_step_2", cwd=tmp_path)  # fmt: skip
-    assert fork.returncode == 0, fork.stderr
+    fork = [*base, "trainer.run_name=fork", "trainer.num_workers=1", "trainer.resume_mode=from_path",
+            "trainer.resume_path=outputs/whole/checkpoints/global_step_2"]  # fmt: skip
+    done = run_job(*fork, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "outputs/fork")
     assert [row["step"] for row in rows] == [3, 4]
     for name in ("policy/loss", "policy/kl", "policy/grad_norm", "critic/loss", "reward/mean", "progress/tokens"):
         assert rows[0][name] == pytest.approx(expected[3][name], rel=1e-4, abs=1e-5), name
+    parent = json.loads((tmp_path / "outputs/fork/checkpoints/global_step_4/manifest.json").read_text())["parent"]
+    assert parent["forked_from"].endswith("whole/checkpoints/global_step_2") and parent["step"] == 2
+
+    # Restarted with the same command it goes on from its own checkpoint, not from the parent's again.
+    shutil.rmtree(tmp_path / "outputs/fork/checkpoints/global_step_4")
+    done = run_job(*fork, cwd=tmp_path)
+    assert done.returncode == 0 and "resume verified: 1 replayed steps identical" in done.stdout, done.stdout
+    assert comparable(metrics(tmp_path / "outputs/fork")) == comparable(rows)
 
 
 def test_an_export_is_the_trained_policy(tmp_path):
@@ -106,6 +113,41 @@ def test_an_export_is_the_trained_policy(tmp_path):
     assert tokenizer.chat_template
     state = json.loads((tmp_path / "outputs/default/checkpoints/global_step_2/trainer_state.json").read_text())
     assert state["step"] == 2
+
+    # What the tools say of, and do with, the checkpoints of that run.
+    run = tmp_path / "outputs/default"
+    first, second = (str(run / f"checkpoints/global_step_{n}") for n in (1, 2))
+    listed = tool("ls", str(run), "--json")["checkpoints"]
+    assert [(row["step"], row["ranks"], row["valid"]) for row in listed] == [(1, 2, True), (2, 2, True)]
+    assert tool("show", second, "--json")["state"]["counters"]["prompts"] == 16
+    difference = tool("diff", first, second, "--json")
+    assert {"key": "state.step", "a": 1, "b": 2} in difference["counters"] and difference["config"] == []
+    moved = {row["name"]: row["relative"] for row in difference["tensors"]}
+    assert 0 < moved["policy/model.model.layers.0.mlp.up_proj.weight"] < 0.1
+    files = tool("export", second, str(tmp_path / "by_tool"), "--max-file-gb", "0.0006", "--json")["files"]
+    assert len(files) > 1, "one file held more than it was to"
+    by_tool = AutoModelForCausalLM.from_pretrained(tmp_path / "by_tool")
+    for ours, theirs in zip(by_tool.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert AutoTokenizer.from_pretrained(tmp_path / "by_tool").chat_template == tokenizer.chat_template
+    assert tool("export", second, str(tmp_path / "by_tool"), status=2) == ""
+    assert tool("rollback", str(run), "--to", "1", "--json")["step"] == 1
+    assert tool("rollback", str(run), "--to", "2", status=1) == ""
+    back = run_job("rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2",
+                   "trainer.resume_mode=latest", cwd=tmp_path)  # fmt: skip
+    assert back.returncode == 0 and "resume verified: 1 replayed steps identical" in back.stdout, back.stdout
+    assert tool("prune", str(run), "--keep", "1", "--dry-run", "--json")["deleted"] == [1]
+    assert tool("prune", str(run), "--keep", "1", "--json")["deleted"] == [1]
+    assert [row["valid"] for row in tool("verify", str(run), "--json")] == [True]
+    (run / "checkpoints/global_step_2/data.json").write_text("{}")
+    assert tool("verify", str(run), status=1).count("DAMAGED: data.json has 2 bytes") == 1
+
+
+def tool(*args: str, status: int = 0):
+    """What `python -m trainer.checkpoint` prints, as JSON with `--json`."""
+    done = subprocess.run([sys.executable, "-m", "trainer.checkpoint", *args], capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return json.loads(done.stdout) if "--json" in args else done.stdout
 
 
 def done_cache() -> str:

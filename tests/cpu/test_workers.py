@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import time
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
+from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.errors import NonFiniteError
 from trainer.models.tiny import build_tiny
@@ -140,29 +144,119 @@ def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
     batch = make_batch()
     for role in ("critic", "policy"):
         rank.update(role, batch, 1)
-        rank.save(role, f"{directory}/{role}")
+    rank.begin_save(["policy", "critic"], ShardedFiles(directory))
     torch.rand(3)
-    return rank.update("critic", batch, 2), rank.update("policy", batch, 2)
+    results = rank.update("critic", batch, 2), rank.update("policy", batch, 2)  # while it is being written
+    entries = rank.finish_save()
+    assert sorted(e["path"] for e in entries if e["path"].endswith(".distcp")) == [
+        f"{role}/__{rank.rank}_0.distcp" for role in ("critic", "policy")
+    ]
+    return results
 
 
 def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
     rank.build(["policy", "critic"], path, 10)
     for role in ("critic", "policy"):
-        rank.load(role, f"{directory}/{role}")
+        rank.load(role, ShardedFiles(directory), ("weights", "optimizer", "rng"))
     batch = make_batch()
     return rank.update("critic", batch, 2), rank.update("policy", batch, 2)
 
 
-def test_state_saved_on_two_ranks_continues_on_two_and_on_one(model_path, tmp_path):
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [((1, 1), [(2, 1)]), ((2, 1), [(1, 1), (4, 1), (4, 2)]), ((4, 1), [(2, 1)]), ((4, 2), [(2, 1)])],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_a_state_continues_on_any_number_of_ranks_and_replicas(model_path, saved, resumed, tmp_path):
+    """(ranks, replicas): 1 to 2, 2 to 1, 4 and HSDP, 4 to 2, HSDP to flat."""
     directory = str(tmp_path)
     cfg = config(max_tokens_per_micro_batch=70)
     cfg.trainer.policy.optimizer.scheduler = "cosine"
-    uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
-    assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
-    for ours, theirs in zip(
-        run_ranks(1, load_then_step, model_path, directory, cfg=cfg)[0], uninterrupted, strict=True
-    ):
-        assert_close(ours, theirs)
+    as_saved = config_with_replicas(cfg, saved[1])
+    uninterrupted = run_ranks(saved[0], save_then_step, model_path, directory, cfg=as_saved)[0]
+    assert run_ranks(saved[0], load_then_step, model_path, directory, cfg=as_saved)[0] == uninterrupted
+    for ranks, replicas in resumed:
+        layout = config_with_replicas(cfg, replicas)
+        for ours, theirs in zip(
+            run_ranks(ranks, load_then_step, model_path, directory, cfg=layout)[0], uninterrupted, strict=True
+        ):
+            assert_close(ours, theirs)
+
+
+def config_with_replicas(cfg: Config, replicas: int) -> Config:
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, replicas=replicas))
+
+
+def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, int, float]:
+    rank.build(["policy"], path, 10)
+    before = float(torch.rand(()))
+    torch.manual_seed(7)
+    expected = float(torch.rand(()))
+    torch.manual_seed(7)
+    rank.load("policy", ShardedFiles(directory), ("weights",))
+    weights = float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
+    assert float(torch.rand(())) == expected, "the generators were touched"
+    return weights, rank.policy.optimizer_steps, before
+
+
+def all_weights(rank: Rank, path: str, directory: str) -> float:
+    rank.build(["policy"], path, 10)
+    rank.load("policy", ShardedFiles(directory), ("weights", "optimizer", "rng"))
+    assert rank.policy.optimizer_steps > 0
+    return float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
+
+
+def test_weights_can_be_taken_without_the_rest(model_path, tmp_path):
+    directory = str(tmp_path)
+    run_ranks(1, save_then_step, model_path, directory, cfg=config())
+    weights, steps, _ = run_ranks(1, load_weights_alone, model_path, directory, cfg=config())[0]
+    assert weights == run_ranks(1, all_weights, model_path, directory, cfg=config())[0] and steps == 0
+
+
+def fail_to_write(rank: Rank, path: str, directory: str) -> tuple[str, float]:
+    rank.build(["policy"], path, 10)
+    if rank.rank == 1:  # its shard cannot be made: a directory has its name
+        os.makedirs(f"{directory}/policy/__1_0.distcp")
+    dist.barrier()
+    rank.begin_save(["policy"], ShardedFiles(directory))
+    started = time.monotonic()
+    with pytest.raises(OSError) as error:
+        rank.finish_save()
+    seconds = time.monotonic() - started
+    rank.update("policy", make_batch(), 1)  # training goes on
+    rank.begin_save(["policy"], ShardedFiles(f"{directory}/again"))
+    assert rank.finish_save()
+    return str(error.value), seconds
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_succeeds(model_path, tmp_path):
+    (first, seconds), (second, _) = run_ranks(2, fail_to_write, model_path, str(tmp_path), cfg=config())
+    assert first == second and "rank 1" in first
+    assert seconds < 30
+
+
+def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[float, bool]:
+    rank.build(["policy"], path, 10)
+    rank.update("policy", make_batch(), 1)
+    before = float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
+    stage = rank.saver._stager.stage
+
+    def slowly(state):
+        time.sleep(1.0)
+        return stage(state)
+
+    rank.saver._stager.stage = slowly
+    rank.begin_save(["policy"], ShardedFiles(directory))
+    rank.update("policy", make_batch(), 2)  # must wait: these weights are still to be copied
+    waited = rank.take_blocked() > 0.3
+    rank.finish_save()
+    return before, waited
+
+
+def test_an_optimizer_step_waits_for_the_copy_of_the_weights(model_path, tmp_path):
+    before, waited = run_ranks(1, save_while_copying_is_held, model_path, str(tmp_path), cfg=config())[0]
+    assert waited
+    assert run_ranks(1, all_weights, model_path, str(tmp_path), cfg=config())[0] == before
 
 
 def step_with_checkpointing(rank: Rank, path: str) -> dict:

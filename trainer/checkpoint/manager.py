@@ -1,173 +1,324 @@
 """Saving and loading whole checkpoints: parts register by name, a manifest commits them.
 
-A checkpoint is written to a directory that no reader looks at (`.writing-global_step_N`), made durable,
-described by `manifest.json`, and then renamed to `global_step_N`. Only a directory whose manifest agrees
-with its files is a checkpoint.
+A save writes to `.writing-global_step_N-<token>`, where no reader looks; makes every file durable and hashes
+it; writes `manifest.json`; and renames the directory to `global_step_N`. That rename is the commit: a
+directory is a checkpoint if and only if its manifest agrees with its files. The hint file and the deletion
+of old checkpoints come after. Everything past the copying of the state happens on another thread, while
+training goes on; at most one save is under way.
+
+    .writing-…     a save under way, or one that was killed
+    .deleting-…    taken out of service by retention, not gone yet
+    .aside-…       newer than the checkpoint that the run went back to; gone once its step is saved anew
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
-import re
+import secrets
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from trainer import __version__
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.manifest import STEP_DIR, DamagedError, FileEntry
+from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import Storage
+from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.failpoints import failpoint
 
-FORMAT_VERSION = 1
 HINT = "latest_ckpt_global_step.txt"
-_WRITING = ".writing-"
-_STEP_DIR = re.compile(r"^global_step_(\d+)$")
+WRITING, DELETING, ASIDE = ".writing-", ".deleting-", ".aside-"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a checkpoint holds: `save(directory)` writes it below the checkpoint's directory,
-    `load(directory)` restores it."""
+    """One thing that a checkpoint holds.
+
+    `begin(directory)` takes the state as it is now and returns at once; what it returns is called on another
+    thread, writes below the directory (or waits for who does) and returns the files, durable and hashed.
+    `load(directory)` restores the state.
+    """
 
     name: str
-    save: Callable[[str], None]
+    begin: Callable[[str], Callable[[], list[FileEntry]]]
     load: Callable[[str], None]
+
+
+def files_part(name: str, content: Callable[[], dict[str, bytes]], load: Callable[[str], None]) -> Part:
+    """A part of small files: `content()` returns their bytes by path below the checkpoint."""
+
+    def begin(directory: str) -> Callable[[], list[FileEntry]]:
+        files = content()
+
+        def write() -> list[FileEntry]:
+            storage = Storage(directory)
+            for path, data in files.items():
+                storage.write(path, data)
+            return [FileEntry(path, len(data), digest_bytes(data)) for path, data in files.items()]
+
+        return write
+
+    return Part(name, begin, load)
 
 
 def json_part(name: str, state: Callable[[], dict], restore: Callable[[dict], None]) -> Part:
     """A part kept as `{name}.json`."""
+    file = f"{name}.json"
+    return files_part(
+        name,
+        lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
+        lambda directory: restore(json.loads(Storage(directory).read(file))),
+    )
 
-    def save(directory: str) -> None:
-        storage = Storage(directory)
-        storage.write(f"{name}.json", json.dumps(state(), indent=2, sort_keys=True))
 
-    def load(directory: str) -> None:
-        restore(json.loads(Storage(directory).read(f"{name}.json")))
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended."""
 
-    return Part(name, save, load)
+    step: int
+    path: str
+    seconds: float
+    """From its begin to its commit or failure."""
+    bytes: int = 0
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+    """What went wrong after the commit: the hint, deletions."""
 
 
 class CheckpointManager:
     """The checkpoints of one run below `ckpt_path`.
 
     Args:
-        max_to_keep: newest checkpoints to keep; -1: all.
+        fence: called before a commit; raises when this process may no longer write here.
     """
 
-    def __init__(self, ckpt_path: str, max_to_keep: int = -1):
+    def __init__(
+        self,
+        ckpt_path: str,
+        retention: Retention | None = None,
+        verify: str = "hash",
+        fence: Callable[[], None] = lambda: None,
+    ):
         self.storage = Storage(ckpt_path)
-        self.max_to_keep = max_to_keep
+        self.retention = retention or Retention()
+        self.verify = verify
+        self.resumed_from: int | None = None  # a step below this root that the run was resumed from
+        self._fence = fence
         self._parts: list[Part] = []
+        self._saving: threading.Thread | None = None
+        self._outcomes: list[Outcome] = []
 
     def register(self, part: Part) -> None:
         assert part.name not in [p.name for p in self._parts], part.name
         self._parts.append(part)
 
-    def save(self, step: int, description: dict[str, Any]) -> str:
-        """Write `global_step_{step}` from all parts; returns its path.
+    # ---------------------------------------------------------------------------------------------------
+    # Saving
+
+    def save(self, step: int, description: dict[str, Any]) -> None:
+        """Begin to write `global_step_{step}`: take the state of all parts now, write and commit on a thread.
+
+        Waits first for a save that is still under way. How it ended is what `outcomes` returns.
 
         Args:
-            description: what the manifest says besides its files (ranks, mesh, versions, config digest).
+            description: what the manifest says besides its files (ranks, mesh, versions, config digest, score).
         """
-        name, writing = f"global_step_{step}", f"{_WRITING}global_step_{step}"
-        for leftover in (entry for entry in self.storage.list() if entry.startswith(_WRITING)):
-            self.storage.remove(leftover)
-        self.storage.make(writing)
-        for part in self._parts:
-            part.save(self.storage.path(writing))
-        self.storage.sync(writing)
-        manifest = {
-            "format_version": FORMAT_VERSION,
+        self.wait()
+        started = time.monotonic()
+        failpoint("save:begin")
+        name = f"global_step_{step}"
+        # A token of its own: a process of a killed run that still writes cannot write into this save.
+        writing = f"{WRITING}{name}-{secrets.token_hex(4)}"
+        finishers: list[Callable[[], list[FileEntry]]] = []
+        try:
+            self.storage.make(writing)
+            for part in self._parts:
+                finishers.append(part.begin(self.storage.path(writing)))
+        except OSError as error:
+            for finish in finishers:  # what has begun must end before the next save begins
+                with contextlib.suppress(OSError):
+                    finish()
+            _quietly(self.storage.remove, writing)
+            self._outcomes.append(Outcome(step, "", time.monotonic() - started, error=str(error)))
+            return
+
+        def run() -> None:
+            try:
+                total, warnings = self._commit(step, name, writing, finishers, description)
+                path = self.storage.path(name)
+                outcome = Outcome(step, path, time.monotonic() - started, total, warnings=tuple(warnings))
+            except Exception as error:  # whatever it was, training decides what to do about it
+                outcome = Outcome(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
+                _quietly(self.storage.remove, writing)
+            self._outcomes.append(outcome)
+
+        self._saving = threading.Thread(target=run, name=f"save-{step}", daemon=True)
+        self._saving.start()
+
+    def outcomes(self) -> list[Outcome]:
+        """Saves that ended since this was last asked."""
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until no save is under way."""
+        if self._saving is not None:
+            self._saving.join(timeout_s)
+            if not self._saving.is_alive():
+                self._saving = None
+
+    @property
+    def saving(self) -> bool:
+        return self._saving is not None and self._saving.is_alive()
+
+    def _commit(self, step: int, name: str, writing: str, finishers: list[Callable[[], list[FileEntry]]],
+                description: dict[str, Any]) -> tuple[int, list[str]]:  # fmt: skip
+        files = [entry for finish in finishers for entry in finish()]
+        failpoint("save:parts_written")
+        self.storage.sync(writing)  # the directories; the files are durable
+        content = {
             "step": step,
             "parts": [part.name for part in self._parts],
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "trainer_version": __version__,
             "python_version": sys.version.split()[0],
             "parent_step": max(self.steps(), default=None),
             **description,
-            "files": [{"path": path, "bytes": size} for path, size in self.storage.files(writing).items()],
         }
-        self.storage.write(f"{writing}/manifest.json", json.dumps(manifest, indent=2))
-        if self.storage.exists(name):  # saved before, then the run went back: the newer one replaces it
-            self.storage.remove(name)
+        data = manifests.dump(content, files)
+        self.storage.write(f"{writing}/{manifests.NAME}", data)
+        failpoint("save:manifest_written")
+        self._fence()
         self.storage.rename(writing, name)
-        self.storage.write(HINT, f"{step}\n")
-        self._prune()
-        return self.storage.path(name)
+        failpoint("save:published")
+        warnings: list[str] = []
+        _collect(warnings, lambda: self.storage.write(HINT, f"{step}\n".encode()))
+        failpoint("save:hinted")
+        _collect(warnings, lambda: self._prune(step))
+        return sum(entry.bytes for entry in files) + len(data), warnings
 
-    def load(self, path: str) -> int:
-        """Restore all registered parts from the checkpoint directory `path`; returns its step."""
-        manifest = read_manifest(path)
-        for part in self._parts:
-            if part.name not in manifest["parts"]:
-                raise UserError(f"trainer.resume_path={path}: the checkpoint has no {part.name}; "
-                                f"it holds {', '.join(manifest['parts'])}")  # fmt: skip
-            part.load(path)
-        return manifest["step"]
+    def _prune(self, committed: int) -> None:
+        for entry in self.storage.list():
+            if entry.startswith(f"{ASIDE}global_step_{committed}-"):
+                self.storage.remove(entry)
+        steps = self.steps()
+        scores = {step: self._score(step) for step in steps} if self.retention.best > 0 else dict.fromkeys(steps)
+        protected = {committed} | ({self.resumed_from} - {None})
+        self.delete(self.retention.disposable(scores, protected))  # type: ignore[arg-type]
+
+    def delete(self, steps: list[int]) -> None:
+        """Delete these checkpoints."""
+        for step in steps:
+            # Out of service in one step, then deleted: never a directory that is half a checkpoint.
+            doomed = f"{DELETING}global_step_{step}-{secrets.token_hex(4)}"
+            self.storage.rename(f"global_step_{step}", doomed)
+            failpoint("save:deleting")
+            self.storage.remove(doomed)
+
+    def _score(self, step: int) -> float | None:
+        try:
+            return manifests.read(self.storage.path(f"global_step_{step}")).get("score")
+        except DamagedError:
+            return None
+
+    # ---------------------------------------------------------------------------------------------------
+    # Finding and loading
 
     def steps(self) -> list[int]:
         """Steps of the directories that are named like checkpoints, ascending."""
-        return sorted(int(match[1]) for match in map(_STEP_DIR.match, self.storage.list()) if match)
+        return sorted(int(match[1]) for match in map(STEP_DIR.match, self.storage.list()) if match)
 
-    def latest(self) -> str | None:
-        """Path of the newest valid checkpoint; None when there is none at all.
+    def path(self, step: int) -> str:
+        return self.storage.path(f"global_step_{step}")
+
+    def latest(self, before: int | None = None) -> tuple[str | None, list[str]]:
+        """The newest valid checkpoint (None: there is none at all), and what was wrong with newer ones.
+
+        Args:
+            before: consider only steps below this.
 
         Raises:
             UserError: there are checkpoints, but none is valid.
         """
-        problems = []
+        problems: list[str] = []
         for step in reversed(self.steps()):
-            path = self.storage.path(f"global_step_{step}")
+            if before is not None and step >= before:
+                continue
             try:
-                read_manifest(path)
-                return path
-            except UserError as error:
+                manifests.verify(self.path(step), self.verify)
+                return self.path(step), problems
+            except DamagedError as error:
                 problems.append(str(error))
         if problems:
-            raise UserError(f"trainer.resume_mode=latest: no checkpoint in {self.storage.root} is valid: {problems[0]}")
-        return None
+            raise UserError(
+                f"trainer.resume_mode=latest: no checkpoint in {self.storage.root} is valid: {'; '.join(problems)}; "
+                "mend one, move them away to start over, or name another with trainer.resume_mode=from_path"
+            )
+        return None, []
 
-    def resolve(self, resume_mode: str | None, resume_path: str | None) -> str | None:
-        """The checkpoint to start from, None for a new run.
+    def load(self, path: str, only: Collection[str] | None = None) -> int:
+        """Restore all registered parts (or those named in `only`) from `path`; returns its step.
 
         Raises:
-            UserError: `from_path` without a valid checkpoint there.
+            UserError: it lacks a part.
         """
-        if resume_mode == "latest":
-            return self.latest()
-        if resume_mode == "from_path":
-            assert resume_path is not None
-            path = resume_path.rstrip("/")
-            if not _STEP_DIR.match(posixpath.basename(path)):
-                raise UserError(f"trainer.resume_path={resume_path}: must be a global_step_N directory")
-            read_manifest(path)
-            return path
-        return None
+        manifest = manifests.read(path)
+        for part in self._parts:
+            if only is not None and part.name not in only:
+                continue
+            if part.name not in manifest["parts"]:
+                raise UserError(f"trainer.resume_path={path}: the checkpoint has no {part.name}; "
+                                f"it holds {', '.join(manifest['parts'])}")  # fmt: skip
+            part.load(path)
+        if posixpath.dirname(path.rstrip("/")) == self.storage.root.rstrip("/"):
+            self.resumed_from = manifest["step"]
+        return manifest["step"]
 
-    def _prune(self) -> None:
-        if self.max_to_keep > 0:
-            for step in self.steps()[: -self.max_to_keep]:
-                self.storage.remove(f"global_step_{step}")
+    def clean_up(self) -> list[str]:
+        """Remove what interrupted saves and deletions have left; returns one line for each.
+
+        Only for the process that holds the run's lock.
+        """
+        notes = []
+        for entry in self.storage.list():
+            if entry.startswith((WRITING, DELETING)):
+                problem = _quietly(self.storage.remove, entry)
+                kind = "an interrupted save" if entry.startswith(WRITING) else "an interrupted deletion"
+                notes.append(f"removed {entry}, {kind}" if problem is None else f"{entry} cannot be removed: {problem}")
+        return notes
+
+    def set_aside(self, after: int) -> list[str]:
+        """Take checkpoints newer than `after` out of service, by renaming; returns their new names.
+
+        They are deleted when their step is saved anew, not before.
+        """
+        moved = []
+        for step in self.steps():
+            if step > after:
+                aside = f"{ASIDE}global_step_{step}-{secrets.token_hex(4)}"
+                self.storage.rename(f"global_step_{step}", aside)
+                moved.append(aside)
+        return moved
 
 
-def read_manifest(path: str) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, checked against the files' sizes.
-
-    Raises:
-        UserError: no manifest, one of another format, or a file that is missing or has another size.
-    """
-    storage = Storage(path)
-    if not storage.exists("manifest.json"):
-        raise UserError(f"{path}: not a checkpoint, it has no manifest.json")
+def _collect(warnings: list[str], action: Callable[[], None]) -> None:
     try:
-        manifest = json.loads(storage.read("manifest.json"))
-    except ValueError as error:
-        raise UserError(f"{path}: manifest.json is damaged ({error})") from error
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {manifest.get('format_version')}, this is {FORMAT_VERSION}")
-    sizes = storage.files("")
-    for entry in manifest["files"]:
-        if sizes.get(entry["path"]) != entry["bytes"]:
-            raise UserError(f"{path}: {entry['path']} is damaged: {sizes.get(entry['path'], 'no')} bytes "
-                            f"instead of {entry['bytes']}")  # fmt: skip
-    return manifest
+        action()
+    except OSError as error:
+        warnings.append(str(error))
+
+
+def _quietly(action: Callable[[str], None], entry: str) -> str | None:
+    try:
+        action(entry)
+    except OSError as error:
+        return str(error)
+    return None

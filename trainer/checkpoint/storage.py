@@ -1,4 +1,7 @@
-"""Where checkpoints live: a handful of path operations over `str` URLs, through fsspec."""
+"""Where checkpoints live: a handful of path operations over `str` URLs, through fsspec.
+
+Everything that knows whether a checkpoint lies on a disk or elsewhere is in here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ import os
 import posixpath
 
 import fsspec
+
+from trainer.durable import digest_bytes, digest_file, sync_directory, sync_tree, write_file
+
+_CHUNK = 8 << 20
 
 
 class Storage:
@@ -16,7 +23,7 @@ class Storage:
         self.is_local = "file" in _protocols(self.fs)
 
     def path(self, relative: str = "") -> str:
-        """The absolute path that DCP and other writers use."""
+        """The absolute path of a file or directory, as other writers and readers take it."""
         return posixpath.join(self.root, relative) if relative else self.root
 
     def exists(self, relative: str) -> bool:
@@ -24,11 +31,13 @@ class Storage:
 
     def list(self) -> list[str]:
         """Names directly below the root; empty when the root does not exist."""
-        if not self.fs.isdir(self.root):
+        try:
+            entries = self.fs.ls(self.root, detail=False, refresh=True)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(posixpath.basename(entry.rstrip("/")) for entry in self.fs.ls(self.root, detail=False))
+        return sorted(posixpath.basename(entry.rstrip("/")) for entry in entries)
 
-    def files(self, relative: str) -> dict[str, int]:
+    def files(self, relative: str = "") -> dict[str, int]:
         """Bytes of every file below a directory, by path relative to it."""
         base = self.path(relative)
         found = self.fs.find(base, detail=True)
@@ -37,43 +46,39 @@ class Storage:
     def make(self, relative: str) -> None:
         self.fs.makedirs(self.path(relative), exist_ok=True)
 
-    def read(self, relative: str) -> str:
-        with self.fs.open(self.path(relative), "r") as file:
+    def read(self, relative: str) -> bytes:
+        with self.fs.open(self.path(relative), "rb") as file:
             return file.read()
 
-    def write(self, relative: str, text: str) -> None:
-        """Write a small file; on a local disk it is there whole, or not at all, after a crash."""
+    def write(self, relative: str, data: bytes) -> None:
+        """Write a small file, durably: it is there whole, or not at all, after a crash."""
         target = self.path(relative)
-        if not self.is_local:
-            with self.fs.open(target, "w") as file:
-                file.write(text)
-            return
-        staged = f"{target}.tmp"
-        with open(staged, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, target)
-        _sync_directory(os.path.dirname(target))
+        if self.is_local:
+            os.makedirs(posixpath.dirname(target), exist_ok=True)
+            write_file(target, data)
+        else:  # an object appears with its last byte
+            with self.fs.open(target, "wb") as file:
+                file.write(data)
+
+    def digest(self, relative: str) -> str:
+        """xxh3-128 of a file's content."""
+        if self.is_local:
+            return digest_file(self.path(relative))
+        return digest_bytes(self.read(relative))
 
     def sync(self, relative: str) -> None:
-        """Make every file below a directory durable (object stores are already)."""
-        if not self.is_local:
-            return
-        base = self.path(relative)
-        for folder, _, names in os.walk(base):
-            for name in names:
-                handle = os.open(os.path.join(folder, name), os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
-            _sync_directory(folder)
+        """Make every file below a directory durable (objects are, once written)."""
+        if self.is_local:
+            sync_tree(self.path(relative))
 
     def rename(self, source: str, target: str) -> None:
-        self.fs.mv(self.path(source), self.path(target), recursive=True)
+        """Move a directory; on a disk in one step, so that it has one of the two names at any instant."""
+        assert not self.exists(target), target
         if self.is_local:
-            _sync_directory(self.root)
+            os.rename(self.path(source), self.path(target))
+            sync_directory(self.root)
+        else:
+            self.fs.mv(self.path(source), self.path(target), recursive=True)
 
     def remove(self, relative: str) -> None:
         self.fs.rm(self.path(relative), recursive=True)
@@ -81,11 +86,3 @@ class Storage:
 
 def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
-def _sync_directory(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

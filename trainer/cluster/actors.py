@@ -33,6 +33,15 @@ class _Member:
         return {"host": ray.util.get_node_ip_address(), "node": context.get_node_id(), "gpus": gpus}
 
 
+class _MemberAside(_Member):
+    """An actor with a second thread."""
+
+    @ray.method(concurrency_group="aside")
+    def call_aside(self, method: str) -> Any:
+        """Run `method` beside other calls."""
+        return getattr(self._object, method)()
+
+
 class ActorGroup:
     """Actors of one kind. A call goes to all members; the first failure is raised as itself."""
 
@@ -48,9 +57,15 @@ class ActorGroup:
         member_args: Sequence[tuple],
         options: Sequence[dict[str, Any]],
         env: dict[str, str],
+        aside: bool = False,
     ) -> ActorGroup:
-        """Start one actor for each entry of `member_args`, with these Ray `options`; returns at once."""
-        remote = ray.remote(max_restarts=0, max_task_retries=0)(_Member)
+        """Start one actor for each entry of `member_args`, with these Ray `options`; returns at once.
+
+        Args:
+            aside: give each actor a second thread, for `start_aside`.
+        """
+        groups: dict[str, Any] = {"concurrency_groups": {"aside": 1}} if aside else {}
+        remote = ray.remote(max_restarts=0, max_task_retries=0, **groups)(_MemberAside if aside else _Member)
         actors = []
         for args, extra in zip(member_args, options, strict=True):
             merged = {**extra, "runtime_env": {"env_vars": {**env, **extra.get("env", {})}}}
@@ -77,6 +92,10 @@ class ActorGroup:
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         """Begin calling `method` on all members; `result()` of what this returns waits for it."""
         return Pending(self.name, [actor.call.remote(method, *args, **kwargs) for actor in self._actors])
+
+    def start_aside(self, method: str) -> Pending:
+        """Begin `method` on all members, on a thread beside the one that other calls share."""
+        return Pending(self.name, [actor.call_aside.remote(method) for actor in self._actors])
 
     def where(self) -> list[dict[str, Any]]:
         """Host, node id and GPU ids of each member."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,24 @@ class Ranks:
         """Free what `share_weights` wrote."""
         self.policy.call_one(0, "remove", directory)
 
-    def save(self, role: str, directory: str) -> None:
-        self._groups[role].call("save", role, directory)
+    def begin_save(self, files: Any) -> Callable[[], list[dict]]:
+        """Begin to write the trained roles through `files` (a `StateFiles`); what this returns, called on any
+        thread, waits for it and returns the files of all ranks."""
+        saving = []
+        for group, roles in self._hosts():
+            trained = [role for role in roles if role != "reference"]
+            if trained:
+                group.call("begin_save", trained, files)
+                saving.append(group.start_aside("finish_save"))
+        return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
-    def load(self, role: str, directory: str) -> None:
-        self._groups[role].call("load", role, directory)
+    def load(self, role: str, files: Any, what: Collection[str]) -> None:
+        """Restore the state of `role` (see `TrainedWorker.load`)."""
+        self._groups[role].call("load", role, files, what)
+
+    def take_blocked(self) -> float:
+        """Seconds that the slowest rank has waited for a save since this was last asked."""
+        return max(seconds for group, _ in self._hosts() for seconds in group.call("take_blocked"))
 
     def num_parameters(self) -> int:
         """Parameters of the policy."""

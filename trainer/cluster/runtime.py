@@ -87,7 +87,7 @@ class Cluster:
             for i in range(count)
         ]
         args = [(self.cfg, rank, count, self.device) for rank in range(count)]
-        return self._keep(ActorGroup.launch(name, factory, args, options, env), placement)
+        return self._keep(ActorGroup.launch(name, factory, args, options, env, aside=True), placement)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: ActorGroup) -> ActorGroup:
         """Start `rollout.num_engines` actors `factory(*args)`.

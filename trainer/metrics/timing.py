@@ -38,6 +38,12 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
             self._running.remove(name)
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere as `time/{phase}`."""
+        name = f"time/{phase}"
+        assert name in METRICS, f"{name} is not a metric"
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
         """Seconds of each phase that ended since the last call, as `time/{phase}`."""
         taken, self._seconds = self._seconds, {}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,9 +24,14 @@ from trainer.config import OptimizerConfig
 from trainer.errors import NonFiniteError
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
 from trainer.parallel.mesh import sum_over_ranks
+from trainer.parallel.rng import capture_rng, restore_rng
+from trainer.workers.saving import StateFiles
 
 LossFunction = Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """From a micro-batch to its share of the mini-batch's loss, and metrics that are shares likewise."""
+
+STATE = ("weights", "optimizer", "rng")
+SHARDING_FILE = "fsdp_config.json"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -83,6 +86,7 @@ class TrainedWorker(ModelWorker):
         self.optimizer_config = optimizer
         self.total_optimizer_steps = total_optimizer_steps
         self.optimizer_steps = 0
+        self.before_weights_change: Callable[[], None] = lambda: None  # a save may still be copying them
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=optimizer.lr,
@@ -123,6 +127,7 @@ class TrainedWorker(ModelWorker):
         lr = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.before_weights_change()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
@@ -136,63 +141,42 @@ class TrainedWorker(ModelWorker):
     # ---------------------------------------------------------------------------------------------------
     # State
 
-    def save(self, directory: str) -> None:
-        """Write the model, optimizer, schedule and this rank's RNG to `directory` as DCP shards."""
-        dcp.save(self._state(), checkpoint_id=directory)
-        if dist.get_rank() == 0:
-            with open(os.path.join(directory, "fsdp_config.json"), "w") as file:
-                json.dump({"fsdp_version": 2, "world_size": dist.get_world_size(),
-                           "mesh_shape": list(self.mesh.mesh.shape),
-                           "mesh_dim_names": list(self.mesh.mesh_dim_names)}, file, indent=2)  # fmt: skip
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this rank: its shards (not copies), the schedule and the RNG."""
+        return self._state(set(STATE), with_rng=True)
 
-    def load(self, directory: str) -> None:
-        """Restore what `save` wrote, on any number of ranks."""
-        with open(os.path.join(directory, "fsdp_config.json")) as file:
-            saved_world_size = json.load(file)["world_size"]
+    def sharding(self) -> str:
+        """How the state is sharded, as JSON."""
+        return json.dumps({"fsdp_version": 2, "world_size": dist.get_world_size(),
+                           "mesh_shape": list(self.mesh.mesh.shape),
+                           "mesh_dim_names": list(self.mesh.mesh_dim_names)}, indent=2)  # fmt: skip
+
+    def load(self, files: StateFiles, what: Collection[str] = STATE) -> None:
+        """Restore what was saved of this role, on any number of ranks.
+
+        Args:
+            what: any of `weights`, `optimizer` (with its schedule) and `rng`.
+        """
+        saved_world_size = json.loads(files.read_json(self.role, SHARDING_FILE))["world_size"]
         # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
-        state = self._state(with_rng=dist.get_rank() < saved_world_size)
-        dcp.load(state, checkpoint_id=directory)
-        set_model_state_dict(self.module, state["model"])
-        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
-        self.optimizer_steps = int(state["optimizer_steps"])
+        state = self._state(set(what), with_rng="rng" in what and dist.get_rank() < saved_world_size)
+        files.read(self.role, state)
+        if "weights" in what:
+            set_model_state_dict(self.module, state["model"])
+        if "optimizer" in what:
+            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+            self.optimizer_steps = int(state["optimizer_steps"])
         rng = state.get(f"rng_rank{dist.get_rank()}")
         if rng is not None:
             restore_rng(rng)
 
-    def _state(self, with_rng: bool = True) -> dict:
-        state = {
-            "model": get_model_state_dict(self.module),
-            "optimizer": get_optimizer_state_dict(self.module, self.optimizer),
-            "optimizer_steps": torch.tensor(self.optimizer_steps),
-        }
+    def _state(self, what: set[str], with_rng: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if "weights" in what:
+            state["model"] = get_model_state_dict(self.module)
+        if "optimizer" in what:
+            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+            state["optimizer_steps"] = torch.tensor(self.optimizer_steps)
         if with_rng:  # named per rank: DCP keeps one copy of entries that share a name
             state[f"rng_rank{dist.get_rank()}"] = capture_rng()
         return state
-
-
-def capture_rng() -> dict[str, Tensor]:
-    """The states of this process's generators as byte tensors, so that loading them unpickles nothing."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    others = {
-        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
-        "python": [version, list(internal), gauss_next],
-    }
-    text = np.frombuffer(json.dumps(others).ljust(32768).encode(), dtype=np.uint8)  # one size: DCP loads in place
-    assert len(text) == 32768, len(text)
-    state = {"torch": torch.get_rng_state(), "others": torch.from_numpy(text.copy())}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_rng(state: dict[str, Tensor]) -> None:
-    """Put the generators into the states that `capture_rng` returned."""
-    torch.set_rng_state(state["torch"].cpu())
-    others = json.loads(bytes(state["others"].cpu().numpy()))
-    name, keys, position, has_gauss, gauss = others["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = others["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())

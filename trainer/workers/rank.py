@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import socket
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +22,10 @@ from trainer.models.loading import load_causal_lm, load_critic
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.mesh import build_mesh, init_process_group
 from trainer.parallel.shard import param_dtype
+from trainer.workers.base import SHARDING_FILE, TrainedWorker
 from trainer.workers.critic import CriticWorker
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
+from trainer.workers.saving import BackgroundSaver, StateFiles
 
 
 class WeightSender(Protocol):
@@ -44,6 +47,7 @@ class Rank:
         self.world_size = world_size
         self.device = device
         self.mesh: DeviceMesh | None = None
+        self.saver: BackgroundSaver | None = None
         self.policy: PolicyWorker | None = None
         self.critic: CriticWorker | None = None
         self.reference: ReferenceWorker | None = None
@@ -67,6 +71,8 @@ class Rank:
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
         self.mesh = build_mesh(self.device, self.cfg.trainer.replicas)
+        # A group of its own: a save talks on it while the ranks train on the other.
+        self.saver = BackgroundSaver(dist.new_group(backend="gloo"))
         seed = key(self.cfg.trainer.seed, "rank", self.rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -163,22 +169,40 @@ class Rank:
         """Run `function(self, *args)` on this rank."""
         return function(self, *args)
 
-    def save(self, role: str, directory: str) -> None:
-        """Write the state of `role` to `directory`."""
-        self._trained(role).save(directory)
+    def begin_save(self, roles: list[str], files: StateFiles) -> None:
+        """Take the state of `roles` as it is now and write it, on a thread, through `files`."""
+        assert self.saver is not None, "connect first"
+        workers = {role: self._trained(role) for role in roles}
+        self.saver.begin(
+            {role: worker.state() for role, worker in workers.items()},
+            {role: {SHARDING_FILE: worker.sharding()} for role, worker in workers.items()},
+            files,
+        )
 
-    def load(self, role: str, directory: str) -> None:
-        """Restore the state of `role` from `directory`."""
-        self._trained(role).load(directory)
+    def finish_save(self) -> list[dict]:
+        """Wait for the save that was begun; returns the files this rank wrote. May run beside other methods."""
+        assert self.saver is not None, "connect first"
+        return self.saver.finish()
+
+    def take_blocked(self) -> float:
+        """Seconds that optimizer steps have waited for a save since this was last asked."""
+        assert self.saver is not None, "connect first"
+        return self.saver.take_blocked()
+
+    def load(self, role: str, files: StateFiles, what: Collection[str]) -> None:
+        """Restore the state of `role` from `files` (see `TrainedWorker.load`)."""
+        self._trained(role).load(files, what)
 
     def num_parameters(self) -> int:
         """Parameters of the policy."""
         assert self.policy is not None
         return sum(p.numel() for p in self.policy.module.parameters())
 
-    def _trained(self, role: str) -> PolicyWorker | CriticWorker:
+    def _trained(self, role: str) -> TrainedWorker:
         worker = {"policy": self.policy, "critic": self.critic}[role]
         assert worker is not None, role
+        assert self.saver is not None
+        worker.before_weights_change = self.saver.wait_until_staged
         return worker
 
 

@@ -1,0 +1,226 @@
+"""`python -m trainer.checkpoint`: look at, check, compare, export and clear away checkpoints.
+
+Needs no Ray, no GPU and, but for `diff` and `export`, no torch: it answers at once on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import posixpath
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.lock import NAME as LOCK_NAME
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import STEP_DIR, DamagedError
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.storage import Storage
+from trainer.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 well, 1 a checkpoint is damaged, 2 bad input."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help: str, *arguments: tuple[str, str]) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        for argument, meaning in arguments:
+            sub.add_argument(argument, help=meaning)
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        return sub
+
+    root = ("root", "directory with global_step_N directories, or a run directory")
+    one = ("checkpoint", "a global_step_N directory")
+    listing = command("ls", "list the checkpoints of a run: step, age, size, ranks, valid or not", root)
+    listing.add_argument("--hash", action="store_true", help="read every byte to tell whether they are valid")
+    command(
+        "verify", "check every byte of a checkpoint, or of all checkpoints of a run", ("path", f"{one[1]}, or a run")
+    )
+    command("show", "what a checkpoint holds", one)
+    command("diff", "how two checkpoints differ: config, counters, tensors", ("a", one[1]), ("b", one[1]))
+    export = command("export", "write the policy in Hugging Face format", one, ("out", "directory to make"))
+    export.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
+                        help="auto: that of the model's config")  # fmt: skip
+    export.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file; bounds the memory")
+    prune = command("prune", "delete old checkpoints", root)
+    prune.add_argument("--keep", type=int, required=True, help="newest to keep, at least 1")
+    prune.add_argument("--every", type=int, default=-1, help="keep also steps that are multiples of this")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    back = command("rollback", "put newer checkpoints aside: resume_mode=latest then goes on from an older one", root)
+    back.add_argument("--to", type=int, required=True, help="step to go back to")
+    args = parser.parse_args(argv)
+    try:
+        result, lines, status = _COMMANDS[args.command](args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, DamagedError) else 2
+    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
+    return status
+
+
+Result = tuple[Any, list[str], int]
+
+
+def _ls(args: argparse.Namespace) -> Result:
+    checkpoints = _open(args.root)
+    rows = [_describe(checkpoints, step, "hash" if args.hash else "size") for step in checkpoints.steps()]
+    lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  valid"]
+    for row in rows:
+        lines.append(f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  "
+                     f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}")  # fmt: skip
+    others = [name for name in checkpoints.storage.list() if name.startswith(".")]
+    lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
+    return {"root": checkpoints.storage.root, "checkpoints": rows, "others": others}, lines, 0
+
+
+def _describe(checkpoints: CheckpointManager, step: int, level: str) -> dict[str, Any]:
+    path = checkpoints.path(step)
+    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "score": None,
+                           "bytes": sum(Storage(path).files().values()), "valid": True, "problem": None}  # fmt: skip
+    try:
+        manifest = manifests.read(path)
+        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "score")}
+        row["age"] = _age(manifest["saved_at"])
+        manifests.verify(path, level)
+    except DamagedError as error:
+        row |= {"valid": False, "problem": str(error).removeprefix(f"{path}: ")}
+    return row
+
+
+def _verify(args: argparse.Namespace) -> Result:
+    path = args.path.rstrip("/")
+    if STEP_DIR.match(posixpath.basename(path)):
+        paths = [path]
+    else:
+        checkpoints = _open(path)
+        paths = [checkpoints.path(step) for step in checkpoints.steps()]
+    rows, lines = [], []
+    for each in paths:
+        problem = None
+        try:
+            manifest = manifests.verify(each, "hash")
+            size = sum(entry["bytes"] for entry in manifest["files"])
+            lines.append(f"{each}: every byte is as it was saved ({len(manifest['files'])} files, {size / 1e6:.1f} MB)")
+        except DamagedError as error:
+            problem = str(error).removeprefix(f"{each}: ")
+            lines.append(f"{each}: DAMAGED: {problem}")
+        rows.append({"path": each, "valid": problem is None, "problem": problem})
+    return rows, lines, 0 if all(row["valid"] for row in rows) else 1
+
+
+def _show(args: argparse.Namespace) -> Result:
+    storage, manifest = Storage(args.checkpoint), manifests.read(args.checkpoint)
+    state = _json(storage, "trainer_state.json")
+    state.pop("rng", None)
+    shown = {name: value for name, value in manifest.items() if name not in ("files", "self")}
+    shown |= {"state": state, "data": _json(storage, "data.json")}
+    files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
+    lines = [f"{name}: {value}" for name, value in shown.items()]
+    lines += ["files:", *(f"  {size:>12,}  {path}" for path, size in files)]
+    return {**shown, "files": manifest["files"]}, lines, 0
+
+
+def _diff(args: argparse.Namespace) -> Result:
+    import yaml
+
+    from trainer.checkpoint.tensors import compare
+    from trainer.config_diff import changes
+
+    a, b = Storage(args.a), Storage(args.b)
+    for path in (args.a, args.b):
+        manifests.verify(path, "size")
+    config = [
+        {"key": change.key, "a": change.saved, "b": change.now}
+        for change in changes(yaml.safe_load(a.read("config.yaml")), yaml.safe_load(b.read("config.yaml")), {})
+    ]
+    states = [_flat({"state": _json(s, "trainer_state.json"), "data": _json(s, "data.json")}) for s in (a, b)]
+    counters = [
+        {"key": key, "a": states[0].get(key), "b": states[1].get(key)}
+        for key in sorted(set(states[0]) | set(states[1]))
+        if states[0].get(key) != states[1].get(key) and ".rng." not in key
+    ]
+    tensors = compare(args.a, args.b)
+    lines = ["config:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in config)]
+    lines += ["counters:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in counters)]
+    lines.append("tensors (relative change, largest change of one number):")
+    lines += [f"  {row['relative']:>9.2e}  {row['largest']:>9.2e}  {row['name']}" if row["relative"] is not None
+              else f"  {row['note']}: {row['name']}" for row in tensors]  # fmt: skip
+    return {"config": config, "counters": counters, "tensors": tensors}, lines, 0
+
+
+def _export(args: argparse.Namespace) -> Result:
+    from trainer.checkpoint.tensors import export
+
+    manifests.verify(args.checkpoint, "hash")
+    files = export(args.checkpoint, args.out, args.dtype, int(args.max_file_gb * 1e9))
+    return {"out": args.out, "files": files}, [f"exported {args.out}: {', '.join(files)}"], 0
+
+
+def _prune(args: argparse.Namespace) -> Result:
+    if args.keep < 1:
+        raise UserError(f"--keep={args.keep}: must be at least 1")
+    checkpoints = _open(args.root)
+    valid = [step for step in checkpoints.steps() if _describe(checkpoints, step, "size")["valid"]]
+    if not valid:
+        raise UserError(f"{checkpoints.storage.root}: no checkpoint is valid, so none is deleted")
+    doomed = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
+    if not args.dry_run:
+        checkpoints.delete(doomed)
+    verb = "would delete" if args.dry_run else "deleted"
+    lines = [f"{verb} {checkpoints.path(step)}" for step in doomed] or ["nothing to delete"]
+    return {"deleted": doomed, "dry_run": args.dry_run}, lines, 0
+
+
+def _rollback(args: argparse.Namespace) -> Result:
+    checkpoints = _open(args.root)
+    manifests.verify(checkpoints.path(args.to), "hash")
+    run_dir = os.path.dirname(checkpoints.storage.root)
+    if os.path.exists(os.path.join(run_dir, LOCK_NAME)):
+        with RunLock(run_dir, 60) as lock:  # not under a job that is running
+            lock.acquire()
+            moved = checkpoints.set_aside(after=args.to)
+    else:
+        moved = checkpoints.set_aside(after=args.to)
+    lines = [f"put aside {name}" for name in moved] or ["nothing is newer"]
+    return {"step": args.to, "set_aside": moved}, lines, 0
+
+
+_COMMANDS = {"ls": _ls, "verify": _verify, "show": _show, "diff": _diff, "export": _export, "prune": _prune,
+             "rollback": _rollback}  # fmt: skip
+
+
+def _open(root: str) -> CheckpointManager:
+    below = posixpath.join(root, "checkpoints")
+    checkpoints = CheckpointManager(below if Storage(below).list() else root)
+    if not checkpoints.storage.list():
+        raise UserError(f"{root}: no such directory, or an empty one")
+    return checkpoints
+
+
+def _json(storage: Storage, name: str) -> dict[str, Any]:
+    return json.loads(storage.read(name)) if storage.exists(name) else {}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _age(saved_at: str) -> str:
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(saved_at)).total_seconds()
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`manifest.json`: the one file that makes a directory a checkpoint, and the check of all others against it."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.checkpoint.storage import Storage
+from trainer.durable import digest_bytes
+from trainer.errors import UserError
+
+FORMAT_VERSION = 2
+NAME = "manifest.json"
+VERIFY = ("hash", "size", "off")
+STEP_DIR = re.compile(r"^global_step_(\d+)$")
+_HASHERS = min(16, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: its path below it, its size and its xxh3-128."""
+
+    path: str
+    bytes: int
+    hash: str
+
+
+class DamagedError(UserError):
+    """A checkpoint that cannot be used, and the file that is wrong."""
+
+
+def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
+    """The manifest's bytes. It carries a hash of itself: a flipped byte in it must not go unseen either."""
+    paths = [entry.path for entry in files]
+    assert len(set(paths)) == len(paths), f"written twice: {paths}"
+    body = {
+        "format_version": FORMAT_VERSION,
+        **content,
+        "files": [asdict(entry) for entry in sorted(files, key=lambda e: e.path)],
+    }
+    return json.dumps({**body, "self": _digest(body)}, indent=2).encode()
+
+
+def read(path: str) -> dict[str, Any]:
+    """The manifest of the checkpoint directory `path`, whole and of this format.
+
+    Raises:
+        DamagedError: it is missing, torn, altered, of another format or of another step.
+    """
+    storage = Storage(path)
+    try:
+        data = storage.read(NAME)
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: not a checkpoint, it has no {NAME}") from None
+    except OSError as error:
+        raise DamagedError(f"{path}: {NAME} cannot be read ({error.strerror})") from error
+    try:
+        manifest = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f"{path}: {NAME} is damaged ({error})") from error
+    if not isinstance(manifest, dict) or "format_version" not in manifest:
+        raise DamagedError(f"{path}: {NAME} is damaged (no format version)")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise DamagedError(
+            f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
+            "resume with the version that wrote it"
+        )
+    if manifest.get("self") != _digest({k: v for k, v in manifest.items() if k != "self"}):
+        raise DamagedError(f"{path}: {NAME} is damaged (its content does not match its own hash)")
+    match = STEP_DIR.match(posixpath.basename(storage.root.rstrip("/")))
+    if match and int(match[1]) != manifest["step"]:
+        raise DamagedError(f"{path}: {NAME} is that of step {manifest['step']}")
+    return manifest
+
+
+def verify(path: str, level: str = "hash") -> dict[str, Any]:
+    """The manifest of `path`, after checking the files that it names: `hash`, `size` or `off`.
+
+    Raises:
+        DamagedError: names the first file that is missing, leads out of the checkpoint, or differs.
+    """
+    assert level in VERIFY, level
+    manifest = read(path)
+    storage = Storage(path)
+    entries = [FileEntry(**entry) for entry in manifest["files"]]
+    for entry in entries:
+        _check_inside(path, storage, entry.path)
+    if level == "off":
+        return manifest
+    sizes = storage.files()
+    for entry in entries:
+        found = sizes.get(entry.path)
+        if found is None:
+            raise DamagedError(f"{path}: {entry.path} is missing")
+        if found != entry.bytes:
+            raise DamagedError(f"{path}: {entry.path} has {found} bytes instead of {entry.bytes}")
+    if level == "hash":
+        with ThreadPoolExecutor(_HASHERS) as pool:  # the hash lets other threads run
+            for entry, found in zip(entries, pool.map(lambda e: _digest_or_error(storage, e), entries), strict=True):
+                if found != entry.hash:
+                    raise DamagedError(f"{path}: {entry.path} does not have the content that was saved (its hash is "
+                                       f"{found} instead of {entry.hash})")  # fmt: skip
+    return manifest
+
+
+def _digest_or_error(storage: Storage, entry: FileEntry) -> str:
+    try:
+        return storage.digest(entry.path)
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def _check_inside(path: str, storage: Storage, relative: str) -> None:
+    normal = posixpath.normpath(relative)
+    outside = posixpath.isabs(normal) or normal.split("/")[0] in ("..", ".") or normal != relative
+    if not outside and storage.is_local:
+        root = os.path.realpath(storage.root)
+        outside = not os.path.realpath(os.path.join(root, normal)).startswith(root + os.sep)
+    if outside:
+        raise DamagedError(f"{path}: {NAME} names {relative!r}, which is not inside the checkpoint")
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return digest_bytes(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,36 @@
+"""Which checkpoints may go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What to keep besides the newest: see `trainer.max_ckpts_to_keep`, `keep_every` and `keep_best`."""
+
+    newest: int = -1
+    every: int = -1
+    best: int = 0
+    best_mode: str = "max"
+
+    def disposable(self, scores: Mapping[int, float | None], protected: Collection[int] = ()) -> list[int]:
+        """Steps that nothing asks to keep, oldest first.
+
+        Args:
+            scores: the metric of `keep_best` by committed step; None where it was not measured.
+            protected: steps that stay whatever the rules say. The newest step always does.
+        """
+        if self.newest < 0:
+            return []
+        steps = sorted(scores)
+        keep = set(protected) | set(steps[-max(1, self.newest) :])
+        if self.every > 0:
+            keep |= {step for step in steps if step % self.every == 0}
+        if self.best > 0:
+            sign = 1 if self.best_mode == "max" else -1
+            measured = [step for step in steps if scores[step] is not None]
+            # The earlier of two equal ones: it had less time to overfit.
+            keep |= set(sorted(measured, key=lambda step: (-sign * scores[step], step))[: self.best])  # type: ignore
+        return [step for step in steps if step not in keep]

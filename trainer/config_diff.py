@@ -1,0 +1,93 @@
+"""May a run go on under a config that is not the one it was saved with?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from trainer.errors import UserError
+
+# Where the run lives, how it is spread over machines, what it prints, saves and keeps: none of it changes
+# what is computed, beyond rounding. Data is here because the prompt ledger compares the prompts themselves.
+HARMLESS = (
+    "logger.*", "data.*", "model.cache_dir", "reward.timeout_s", "reward.num_processes",
+    "trainer.run_name", "trainer.run_dir", "trainer.export_path", "trainer.hf_save_interval", "trainer.stop_at",
+    "trainer.val_*", "trainer.ckpt_*", "trainer.keep_*", "trainer.best_*", "trainer.max_ckpts_to_keep",
+    "trainer.resume_*", "trainer.verify_checkpoint", "trainer.allow_config_change", "trainer.on_resume_mismatch",
+    "trainer.mean_time_between_failures", "trainer.lock_timeout_s", "trainer.num_workers", "trainer.replicas",
+    "trainer.device", "trainer.colocate", "trainer.ray_address", "trainer.master_port", "trainer.worker_timeout_s",
+    "trainer.max_tokens_per_micro_batch", "trainer.*.fsdp.reshard_after_forward", "trainer.*.fsdp.cpu_offload",
+    "trainer.*.fsdp.activation_checkpointing", "rollout.num_engines", "rollout.tensor_parallel_size",
+    "rollout.colocate", "rollout.val_n", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.enforce_eager",
+    "rollout.gpu_memory_utilization", "rollout.weight_sync",
+)  # fmt: skip
+
+# The saved state has no meaning under another value.
+IMPOSSIBLE = {
+    "model.tiny.*": "the saved weights belong to another model",
+    "trainer.seed": "every random draw of the run depends on it",
+    "algorithm.advantage_estimator": "only one of the two has a critic",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs."""
+
+    key: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.saved} -> {self.now}"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
+    """The leaf keys in which two nested configs differ.
+
+    Args:
+        defaults: stands in for keys that the saved config, written by an older version, does not have.
+    """
+    old, new, fallback = _flatten(saved), _flatten(now), _flatten(defaults)
+    found = []
+    for name in sorted(new):
+        before = old.get(name, fallback.get(name))
+        if before != new[name]:
+            found.append(Change(name, before, new[name]))
+    return found
+
+
+def check(found: list[Change], allowed: list[str], harmless: tuple[str, ...] = (), critic_changes: bool = True) -> None:
+    """Refuse what must not change.
+
+    Args:
+        allowed: keys or sections that the user allows (`trainer.allow_config_change`).
+        harmless: patterns of keys that mean nothing to this kind of run, besides `HARMLESS`.
+        critic_changes: there was a critic and is none now, or the other way round.
+
+    Raises:
+        UserError: names the first key that may not change, and what to do.
+    """
+    for change in found:
+        if any(fnmatchcase(change.key, pattern) for pattern in (*HARMLESS, *harmless)):
+            continue
+        reason = next((why for pattern, why in IMPOSSIBLE.items() if fnmatchcase(change.key, pattern)), None)
+        if reason is not None and (critic_changes or change.key != "algorithm.advantage_estimator"):
+            raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
+                            "restore the value, or start a new run")  # fmt: skip
+        if not any(change.key == key or change.key.startswith(f"{key}.") for key in allowed):
+            raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}; restore the "
+                            f"value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and name not in ("generator_args", "engine_args"):
+            flat.update(_flatten(value, f"{key}."))
+        else:
+            flat[key] = value
+    return flat

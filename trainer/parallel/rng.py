@@ -1,0 +1,40 @@
+"""The states of a process's random generators."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_TEXT_BYTES = 32768  # one size for every state: DCP loads in place
+
+
+def capture_rng() -> dict[str, Tensor]:
+    """The states of this process's generators as byte tensors, so that loading them unpickles nothing."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    others = {
+        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
+        "python": [version, list(internal), gauss_next],
+    }
+    text = np.frombuffer(json.dumps(others).ljust(_TEXT_BYTES).encode(), dtype=np.uint8)
+    assert len(text) == _TEXT_BYTES, len(text)
+    state = {"torch": torch.get_rng_state(), "others": torch.from_numpy(text.copy())}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Tensor]) -> None:
+    """Put the generators into the states that `capture_rng` returned."""
+    torch.set_rng_state(state["torch"].cpu())
+    others = json.loads(bytes(state["others"].cpu().numpy()))
+    name, keys, position, has_gauss, gauss = others["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = others["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

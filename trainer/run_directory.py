@@ -1,0 +1,340 @@
+"""What a run keeps on disk, and how it comes back: lock, checkpoints, lineage. RL and supervised runs alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import posixpath
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainer import config_diff
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manager import CheckpointManager, Part, files_part
+from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.storage import Storage
+from trainer.config import RESUME_LOAD, Config
+from trainer.durable import digest_bytes, write_file
+from trainer.errors import UserError
+from trainer.intervals import SaveSchedule
+from trainer.metrics.audit import ResumeAudit
+from trainer.metrics.tracker import METRICS_FILE
+from trainer.models.files import write_assets
+
+if TYPE_CHECKING:
+    from trainer.cluster.ranks import Ranks
+
+LINEAGE = "lineage.json"
+Note = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """Where a run comes from."""
+
+    path: str
+    """The checkpoint to load."""
+    step: int
+    fork: bool
+    """Of another run: what is loaded starts a new run here."""
+
+
+class RunDirectory:
+    """A run's directory, held by this process from `open` to `close`.
+
+    Args:
+        cfg: `trainer.run_dir` and `ckpt_path` say where it is.
+        supervised: of a supervised run, to which much of the config means nothing.
+    """
+
+    def __init__(self, cfg: Config, supervised: bool = False):
+        self.cfg = cfg
+        self._supervised = supervised
+        t = cfg.trainer
+        self.lock = RunLock(t.run_dir, t.lock_timeout_s)
+        retention = Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode)
+        self.checkpoints = CheckpointManager(t.ckpt_path, retention, t.verify_checkpoint, self.lock.check)
+        self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
+        self.resume: Resume | None = None
+        self.last_checkpoint = ""
+        self.last_save_s = 0.0
+        self.lineage: dict[str, Any] = {}
+        self.notes: list[str] = []  # of what happened before there was anybody to tell
+        self._saved_step = -1
+        self._failures = 0
+        self._blocked = 0.0
+
+    # ---------------------------------------------------------------------------------------------------
+    # Start
+
+    def open(self, wait: bool = False) -> RunDirectory:
+        """Take the lock, clear away what a killed run left, and find out where to go on.
+
+        Args:
+            wait: when another job runs here, wait for its end.
+
+        Raises:
+            UserError: another job runs here; the directory holds a run and nothing was said about resuming;
+                the checkpoint cannot be used, or not under this config.
+        """
+        os.makedirs(self.cfg.trainer.run_dir, exist_ok=True)
+        taken_over = self.lock.acquire(wait)
+        try:
+            if taken_over:
+                self.notes.append(taken_over)
+            self.notes += self.checkpoints.clean_up()
+            self.resume = self._find_resume()
+            if self.resume is not None:
+                self.notes += self._check_config(self.resume)
+        except BaseException:
+            self.lock.release()
+            raise
+        return self
+
+    def close(self, failed: bool = False) -> None:
+        """Let a save that is under way end (not for ever, if the run has failed) and give the lock back."""
+        self.checkpoints.wait(60 if failed else None)
+        self.lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    def _find_resume(self) -> Resume | None:
+        t = self.cfg.trainer
+        lineage = os.path.join(t.run_dir, LINEAGE)
+        if os.path.exists(lineage):
+            with open(lineage) as file:
+                self.lineage = json.load(file)
+        holds_run = bool(self.checkpoints.steps()) or os.path.exists(os.path.join(t.run_dir, METRICS_FILE))
+        if t.resume_mode in (None, "none"):
+            if holds_run:
+                raise UserError(f"trainer.run_dir={t.run_dir}: already holds a run; continue it with "
+                                "trainer.resume_mode=latest, or choose another trainer.run_name")  # fmt: skip
+            return None
+        if t.resume_mode == "latest":
+            return self._newest()
+        assert t.resume_path is not None
+        path = os.path.abspath(t.resume_path)
+        if not manifests.STEP_DIR.match(posixpath.basename(path)):
+            raise UserError(f"trainer.resume_path={t.resume_path}: must be a global_step_N directory")
+        if os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.checkpoints.storage.root):
+            return self._own(path)
+        if self.lineage:
+            if self.lineage["forked_from"] != path:
+                raise UserError(f"trainer.run_dir={t.run_dir}: holds a fork of {self.lineage['forked_from']}; choose "
+                                "another trainer.run_name, or trainer.resume_mode=latest")  # fmt: skip
+            newest = self._newest()
+            if newest is not None:
+                return newest
+        elif holds_run:
+            raise UserError(f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another "
+                            "trainer.run_name, or continue it with trainer.resume_mode=latest")  # fmt: skip
+        manifest = manifests.verify(path, t.verify_checkpoint)  # never another one in its place
+        self.lineage = {"forked_from": path, "step": manifest["step"], "manifest": manifest["self"]}
+        write_file(lineage, json.dumps(self.lineage, indent=2))
+        return Resume(path, manifest["step"], fork=True)
+
+    def _newest(self, before: int | None = None) -> Resume | None:
+        path, problems = self.checkpoints.latest(before)
+        self.notes += [f"skipped a damaged checkpoint: {problem}" for problem in problems]
+        return Resume(path, manifests.read(path)["step"], fork=False) if path else None
+
+    def _own(self, path: str) -> Resume:
+        step = manifests.verify(path, self.cfg.trainer.verify_checkpoint)["step"]
+        newer = [other for other in self.checkpoints.steps() if other > step]
+        if newer:
+            raise UserError(
+                f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "
+                f"`python -m trainer.checkpoint rollback {self.checkpoints.storage.root} --to {step}`, or fork into "
+                "another trainer.run_name"
+            )
+        return Resume(path, step, fork=False)
+
+    def _check_config(self, resume: Resume) -> list[str]:
+        cfg = self.cfg
+        try:
+            saved = yaml.safe_load(Storage(resume.path).read("config.yaml"))
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"{resume.path}: config.yaml cannot be read ({error})") from error
+        found = config_diff.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
+        restored = set(cfg.trainer.resume_load or RESUME_LOAD) if resume.fork else set(RESUME_LOAD)
+        if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
+            found = [change for change in found if change.key.startswith("model.")]
+        saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
+        config_diff.check(found, cfg.trainer.allow_config_change, self._meaningless(), saved_critic != cfg.has_critic)
+        shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
+        return [f"config changed since the checkpoint: {change}" for change in shown]
+
+    def _meaningless(self) -> tuple[str, ...]:
+        """Keys that change nothing for this kind of run."""
+        t = self.cfg.trainer
+        if self._supervised:
+            steps = ("sft.steps",) if self.cfg.sft.optimizer.scheduler == "constant" else ()
+            return ("algorithm.*", "rollout.*", "reward.*", "trainer.policy.optimizer.*", "trainer.critic.*",
+                    "trainer.reference.*", "trainer.total_steps", "trainer.*_batch_size", "trainer.update_epochs",
+                    *steps)  # fmt: skip
+        scheduled = any(o.scheduler != "constant" for o in (t.policy.optimizer, t.critic.optimizer))
+        # With a schedule, the learning rate of every step depends on how many there are.
+        steps = () if scheduled else ("trainer.total_steps",)
+        return (*steps, "sft.*") if self.cfg.model.path is not None else steps
+
+    # ---------------------------------------------------------------------------------------------------
+    # Restore
+
+    def models_part(self, ranks: Ranks) -> Part:
+        """The part that the ranks write: weights, optimizers, schedules and RNG of the trained roles."""
+        roles = [role for role in ranks.roles if role != "reference"]
+
+        def begin(directory: str) -> Callable[[], list[FileEntry]]:
+            finish = ranks.begin_save(ShardedFiles(os.path.abspath(directory)))
+            return lambda: [FileEntry(**entry) for entry in finish()]
+
+        def load(directory: str) -> None:
+            what = self.restored & {"weights", "optimizer", "rng"}
+            for role in roles:
+                ranks.load(role, ShardedFiles(os.path.abspath(directory)), what)
+
+        return Part("models", begin, load)
+
+    def assets_part(self, model_path: str, tokenizer: Any) -> Part:
+        """The policy's config and tokenizer, in Hugging Face format. They never change within a run."""
+        files: dict[str, bytes] = {}
+
+        def content() -> dict[str, bytes]:
+            if not files:
+                with tempfile.TemporaryDirectory() as scratch:
+                    write_assets(model_path, scratch, tokenizer, self.cfg.model.trust_remote_code)
+                    for name in sorted(os.listdir(scratch)):
+                        with open(os.path.join(scratch, name), "rb") as file:
+                            files[f"policy/huggingface/{name}"] = file.read()
+            return files
+
+        return files_part("huggingface", content, lambda _: None)
+
+    def config_part(self) -> Part:
+        """The resolved config."""
+        return files_part("config", lambda: {"config.yaml": config_yaml(self.cfg)}, lambda _: None)
+
+    @property
+    def restored(self) -> set[str]:
+        """What is taken over from the checkpoint, of `RESUME_LOAD`."""
+        chosen = self.cfg.trainer.resume_load
+        return set(chosen) if chosen and self.resume is not None and self.resume.fork else set(RESUME_LOAD)
+
+    def load(self) -> ResumeAudit | None:
+        """Restore the registered parts from `resume`; returns what will watch the steps that follow."""
+        assert self.resume is not None
+        t = self.cfg.trainer
+        parts = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
+        step = self.checkpoints.load(self.resume.path, {parts[name] for name in self.restored} | {"config"})
+        if not self.resume.fork:
+            # They lie beyond the point to which the run went back; replaying will write them again.
+            self.notes += [f"set aside {name}" for name in self.checkpoints.set_aside(after=step)]
+        self.last_checkpoint = self.resume.path
+        if self.resume.fork:
+            return None
+        manifest = manifests.read(self.resume.path)
+        same_layout = (manifest["ranks"], manifest["replicas"]) == (t.num_workers, t.replicas)
+        return ResumeAudit(t.run_dir, step, t.resume_tolerance, same_layout)
+
+    def fall_back(self) -> None:
+        """Go to the checkpoint before the one that was resumed from, and put that one aside.
+
+        Raises:
+            UserError: there is none.
+        """
+        assert self.resume is not None
+        before = self._newest(before=self.resume.step)
+        if before is None:
+            raise UserError(f"trainer.on_resume_mismatch=fallback: there is no checkpoint before {self.resume.path}")
+        self.resume = before
+
+    # ---------------------------------------------------------------------------------------------------
+    # Save
+
+    @property
+    def saves(self) -> bool:
+        t = self.cfg.trainer
+        return t.ckpt_interval != -1 or t.ckpt_interval_minutes > 0
+
+    def save(self, step: int, metrics: dict[str, float], roles: list[str]) -> None:
+        """Begin to save `global_step_{step}`; with `trainer.ckpt_async=false`, also end it."""
+        t = self.cfg.trainer
+        if self._saved_step == step:
+            return
+        started = time.monotonic()
+        score = metrics.get(t.best_metric)
+        self.checkpoints.save(step, {
+            "roles": roles,
+            "ranks": t.num_workers,
+            "replicas": t.replicas,
+            "versions": _versions(),
+            "config_digest": digest_bytes(config_yaml(self.cfg)),
+            "score": score if score is not None and math.isfinite(score) else None,
+            "parent": self.lineage or None,
+        })  # fmt: skip
+        if not t.ckpt_async:
+            self.checkpoints.wait()
+        self._saved_step = step
+        self._blocked = time.monotonic() - started
+        self.schedule.saved()
+
+    def blocked(self, seconds: float) -> None:
+        """Training has stood still this long for the save that is under way."""
+        self._blocked += seconds
+
+    def report(self, note: Note) -> None:
+        """Tell how saves have ended.
+
+        Raises:
+            UserError: more of them failed in a row than `trainer.ckpt_failures_allowed`.
+        """
+        for message in self.notes:
+            note(message)
+        self.notes.clear()
+        for outcome in self.checkpoints.outcomes():
+            if outcome.error is None:
+                self._failures = 0
+                self.last_checkpoint = outcome.path
+                self.last_save_s = outcome.seconds
+                self.schedule.measured(self._blocked, outcome.seconds)
+                note(f"saved {outcome.path} ({outcome.bytes / 1e6:.1f} MB in {outcome.seconds:.1f} s)")
+                for warning in outcome.warnings:
+                    note(f"WARNING: {warning}")
+                continue
+            self._failures += 1
+            self._saved_step = -1
+            last = self.last_checkpoint or "none yet"
+            allowed = self.cfg.trainer.ckpt_failures_allowed
+            message = f"the checkpoint of step {outcome.step} FAILED ({outcome.error}); the last good one is {last}"
+            if self._failures > allowed:
+                raise UserError(f"trainer.ckpt_path={self.cfg.trainer.ckpt_path}: {message}; {self._failures} failed "
+                                f"in a row, trainer.ckpt_failures_allowed={allowed}")  # fmt: skip
+            note(f"WARNING: {message}; training goes on")
+
+    def finish(self, note: Note) -> None:
+        """Wait for the save that is under way and tell how it ended."""
+        self.checkpoints.wait()
+        self.report(note)
+
+
+def config_yaml(cfg: Config) -> bytes:
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False).encode()
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "transformers")}
