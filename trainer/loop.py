@@ -29,7 +29,7 @@ from trainer.metrics.report import write_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path, write_assets
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.parallel.batching import Batch
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.rewards import resolve
@@ -66,6 +66,7 @@ class Trainer:
         self.ranks = Ranks(cfg, cluster)
         self.rollout = Rollout(cfg, cluster, self.ranks, self.model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        self.stop_tokens = stop_token_ids(self.model_path, self.tokenizer)
         train = load_prompts(cfg.data, "train", self.tokenizer, cfg.rollout.max_prompt_tokens)
         self.dropped_prompts = train.dropped
         self.source = PromptSource(train.prompts, cfg.trainer.seed)
@@ -233,7 +234,7 @@ class Trainer:
 
     def export(self, step: int) -> str:
         """Write the policy in Hugging Face format to `{export_path}/global_step_{step}/policy`; returns that."""
-        target = self._export_target(step)
+        target = export_target(self.cfg, step)
         writing = f"{target}.writing"
         shutil.rmtree(writing, ignore_errors=True)
         write_assets(self.model_path, writing, self.tokenizer, self.cfg.model.trust_remote_code)
@@ -246,12 +247,9 @@ class Trainer:
         self.progress.note(f"exported {target}")
         return target
 
-    def _export_target(self, step: int) -> str:
-        return os.path.join(self.cfg.trainer.export_path, f"global_step_{step}", "policy")
-
     def _export_if_missing(self) -> None:
         """A run that was killed between its last checkpoint and its last export still owes it."""
-        if self.cfg.trainer.hf_save_interval > 0 and not os.path.exists(self._export_target(self.step)):
+        if self.cfg.trainer.hf_save_interval > 0 and not os.path.exists(export_target(self.cfg, self.step)):
             self.export(self.step)
 
     def _register_parts(self) -> None:
@@ -285,7 +283,7 @@ class Trainer:
     # Helpers
 
     def _sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
-        return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, (self.tokenizer.eos_token_id,))
+        return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self.stop_tokens)
 
     def _reward(self, completions: list[Completion], answers: list[str]) -> tuple[np.ndarray, int]:
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
@@ -399,10 +397,13 @@ def run(cfg: Config, device: str) -> None:
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
     with RunDirectory(cfg).open() as directory:
-        with Cluster(cfg, device) as cluster:
-            with stop.listening():  # within: Ray has handlers of its own
-                trainer = Trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
-                trainer.fit()
+        if _is_finished(cfg, directory):
+            print(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
+            return
+        # The listener comes inside: Ray has handlers of its own.
+        with Cluster(cfg, device) as cluster, stop.listening(), directory.settling():
+            trainer = Trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
+            trainer.fit()
     path = trainer.report()
     best = trainer.best.get("val/accuracy")
     print(f"finished step {trainer.step} of {t.total_steps}"
@@ -410,3 +411,16 @@ def run(cfg: Config, device: str) -> None:
     if path:
         print(f"report: {path}")
     sys.stdout.flush()
+
+
+def _is_finished(cfg: Config, directory: RunDirectory) -> bool:
+    """All steps are committed and exported: restarting the command changes nothing."""
+    t, resume = cfg.trainer, directory.resume
+    if resume is None or resume.fork or resume.step < t.total_steps:
+        return False
+    return t.hf_save_interval < 1 or os.path.exists(export_target(cfg, resume.step))
+
+
+def export_target(cfg: Config, step: int) -> str:
+    """Where the policy of a step is exported to."""
+    return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import posixpath
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 LINEAGE = "lineage.json"
 Note = Callable[[str], None]
+_SETTLE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +102,24 @@ class RunDirectory:
             raise
         return self
 
-    def close(self, failed: bool = False) -> None:
-        """Let a save that is under way end (not for ever, if the run has failed) and give the lock back."""
-        self.checkpoints.wait(60 if failed else None)
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """If the block fails, let a save that is under way end while the ranks still live: its state is good."""
+        try:
+            yield
+        except Exception:
+            self.checkpoints.wait(_SETTLE_S)
+            raise
+
+    def close(self) -> None:
+        """Give the lock back."""
         self.lock.release()
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _find_resume(self) -> Resume | None:
         t = self.cfg.trainer

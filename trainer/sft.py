@@ -189,7 +189,7 @@ def run(cfg: Config, device: str) -> None:
 
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path)
-        with stop.listening():
+        with stop.listening(), directory.settling():
             trainer = SupervisedTrainer(cfg, cluster, directory, path, stop)
             trainer.fit()
         target = os.path.join(t.export_path, f"global_step_{trainer.step}", "policy")

@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.hub import with_retries
 from trainer.models.files import resolve_model_path
 from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 
@@ -282,6 +282,17 @@ def test_end_and_pad_tokens(tmp_path, model):
     (changed / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="no end-of-sequence token"):
         load_tokenizer(str(changed))
+
+
+def test_every_end_token_of_the_model_stops_a_completion(tmp_path, model):
+    tokenizer = load_tokenizer(str(model))
+    eos = tokenizer.eos_token_id
+    assert stop_token_ids(str(model), tokenizer) == (eos,)
+    changed = tmp_path / "changed"
+    shutil.copytree(model, changed)
+    for named, expected in ([7, eos], (eos, 7)), (9, (eos, 9)), (None, (eos,)):
+        (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert stop_token_ids(str(changed), tokenizer) == expected
 
 
 # Generators

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import resource
+import signal
 import time
 
 import numpy as np
@@ -233,6 +235,27 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_succe
     (first, seconds), (second, _) = run_ranks(2, fail_to_write, model_path, str(tmp_path), cfg=config())
     assert first == second and "rank 1" in first
     assert seconds < 30
+
+
+def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
+    rank.build(["policy"], path, 10)
+    rank.begin_save(["policy"], ShardedFiles(f"{directory}/good"))
+    rank.finish_save()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank.rank == 1:  # the kernel refuses to let its files grow, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    rank.begin_save(["policy"], ShardedFiles(f"{directory}/full"))
+    with pytest.raises(OSError) as error:
+        rank.finish_save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    rank.load("policy", ShardedFiles(f"{directory}/good"), ("weights", "optimizer", "rng"))
+    return str(error.value)
+
+
+def test_a_full_disk_fails_the_save_and_leaves_the_one_before(model_path, tmp_path):
+    first, second = run_ranks(2, run_out_of_space, model_path, str(tmp_path), cfg=config())
+    assert first == second and "rank 1" in first and "File too large" in first
 
 
 def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[float, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,20 @@ from trainer.hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's end token, and what the model's generation config adds.
+
+    Chat models have several: Qwen's end of turn and end of text, say.
+    """
+    stops = [tokenizer.eos_token_id]
+    file = os.path.join(path, "generation_config.json")
+    if os.path.exists(file):
+        with open(file, encoding="utf-8") as handle:
+            more = json.load(handle).get("eos_token_id")
+        stops += more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys(stops))
 
 
 def load_tokenizer(

@@ -72,7 +72,7 @@ class Rank:
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
         self.mesh = build_mesh(self.device, self.cfg.trainer.replicas)
         # A group of its own: a save talks on it while the ranks train on the other.
-        self.saver = BackgroundSaver(dist.new_group(backend="gloo"))
+        self.saver = BackgroundSaver(dist.new_group(backend="gloo"), self.device)
         seed = key(self.cfg.trainer.seed, "rank", self.rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

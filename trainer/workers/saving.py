@@ -27,10 +27,11 @@ class BackgroundSaver:
     Args:
         group: a gloo group of these ranks that nothing else uses, so that the writers can talk to each
             other while the ranks train.
+        device: of the state; from `cuda` it is copied to pinned memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        cuda = torch.cuda.is_available() and dist.get_backend() == "nccl"
+    def __init__(self, group: dist.ProcessGroup, device: str):
+        cuda = device == "cuda"
         self._group = group
         self._stager = DefaultStager(StagingOptions(
             use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda,
