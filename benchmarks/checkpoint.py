@@ -61,7 +61,7 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
     cfg.model.path = model
     rank = Rank(cfg, number, args.ranks, "cpu")
     rank.connect(f"127.0.0.1:{port}")
-    rank.build(["policy"], model, 1000)
+    rank.build(["policy"], model, {"policy": 1000})
     assert rank.policy is not None and rank.saver is not None
     policy, data = rank.policy, batch()
     rank.update("policy", data, 1)  # the optimizer has a state from here on

@@ -179,7 +179,7 @@ def member(spec: dict[str, Any], rank_number: int) -> None:
     rank = Rank(cfg, rank_number, spec["world_size"], "cpu")
     rank.connect(f"127.0.0.1:{spec['port']}")
     ranks = GroupRanks(rank)
-    rank.build(["policy", "critic"], spec["model"], STEPS * 2)
+    rank.build(["policy", "critic"], spec["model"], {"policy": STEPS * 2, "critic": STEPS * 2})
     if rank_number == 0:
         ranks.call_end = lambda: dist.broadcast_object_list([("end", ())], src=0, group=ranks._calls)  # type: ignore
         drive(cfg, ranks)

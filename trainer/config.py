@@ -75,6 +75,8 @@ class CriticConfig:
     """Start weights of the critic's backbone: a Hugging Face id or directory; null: the policy's."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     """Optimizer of the critic."""
+    warmup_steps: int = 0
+    """First steps of the run in which the critic alone is trained."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding of the critic."""
 
@@ -210,6 +212,11 @@ class AlgorithmConfig:
     """`gae`: lambda."""
     value_clip: float = 0.2
     """`gae`: new values are clipped to this far from the old ones in the value loss."""
+    dynamic_sampling: bool = False
+    """Draw further prompts in place of those whose completions all get the same reward (DAPO, Yu et al., 2025)."""
+    max_sample_batches: int = 10
+    """`dynamic_sampling`: batches of prompts a step may draw; what is missing then is filled with prompts that
+    were left out."""
 
 
 @dataclass
@@ -420,7 +427,8 @@ def validate(cfg: Config) -> None:
              "trainer.mini_batch_size", "trainer.update_epochs", "trainer.max_tokens_per_micro_batch",
              "rollout.num_engines", "rollout.tensor_parallel_size", "rollout.n", "rollout.max_prompt_tokens",
              "rollout.max_response_tokens", "rollout.max_num_seqs", "rollout.kv_cache_mb",
-             "reward.num_processes", "sft.steps", "sft.batch_size", "sft.max_length")  # fmt: skip
+             "algorithm.max_sample_batches", "reward.num_processes", "sft.steps", "sft.batch_size",
+             "sft.max_length")  # fmt: skip
     if t.ckpt_interval != "auto":
         if not isinstance(t.ckpt_interval, int):
             fail("trainer.ckpt_interval", "must be a number of steps, -1 or auto")
@@ -452,7 +460,13 @@ def validate(cfg: Config) -> None:
         at_least(0.001, key)
     at_least(0.001, "trainer.ckpt_interval_minutes", also=(-1,))
     at_least(1, "trainer.lock_timeout_s")
-    at_least(0, "trainer.keep_best", "trainer.ckpt_failures_allowed", "trainer.resume_tolerance")
+    at_least(
+        0,
+        "trainer.critic.warmup_steps",
+        "trainer.keep_best",
+        "trainer.ckpt_failures_allowed",
+        "trainer.resume_tolerance",
+    )
 
     one_of("trainer.device", ("auto", "cpu", "cuda"))
     one_of("trainer.resume_mode", (None, "none", "latest", "from_path"))
@@ -501,6 +515,10 @@ def validate(cfg: Config) -> None:
         fail("rollout.n", "algorithm.advantage_estimator=grpo compares completions of a prompt and needs at least 2")
     if r.temperature == 0 and a.advantage_estimator == "grpo":
         fail("rollout.temperature", "greedy completions of a prompt are all equal; grpo needs a value above 0")
+    if a.dynamic_sampling and r.n < 2:
+        fail("rollout.n", "algorithm.dynamic_sampling compares completions of a prompt and needs at least 2")
+    if t.critic.warmup_steps >= t.total_steps:
+        fail("trainer.critic.warmup_steps", f"leaves no step of trainer.total_steps={t.total_steps} for the policy")
     if not cfg.has_critic:
         changed = _changed_keys(t.critic, CriticConfig(), "trainer.critic")
         if changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,41 @@ from trainer.parallel.batching import Batch, stack_padded
 if TYPE_CHECKING:
     from trainer.data.source import DrawnPrompt
     from trainer.rollout.engine import Completion
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a step has sampled."""
+
+    prompts: list[DrawnPrompt]
+    """P prompts to train on."""
+    completions: list[Completion]
+    """P * n completions, those of one prompt together."""
+    rewards: np.ndarray
+    """`(P * n,)`."""
+    drawn: list[DrawnPrompt]
+    """What the ledger counts as consumed once the step commits: the prompts, and those passed over for them."""
+    metrics: dict[str, float]
+
+
+def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
+    """Which groups of completions to train on, of those sampled so far: the first `wanted` that teach something.
+
+    Args:
+        rewards: `(P, n)`.
+        complete: no more will be sampled: fill up with the first of the others.
+
+    Returns:
+        the chosen groups, ascending, and how many groups are used up (the ledger goes by a prefix); None when
+        more must be sampled.
+    """
+    informative = np.flatnonzero(rewards.max(axis=1) != rewards.min(axis=1))[:wanted].tolist()
+    if len(informative) == wanted:
+        return informative, informative[-1] + 1
+    if not complete:
+        return None
+    others = [i for i in range(len(rewards)) if i not in set(informative)]
+    return sorted(informative + others[: wanted - len(informative)]), len(rewards)
 
 
 def build_batch(prompts: Sequence[DrawnPrompt], completions: Sequence[Completion]) -> Batch:

@@ -21,7 +21,7 @@ from trainer.data.datasets import load_prompts
 from trainer.data.source import DrawnPrompt, PromptSource
 from trainer.durable import sync_directory, sync_tree
 from trainer.errors import NonFiniteError, UserError
-from trainer.experience import add_advantages, build_batch, describe
+from trainer.experience import Rollouts, add_advantages, build_batch, choose_groups, describe
 from trainer.failpoints import failpoint
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
@@ -100,17 +100,47 @@ class Trainer:
                 while self.step < self.cfg.trainer.total_steps:
                     step = self.step + 1
                     with self.timer("step"):
-                        prompts = self.source.take(self.cfg.trainer.train_batch_size)
-                        completions = self.generate(prompts, step)
-                        experience, metrics = self.score(prompts, completions)
+                        rollouts = self.sample(step)
+                        experience, metrics = self.score(rollouts)
                         metrics |= self.update(experience, step)
                         with self.timer("sync"):
                             self.rollout.sync_weights(version=step + 1)
-                    self.commit(step, prompts, experience, metrics)
+                    self.commit(step, rollouts, experience, metrics)
                 self._export_if_missing()
                 self.directory.finish(self.progress.note)
         self.rollout.shutdown()
         return metrics
+
+    def sample(self, step: int) -> Rollouts:
+        """The step's prompts with `rollout.n` completions each, and their rewards.
+
+        With dynamic sampling, prompts that teach nothing are passed over for the next ones. Those drawn beyond
+        what the step needs come again in the next step.
+        """
+        wanted, n = self.cfg.trainer.train_batch_size, self.cfg.rollout.n
+        dynamic = self.cfg.algorithm.dynamic_sampling
+        batches = self.cfg.algorithm.max_sample_batches if dynamic else 1
+        drawn: list[DrawnPrompt] = []
+        completions: list[Completion] = []
+        rewards, failures = np.zeros(0), 0
+        for batch in range(1, batches + 1):
+            prompts = self.source.take(wanted, skip=len(drawn))
+            sampled = self.generate(prompts, step)
+            with self.timer("reward"):
+                more, failed = self._reward(sampled, [p.prompt.answer for p in prompts for _ in range(n)])
+            drawn, completions, failures = drawn + prompts, completions + sampled, failures + failed
+            rewards = np.concatenate([rewards, more])
+            if not dynamic:
+                return Rollouts(drawn, completions, rewards, drawn, {"reward/failures": failures})
+            chosen = choose_groups(rewards.reshape(-1, n), wanted, complete=batch == batches)
+            if chosen is not None:
+                break
+        groups, used = chosen
+        rows = [group * n + i for group in groups for i in range(n)]
+        metrics = {"reward/failures": failures, "sampling/batches": batch, "sampling/filtered": used - len(groups)}
+        return Rollouts(
+            [drawn[i] for i in groups], [completions[i] for i in rows], rewards[rows], drawn[:used], metrics
+        )
 
     def generate(self, prompts: list[DrawnPrompt], step: int) -> list[Completion]:
         """`rollout.n` completions a prompt, those of one prompt together."""
@@ -123,12 +153,9 @@ class Trainer:
             ]
             return self.rollout.generate(requests, self._sampling(r.temperature, r.top_p, r.top_k))
 
-    def score(self, prompts: list[DrawnPrompt], completions: list[Completion]) -> tuple[Batch, dict[str, float]]:
-        """Rewards, old and reference log-probs, values and advantages: the step's experience."""
-        with self.timer("reward"):
-            answers = [p.prompt.answer for p in prompts for _ in range(self.cfg.rollout.n)]
-            rewards, failures = self._reward(completions, answers)
-        batch = build_batch(prompts, completions)
+    def score(self, rollouts: Rollouts) -> tuple[Batch, dict[str, float]]:
+        """Old and reference log-probs, values and advantages: the step's experience."""
+        batch = build_batch(rollouts.prompts, rollouts.completions)
         shape = batch["input_ids"].shape
         with self.timer("logprob"):
             stored = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
@@ -137,8 +164,8 @@ class Trainer:
                 batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
             if self.cfg.has_critic:
                 batch["values"] = self.ranks.values(stored, shape)
-        batch = add_advantages(batch, rewards, self.cfg.algorithm)
-        return batch, {**describe(batch, rewards, completions), "reward/failures": failures}
+        batch = add_advantages(batch, rollouts.rewards, self.cfg.algorithm)
+        return batch, {**describe(batch, rollouts.rewards, rollouts.completions), **rollouts.metrics}
 
     def update(self, experience: Batch, step: int) -> dict[str, float]:
         """Critic, then policy."""
@@ -146,7 +173,7 @@ class Trainer:
         with self.timer("update"):
             stored = self.cluster.put(experience)
             try:
-                for role in (["critic"] if self.cfg.has_critic else []) + ["policy"]:
+                for role in self._trained_roles(step):
                     result = self.ranks.update(role, stored, step)
                     metrics |= {f"{role}/{name}": value for name, value in result.items()}
             except NonFiniteError as error:
@@ -163,13 +190,17 @@ class Trainer:
             self.directory.blocked(blocked)
         return metrics
 
-    def commit(self, step: int, prompts: list[DrawnPrompt], experience: Batch, metrics: dict[str, float]) -> None:
+    def _trained_roles(self, step: int) -> list[str]:
+        warming_up = self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps
+        return (["critic"] if self.cfg.has_critic else []) + ([] if warming_up else ["policy"])
+
+    def commit(self, step: int, rollouts: Rollouts, experience: Batch, metrics: dict[str, float]) -> None:
         """The step is done: move the ledger, log, validate, save; leave, if that was asked for."""
         t = self.cfg.trainer
         self.step = step
-        self.source.commit(prompts)
+        self.source.commit(rollouts.drawn)
         tokens = int(experience["lengths"].sum())
-        self.counters["prompts"] += len(prompts)
+        self.counters["prompts"] += len(rollouts.prompts)
         self.counters["samples"] += len(experience["lengths"])
         self.counters["tokens"] += tokens
         times = self.timer.take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from trainer.data.datasets import Prompt
 from trainer.data.source import PromptSource
 from trainer.errors import UserError
+from trainer.experience import choose_groups
 
 
 def prompts(count: int, answer: str = "") -> list[Prompt]:
@@ -94,3 +96,52 @@ def test_another_format_is_refused():
     source = PromptSource(prompts(5), 1)
     with pytest.raises(UserError, match="data: .* has format 2, this version reads 1"):
         source.load_state_dict({**source.state_dict(), "format": 2})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    wanted=st.integers(1, 5),
+    batches=st.integers(1, 4),
+    steps=st.integers(1, 8),
+    dull=st.sets(st.integers(0, 11)),
+    kills=st.lists(st.integers(0, 30), max_size=6),
+)
+def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_killed(
+    size, wanted, batches, steps, dull, kills
+):
+    """Dynamic sampling: the ledger counts what committed steps used, kills in between change nothing."""
+
+    def run(kills: list[int]) -> list[list[str]]:
+        committed: list[list[str]] = []
+        saved = PromptSource(prompts(size), 1).state_dict()
+        saved_steps, moment = 0, 0
+        source = PromptSource(prompts(size), 1)
+        while len(committed) < steps:
+            drawn: list = []
+            for batch in range(1, batches + 1):
+                moment += 1
+                drawn += source.take(wanted, skip=len(drawn))
+                rewards = np.array([[0.0, float(d.prompt.index // 3 not in dull)] for d in drawn])
+                chosen = choose_groups(rewards, wanted, complete=batch == batches)
+                if chosen is not None:
+                    break
+            if moment in kills:  # dies before the commit; comes back from the last checkpoint
+                kills = [k for k in kills if k != moment]
+                source = PromptSource(prompts(size), 1)
+                source.load_state_dict(saved)
+                del committed[saved_steps:]
+                continue
+            groups, count = chosen
+            assert len(groups) == wanted and groups == sorted(set(groups)) and groups[-1] < count <= len(drawn)
+            source.commit(drawn[:count])
+            committed.append([d.uid for d in drawn[:count]])
+            if len(committed) % 2 == 0:
+                saved, saved_steps = json.loads(json.dumps(source.state_dict())), len(committed)
+        used = [uid for step in committed for uid in step]
+        assert used == [d.uid for d in PromptSource(prompts(size), 1).take(len(used))], (
+            "a prompt was skipped or came twice"
+        )
+        return committed
+
+    assert run(kills) == run([])

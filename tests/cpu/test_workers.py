@@ -24,6 +24,7 @@ from trainer.parallel.batching import Batch, plan_micro_batches
 from trainer.workers.rank import Rank
 
 GROUPS, PER_GROUP, WIDTH = 6, 4, 24
+SCHEDULED = {"policy": 10, "critic": 10}  # optimizer steps
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -71,7 +72,7 @@ def config(**trainer) -> Config:
 
 def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
     """Two steps of policy and critic; returns their metrics and some values of the result."""
-    rank.build(["policy", "critic", "reference"], path, 10)
+    rank.build(["policy", "critic", "reference"], path, SCHEDULED)
     batch = make_batch()
     metrics = [rank.update(role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     if out:
@@ -142,7 +143,7 @@ def test_logprobs_equal_transformers_and_weights_go_back_to_it(model_path, singl
 
 
 def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
-    rank.build(["policy", "critic"], path, 10)
+    rank.build(["policy", "critic"], path, SCHEDULED)
     batch = make_batch()
     for role in ("critic", "policy"):
         rank.update(role, batch, 1)
@@ -157,7 +158,7 @@ def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
 
 
 def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
-    rank.build(["policy", "critic"], path, 10)
+    rank.build(["policy", "critic"], path, SCHEDULED)
     for role in ("critic", "policy"):
         rank.load(role, ShardedFiles(directory), ("weights", "optimizer", "rng"))
     batch = make_batch()
@@ -190,7 +191,7 @@ def config_with_replicas(cfg: Config, replicas: int) -> Config:
 
 
 def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, int, float]:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     before = float(torch.rand(()))
     torch.manual_seed(7)
     expected = float(torch.rand(()))
@@ -202,7 +203,7 @@ def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, in
 
 
 def all_weights(rank: Rank, path: str, directory: str) -> float:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     rank.load("policy", ShardedFiles(directory), ("weights", "optimizer", "rng"))
     assert rank.policy.optimizer_steps > 0
     return float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
@@ -216,7 +217,7 @@ def test_weights_can_be_taken_without_the_rest(model_path, tmp_path):
 
 
 def fail_to_write(rank: Rank, path: str, directory: str) -> tuple[str, float]:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     if rank.rank == 1:  # its shard cannot be made: a directory has its name
         os.makedirs(f"{directory}/policy/__1_0.distcp")
     dist.barrier()
@@ -238,7 +239,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_succe
 
 
 def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     rank.begin_save(["policy"], ShardedFiles(f"{directory}/good"))
     rank.finish_save()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -259,7 +260,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_one_before(model_path, tmp_pa
 
 
 def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[float, bool]:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     rank.update("policy", make_batch(), 1)
     before = float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
     stage = rank.saver._stager.stage
@@ -283,7 +284,7 @@ def test_an_optimizer_step_waits_for_the_copy_of_the_weights(model_path, tmp_pat
 
 
 def step_with_checkpointing(rank: Rank, path: str) -> dict:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     assert rank.policy.module.is_gradient_checkpointing
     return rank.update("policy", make_batch(), 1)
 
@@ -297,7 +298,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(model_path, single_
 
 
 def step_into_nan(rank: Rank, path: str) -> tuple[str, bool]:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     batch = make_batch()
     batch["advantages"][0, 5] = np.nan
     before = [p.full_tensor().clone() for p in rank.policy.module.parameters()]
@@ -315,7 +316,7 @@ def test_a_nan_stops_every_rank_and_leaves_the_weights(model_path):
 
 
 def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
-    rank.build(["policy"], path, 10)
+    rank.build(["policy"], path, SCHEDULED)
     rank.write_weights(out, "bfloat16")
     return {name: tensor.clone() for name, tensor in rank.policy.stream_weights(torch.bfloat16)}
 

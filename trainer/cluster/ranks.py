@@ -56,8 +56,9 @@ class Ranks:
     def build(self, model_path: str) -> None:
         """Load the start weights of every role."""
         t = self.cfg.trainer
-        optimizer_steps = t.total_steps * (t.train_batch_size // t.mini_batch_size) * t.update_epochs
-        pending = [g.start("build", roles, model_path, optimizer_steps) for g, roles in self._hosts()]
+        a_step = (t.train_batch_size // t.mini_batch_size) * t.update_epochs
+        steps = {"critic": t.total_steps * a_step, "policy": (t.total_steps - t.critic.warmup_steps) * a_step}
+        pending = [g.start("build", roles, model_path, steps) for g, roles in self._hosts()]
         for one in pending:
             one.result()
 

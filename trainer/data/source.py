@@ -45,11 +45,11 @@ class PromptSource:
         """Epochs trained, with the fraction of the current one."""
         return self._consumed / len(self.prompts)
 
-    def take(self, count: int) -> list[DrawnPrompt]:
-        """The next `count` prompts."""
+    def take(self, count: int, skip: int = 0) -> list[DrawnPrompt]:
+        """The next `count` prompts, after the `skip` next ones (which the same step has taken already)."""
         orders: dict[int, np.ndarray] = {}
         drawn = []
-        for position in range(self._consumed, self._consumed + count):
+        for position in range(self._consumed + skip, self._consumed + skip + count):
             epoch, offset = divmod(position, len(self.prompts))
             if epoch not in orders:
                 orders[epoch] = permutation(len(self.prompts), self._seed, "epoch", epoch)

@@ -78,21 +78,25 @@ class Rank:
         np.random.seed(seed % 2**32)
         random.seed(seed)
 
-    def build(self, roles: list[str], model_path: str, total_optimizer_steps: int) -> None:
-        """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`."""
+    def build(self, roles: list[str], model_path: str, optimizer_steps: dict[str, int]) -> None:
+        """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`.
+
+        Args:
+            optimizer_steps: of the whole run, by trained role.
+        """
         assert self.mesh is not None, "connect first"
         cfg, t = self.cfg, self.cfg.trainer
         path = resolve_model_path(model_path)
         if "policy" in roles:
             module = load_causal_lm(cfg.model, path, self.mesh, t.policy.fsdp)
             self.policy = PolicyWorker(
-                module, self.mesh, t.max_tokens_per_micro_batch, t.policy.optimizer, total_optimizer_steps
+                module, self.mesh, t.max_tokens_per_micro_batch, t.policy.optimizer, optimizer_steps["policy"]
             )
         if "critic" in roles:
             critic_path = resolve_model_path(t.critic.path) if t.critic.path else path
             module = load_critic(cfg.model, critic_path, self.mesh, t.critic.fsdp)
             self.critic = CriticWorker(
-                module, self.mesh, t.max_tokens_per_micro_batch, t.critic.optimizer, total_optimizer_steps
+                module, self.mesh, t.max_tokens_per_micro_batch, t.critic.optimizer, optimizer_steps["critic"]
             )
         if "reference" in roles:
             module = load_causal_lm(cfg.model, path, self.mesh, t.reference.fsdp)
