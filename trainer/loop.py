@@ -213,6 +213,7 @@ class Trainer:
         if not self._replayed(step, metrics):
             return
         self._log(step, metrics)
+        failpoint("logged")
         self.directory.report(self.progress.note)
         if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
             self.export(step)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer import config_diff
+from trainer.checkpoint import config_diff
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Part, files_part

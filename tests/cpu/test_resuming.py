@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from trainer import config_diff
+from trainer.checkpoint import config_diff
 from trainer.checkpoint.manager import json_part
 from trainer.config import Config, compose
 from trainer.errors import UserError

@@ -327,8 +327,18 @@ def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):
         pool.score(["1"], ["0"])
 
 
+_BEFORE: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Processes of other tests, which are none of ours."""
+    global _BEFORE
+    _BEFORE = set(psutil.Process().children(recursive=True))
+
+
 def _processes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
+    children = set(psutil.Process().children(recursive=True)) - _BEFORE
     return [p for p in children if "spawn_main" in " ".join(p.cmdline())]
 
 

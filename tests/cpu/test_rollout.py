@@ -299,7 +299,7 @@ def ranks(tied, model_paths) -> Iterator[ServedRanks]:
     cfg.trainer.mini_batch_size = 4
     cfg.trainer.policy.optimizer.lr = 3e-3  # large enough that old weights would show
     with ServedRanks(2, cfg) as ranks:
-        ranks.call("build", ["policy"], model_paths[tied], 100)
+        ranks.call("build", ["policy"], model_paths[tied], {"policy": 100})
         yield ranks
 
 

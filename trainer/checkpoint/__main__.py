@@ -129,8 +129,8 @@ def _show(args: argparse.Namespace) -> Result:
 def _diff(args: argparse.Namespace) -> Result:
     import yaml
 
+    from trainer.checkpoint.config_diff import changes
     from trainer.checkpoint.tensors import compare
-    from trainer.config_diff import changes
 
     a, b = Storage(args.a), Storage(args.b)
     for path in (args.a, args.b):

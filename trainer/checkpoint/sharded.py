@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import posixpath
+import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,8 +58,10 @@ class ShardedFiles:
                 sync_file(posixpath.join(base, file))
             sync_directory(base)
         except dcp.CheckpointException as error:  # a BaseException: nothing else catches it
-            cause = next(iter(error.failures.values()))[0]
-            raise OSError(f"{name}: rank {next(iter(error.failures))} could not write: {cause}") from None
+            failed, (cause, _) = next(iter(error.failures.items()))
+            # torch's own message about a full disk does not say that it is full.
+            free = shutil.disk_usage(self.directory).free / 1e9
+            raise OSError(f"rank {failed} could not write {name}: {cause} ({free:.2f} GB are free)") from None
         entries = []
         for file in written:
             path = posixpath.join(base, file)

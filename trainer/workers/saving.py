@@ -91,7 +91,7 @@ class BackgroundSaver:
                 staged = {name: self._stager.stage(state) for name, state in states.items()}
             except Exception as error:
                 staged = {}
-                self._agree(f"copying the state failed: {error}")
+                self._agree(f"rank {dist.get_rank(self._group)} could not copy its state: {error}")
             else:
                 self._agree(None)
             finally:
@@ -113,4 +113,4 @@ class BackgroundSaver:
         """One rank's failure is everybody's, before any of them waits for a file that never comes."""
         problems: list[str | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(problems, problem, group=self._group)
-        self._problem = next((f"rank {i}: {p}" for i, p in enumerate(problems) if p is not None), None)
+        self._problem = next((p for p in problems if p is not None), None)
