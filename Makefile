@@ -16,7 +16,7 @@ demo: setup  ## train the embedded default with GRPO
 	$(BIN)/python -m trainer.main $(ARGS)
 
 test: setup  ## the CPU tests
-	$(BIN)/python -m pytest tests/cpu $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -n 2 --dist loadfile $(ARGS)
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)

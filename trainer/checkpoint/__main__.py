@@ -196,11 +196,11 @@ _COMMANDS = {"ls": _ls, "verify": _verify, "show": _show, "diff": _diff, "export
 
 
 def _open(root: str) -> CheckpointManager:
-    below = posixpath.join(root, "checkpoints")
-    checkpoints = CheckpointManager(below if Storage(below).list() else root)
-    if not checkpoints.storage.list():
-        raise UserError(f"{root}: no such directory, or an empty one")
-    return checkpoints
+    for place in (posixpath.join(root, "checkpoints"), root):
+        checkpoints = CheckpointManager(place)
+        if any("global_step_" in name for name in checkpoints.storage.list()):
+            return checkpoints
+    raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
 
 
 def _json(storage: Storage, name: str) -> dict[str, Any]:
