@@ -21,7 +21,8 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
 from trainer.checkpoint.manifest import DamagedError, verify
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.sharded import ShardedFiles, load_metadata
+from trainer.checkpoint.safe_dcp import load_metadata
+from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError
 
 

@@ -1,25 +1,22 @@
-"""How one rank writes and reads its share of a sharded state: DCP, made durable, hashed and safe to load."""
+"""How one rank writes and reads its share of a sharded state: DCP, made durable and hashed."""
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import posixpath
 import shutil
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, ReadItem
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manifest import FileEntry
 from trainer.durable import digest_file, sync_directory, sync_file, write_file
 from trainer.errors import UserError
 from trainer.failpoints import failpoint
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# DCP takes seconds to import. The driver only names the files that the ranks write, so it does without.
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,14 @@ class ShardedFiles:
         Raises:
             OSError: a rank could not write; the same on every rank.
         """
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
         base = posixpath.join(self.directory, name)
         rank = dist.get_rank(group)
         written = []
         try:
-            writer = FileSystemWriter(base, single_file_per_rank=True, sync_files=True)
+            writer = dcp.FileSystemWriter(base, single_file_per_rank=True, sync_files=True)
             dcp.save(state, storage_writer=writer, process_group=group)
             failpoint("save:shards_written")
             if rank == 0:
@@ -74,6 +74,10 @@ class ShardedFiles:
 
         Executes nothing that the files hold.
         """
+        import torch.distributed.checkpoint as dcp
+
+        from trainer.checkpoint.safe_dcp import SafePlanner, SafeReader
+
         base = posixpath.join(self.directory, name)
         try:
             dcp.load(state, storage_reader=SafeReader(base), planner=SafePlanner(), process_group=group)
@@ -85,68 +89,3 @@ class ShardedFiles:
         """The content of a small file below `{directory}/{name}`."""
         with open(posixpath.join(self.directory, name, file), "rb") as handle:
             return handle.read()
-
-
-class SafeReader(FileSystemReader):
-    """Reads `.metadata` with an unpickler that knows nothing but what DCP puts there."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = load_metadata(file)
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class SafePlanner(DefaultLoadPlanner):
-    """Loads plain values as `weights_only`; DCP's own planner would execute what they hold."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        from torch.distributed.checkpoint._nested_dict import set_element
-
-        loaded = torch.load(value, weights_only=True)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
-        else:
-            self.state_dict[read_item.dest_index.fqn] = loaded
-
-
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                 "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "Path"),
-}  # fmt: skip
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _ALLOWED and not is_dtype:
-            raise UserError(f".metadata names {module}.{name}, which no checkpoint needs; it was not executed")
-        return super().find_class(module, name)
-
-
-def load_metadata(file: Any) -> Metadata:
-    """DCP's description of the shards, read without executing anything that the file holds.
-
-    Raises:
-        UserError: it is no such description, names anything else, or leads out of its directory.
-    """
-    try:
-        metadata = _MetadataUnpickler(file).load()
-    except UserError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise UserError(f".metadata is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(metadata, Metadata) or metadata.storage_meta is None:
-        raise UserError(".metadata does not describe a sharded state")
-    for info in metadata.storage_data.values():
-        if posixpath.basename(str(info.relative_path)) != str(info.relative_path):
-            raise UserError(f".metadata names the file {info.relative_path!r}, which is not beside it")
-    return metadata

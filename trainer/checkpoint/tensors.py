@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.checkpoint.sharded import SafePlanner, SafeReader, load_metadata
+from trainer.checkpoint.safe_dcp import SafePlanner, SafeReader, load_metadata
 from trainer.durable import sync_directory, sync_tree
 from trainer.errors import UserError
 
