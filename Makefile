@@ -16,7 +16,7 @@ demo: setup  ## train the embedded default with GRPO
 	$(BIN)/python -m trainer.main $(ARGS)
 
 test: setup  ## the CPU tests
-	$(BIN)/python -m pytest tests/cpu -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)
@@ -28,6 +28,7 @@ lint: setup
 lock: setup  ## re-resolve; ARGS=--upgrade to move every pin
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/lock.py $(ARGS)
 
-docs: setup  ## docs/config.md from the typed schema, docs/metrics.md from the metric names
+docs: setup  ## docs/config.md from the schema, docs/metrics.md from the names, docs/algorithms.md from docstrings
 	$(BIN)/python -m trainer.config > .venv/config.md && mv .venv/config.md docs/config.md
 	$(BIN)/python -m trainer.metrics.names > .venv/metrics.md && mv .venv/metrics.md docs/metrics.md
+	$(BIN)/python -m tools.algorithms_doc > .venv/algorithms.md && mv .venv/algorithms.md docs/algorithms.md

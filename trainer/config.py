@@ -18,10 +18,32 @@ from typing import Any
 
 from trainer.errors import UserError
 
-ADVANTAGE_ESTIMATORS = ("grpo", "gae")
-POLICY_LOSSES = ("clip",)
+# What each function of `trainer.algorithms` takes, by the names of the keys below. A test holds these tables
+# against the functions; they are here because nothing here may import torch.
+ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam", "normalize_std"),
+    "grpo": ("normalize_std",),
+    "rloo": (),
+    "reinforce_plus_plus": ("gamma",),
+    "reinforce_plus_plus_baseline": (),
+    "remax": ("gamma",),
+    "maxrl": (),
+    "opo": (),
+    "grpo_passk": ("pass_k",),
+}
+LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
+    "clip": ("clip_low", "clip_high", "dual_clip"),
+    "gspo": ("clip_low", "clip_high"),
+    "cispo": ("clip_low", "clip_high"),
+    "sapo": ("tau_pos", "tau_neg"),
+    "clip_cov": ("clip_low", "clip_high", "cov_frac", "cov_low", "cov_high"),
+    "kl_cov": ("cov_frac", "cov_kl_coef"),
+    "reinforce": (),
+    "importance_weighted_ce": ("max_weight",),
+}
+COMPARE_GROUPS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "opo", "grpo_passk")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
 GENERATORS = ("arithmetic", "reverse_text")
 
@@ -185,15 +207,41 @@ class TrainerConfig:
 @dataclass
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
-    """`grpo` (rewards relative to the group) or `gae` (with a critic)."""
-    normalize_std: bool = True
-    """`grpo`: divide by the group's standard deviation; `gae`: whiten advantages over the batch."""
+    """`gae` (with a critic), `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`, `maxrl`,
+    `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
+    normalize_std: bool | None = None
+    """`grpo`: divide by the group's standard deviation; `gae`: whiten over the batch. null: the function's default."""
+    gamma: float | None = None
+    """`gae`, `reinforce_plus_plus`, `remax`: discount."""
+    lam: float | None = None
+    """`gae`: lambda."""
+    pass_k: int | None = None
+    """`grpo_passk`: the k."""
     policy_loss: str = "clip"
-    """`clip`: PPO's clipped surrogate."""
-    clip_low: float = 0.2
-    """The ratio's lower bound is 1 - this."""
-    clip_high: float = 0.2
-    """The ratio's upper bound is 1 + this."""
+    """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
+    docs/algorithms.md), or an import path `package.module:function`."""
+    clip_low: float | None = None
+    """`clip`, `gspo`, `cispo`, `clip_cov`: the ratio's lower bound is 1 - this."""
+    clip_high: float | None = None
+    """The same: the upper bound is 1 + this."""
+    dual_clip: float | None = None
+    """`clip`: for negative advantages the loss is at most this (above 1) times their size."""
+    tau_pos: float | None = None
+    """`sapo`: temperature of the gate for positive advantages."""
+    tau_neg: float | None = None
+    """`sapo`: the same for negative ones."""
+    cov_frac: float | None = None
+    """`clip_cov`, `kl_cov`: share of the tokens that is held back."""
+    cov_low: float | None = None
+    """`clip_cov`: only tokens with a covariance above this."""
+    cov_high: float | None = None
+    """`clip_cov`: and below this."""
+    cov_kl_coef: float | None = None
+    """`kl_cov`: weight of the penalty."""
+    max_weight: float | None = None
+    """`importance_weighted_ce`: importance weights are truncated here."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of functions that are given by import path."""
     aggregation: str = "token_mean"
     """How token losses become one number, always over the global mini-batch: `token_mean`,
     `seq_mean_token_mean`, `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by
@@ -203,15 +251,33 @@ class AlgorithmConfig:
     kl_in: str = "loss"
     """Where the KL goes: `loss` (a term of the policy loss) or `reward` (taken off each token's reward)."""
     kl_estimator: str = "k3"
-    """`k1`, `k2` or `k3` (Schulman, Approximating KL divergence, 2020)."""
+    """`k1`, `k2`, `k3`, `abs`, or straight through, in the loss: `k1+`, `k3+`."""
+    kl_controller: str = "fixed"
+    """`fixed`, or `adaptive`: `kl_coef` is steered so that the KL comes to `kl_target`."""
+    kl_target: float = 0.05
+    """`adaptive`: KL per token, nats."""
+    kl_horizon: float = 10000
+    """`adaptive`: completions over which the weight may change by a fifth or so."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the policy loss."""
-    gamma: float = 1.0
-    """`gae`: discount."""
-    lam: float = 1.0
-    """`gae`: lambda."""
     value_clip: float = 0.2
     """`gae`: new values are clipped to this far from the old ones in the value loss."""
+    rollout_correction: str | None = None
+    """Weigh tokens by trainer to engine probability: `tis` (truncated) or `mis` (masked); null: not."""
+    rollout_correction_level: str = "token"
+    """One weight a `token`, or one a sequence: `arithmetic`, `geometric` or `product` of its tokens' ratios."""
+    rollout_correction_low: float = 0.5
+    """`mis`: ratios below are left out."""
+    rollout_correction_high: float = 2.0
+    """Ratios above are cut to this (`tis`) or left out (`mis`)."""
+    filter_zero_variance: bool = False
+    """Leave prompts whose completions all got the same reward out of the losses, and of their denominators."""
+    overlong_buffer: int = 0
+    """DAPO's soft punishment: the reward falls over the last this many tokens before the limit; 0: none."""
+    overlong_factor: float = 1.0
+    """How far it falls."""
+    overlong_masking: bool = False
+    """Leave completions that were cut at the limit out of the losses."""
     dynamic_sampling: bool = False
     """Draw further prompts in place of those whose completions all get the same reward (DAPO, Yu et al., 2025)."""
     max_sample_batches: int = 10
@@ -436,8 +502,8 @@ def validate(cfg: Config) -> None:
     at_least(1, "trainer.val_interval", "trainer.hf_save_interval", "trainer.keep_every", "trainer.max_ckpts_to_keep",
              "data.train_size", "data.val_size", "rollout.top_k", also=(-1,))  # fmt: skip
     at_least(0, "trainer.seed", "model.tiny.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature",
-             "logger.samples", "algorithm.kl_coef", "algorithm.clip_low", "algorithm.clip_high",
-             "algorithm.entropy_coef", "algorithm.value_clip")  # fmt: skip
+             "logger.samples", "algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.value_clip",
+             "algorithm.overlong_buffer", "algorithm.overlong_factor", "algorithm.rollout_correction_low")  # fmt: skip
     for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
         at_least(1, f"model.tiny.{name}")
     if cfg.model.tiny.num_heads % cfg.model.tiny.num_kv_heads:
@@ -449,11 +515,23 @@ def validate(cfg: Config) -> None:
     for key in ("trainer.policy.fsdp", "trainer.critic.fsdp", "trainer.reference.fsdp"):
         one_of(f"{key}.param_dtype", ("auto", "bfloat16", "float32"))
         one_of(f"{key}.reduce_dtype", ("float32", "bfloat16"))
-    for key in ("algorithm.gamma", "algorithm.lam", "rollout.top_p", "rollout.gpu_memory_utilization"):
-        at_least(0, key)
+    for key in ("algorithm.gamma", "algorithm.lam", "algorithm.cov_frac", "rollout.top_p",
+                "rollout.gpu_memory_utilization"):  # fmt: skip
         section, name = key.split(".")
-        if getattr(getattr(cfg, section), name) > 1:
-            fail(key, "must be between 0 and 1")
+        if getattr(getattr(cfg, section), name) is not None:
+            at_least(0, key)
+            if getattr(getattr(cfg, section), name) > 1:
+                fail(key, "must be between 0 and 1")
+    for name in ("clip_low", "clip_high", "cov_kl_coef"):
+        if getattr(a, name) is not None:
+            at_least(0, f"algorithm.{name}")
+    for name in ("tau_pos", "tau_neg", "max_weight", "kl_target", "kl_horizon", "rollout_correction_high"):
+        if getattr(a, name) is not None:
+            at_least(1e-9, f"algorithm.{name}")
+    if a.pass_k is not None:
+        at_least(1, "algorithm.pass_k")
+    if a.dual_clip is not None and not a.dual_clip > 1:
+        fail("algorithm.dual_clip", "must be above 1")
     if r.top_p == 0:
         fail("rollout.top_p", "must be above 0 (1 keeps all tokens)")
     for key in ("trainer.worker_timeout_s", "reward.timeout_s", "trainer.mean_time_between_failures"):
@@ -473,8 +551,12 @@ def validate(cfg: Config) -> None:
     one_of("trainer.verify_checkpoint", ("hash", "size", "off"))
     one_of("trainer.best_mode", ("max", "min"))
     one_of("trainer.on_resume_mismatch", ("warn", "stop", "fallback"))
-    one_of("algorithm.advantage_estimator", ADVANTAGE_ESTIMATORS)
-    one_of("algorithm.policy_loss", POLICY_LOSSES)
+    for key, table in (("advantage_estimator", ADVANTAGE_OPTIONS), ("policy_loss", LOSS_OPTIONS)):
+        if ":" not in getattr(a, key):
+            one_of(f"algorithm.{key}", tuple(table))
+    one_of("algorithm.kl_controller", ("fixed", "adaptive"))
+    one_of("algorithm.rollout_correction", (None, "tis", "mis"))
+    one_of("algorithm.rollout_correction_level", ("token", "arithmetic", "geometric", "product"))
     one_of("algorithm.aggregation", AGGREGATIONS)
     one_of("algorithm.kl_in", ("loss", "reward"))
     one_of("algorithm.kl_estimator", KL_ESTIMATORS)
@@ -511,10 +593,23 @@ def validate(cfg: Config) -> None:
             datetime.fromisoformat(t.stop_at)
         except ValueError:
             fail("trainer.stop_at", "must be a time such as 2026-11-21T18:00")
-    if a.advantage_estimator == "grpo" and r.n < 2:
-        fail("rollout.n", "algorithm.advantage_estimator=grpo compares completions of a prompt and needs at least 2")
-    if r.temperature == 0 and a.advantage_estimator == "grpo":
-        fail("rollout.temperature", "greedy completions of a prompt are all equal; grpo needs a value above 0")
+    _check_options(a, fail)
+    if a.advantage_estimator in COMPARE_GROUPS:
+        if r.n < 2:
+            fail("rollout.n", f"algorithm.advantage_estimator={a.advantage_estimator} compares completions of a "
+                 "prompt and needs at least 2")  # fmt: skip
+        if r.temperature == 0:
+            fail("rollout.temperature", "greedy completions of a prompt are all equal; "
+                 f"{a.advantage_estimator} needs a value above 0")  # fmt: skip
+    if a.pass_k is not None and a.pass_k > r.n:
+        fail("algorithm.pass_k", f"exceeds rollout.n={r.n}")
+    if a.kl_in == "reward" and a.kl_estimator.endswith("+"):
+        fail("algorithm.kl_estimator", "a straight-through estimator only differs in its gradient, and a reward has "
+             "none; choose k1, k2, k3 or abs")  # fmt: skip
+    if a.kl_controller == "adaptive" and a.kl_coef == 0:
+        fail("algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
+    if a.overlong_buffer > r.max_response_tokens:
+        fail("algorithm.overlong_buffer", f"exceeds rollout.max_response_tokens={r.max_response_tokens}")
     if a.dynamic_sampling and r.n < 2:
         fail("rollout.n", "algorithm.dynamic_sampling compares completions of a prompt and needs at least 2")
     if t.critic.warmup_steps >= t.total_steps:
@@ -553,6 +648,30 @@ def validate(cfg: Config) -> None:
              f"model.tiny.max_position_embeddings={cfg.model.tiny.max_position_embeddings}")  # fmt: skip
 
 
+def chosen_options(function: Any, algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The options of `function` (its keyword-only parameters) that the config sets."""
+    takes = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    named = {option for options in (*ADVANTAGE_OPTIONS.values(), *LOSS_OPTIONS.values()) for option in options}
+    chosen = {name: getattr(algorithm, name) for name in sorted(takes & named)}
+    return {n: v for n, v in chosen.items() if v is not None} | {
+        n: v for n, v in algorithm.options.items() if n in takes
+    }
+
+
+def _check_options(a: AlgorithmConfig, fail: Any) -> None:
+    """Options that the chosen functions do not take are errors, not ignored."""
+    imported = ":" in a.advantage_estimator or ":" in a.policy_loss
+    taken = {*ADVANTAGE_OPTIONS.get(a.advantage_estimator, ()), *LOSS_OPTIONS.get(a.policy_loss, ())}
+    for table, key in ((ADVANTAGE_OPTIONS, "advantage_estimator"), (LOSS_OPTIONS, "policy_loss")):
+        for name in sorted({option for options in table.values() for option in options}):
+            if getattr(a, name) is not None and name not in taken and not imported:
+                takes = table[getattr(a, key)]
+                fail(f"algorithm.{name}", f"algorithm.{key}={getattr(a, key)} does not take it; "
+                     + (f"it takes {', '.join(takes)}" if takes else "it takes no option"))  # fmt: skip
+    if a.options and not imported:
+        fail("algorithm.options", "is for functions given by import path")
+
+
 def _changed_keys(value: Any, default: Any, prefix: str) -> list[str]:
     """Names of the leaf keys in which two equal dataclasses differ."""
     changed = []
@@ -586,6 +705,7 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
+    OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
 
 
 def _sweep_suffix() -> str:

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trainer.algorithms import ADVANTAGES, kl_penalty
-from trainer.config import AlgorithmConfig
+from trainer.algorithms import (
+    ADVANTAGES,
+    correction_weights,
+    informative_groups,
+    kl_penalty,
+    mismatch,
+    options_of,
+    overlong_penalty,
+    resolve,
+)
+from trainer.config import AlgorithmConfig, Config, chosen_options
 from trainer.parallel.batching import Batch, stack_padded
 
 if TYPE_CHECKING:
@@ -31,6 +40,8 @@ class Rollouts:
     drawn: list[DrawnPrompt]
     """What the ledger counts as consumed once the step commits: the prompts, and those passed over for them."""
     metrics: dict[str, float]
+    baselines: np.ndarray | None = None
+    """`(P * n,)`, the reward of each prompt's greedy completion (for `remax`)."""
 
 
 def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
@@ -79,29 +90,62 @@ def build_batch(prompts: Sequence[DrawnPrompt], completions: Sequence[Completion
     }
 
 
-def add_advantages(batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig) -> Batch:
+def shape_rewards(rewards: np.ndarray, completions: Sequence[Completion], cfg: Config) -> np.ndarray:
+    """The rewards `(B,)` that are trained on: with DAPO's punishment of long completions, if that is on."""
+    a = cfg.algorithm
+    if a.overlong_buffer == 0:
+        return rewards
+    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    penalty = overlong_penalty(lengths, cfg.rollout.max_response_tokens, a.overlong_buffer, a.overlong_factor)
+    return rewards + penalty.numpy()
+
+
+def add_advantages(
+    batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float = 0.0,
+    baselines: np.ndarray | None = None,
+) -> Batch:  # fmt: skip
     """`batch` with `advantages` and `returns` `(B, T)`.
 
     The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
-    `kl_coef` times its KL to the reference.
+    `kl_coef` times its KL to the reference. With a rollout correction the advantages are multiplied by its
+    weights: every policy loss is linear in them.
+
+    Args:
+        baselines: `(B,)`, what `remax` subtracts.
     """
-    mask = torch.from_numpy(batch["response_mask"])
+    tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
+    mask = tensors["response_mask"]
     token_rewards = torch.zeros_like(mask)
     # The mask is one run of ones that ends with the row, so the last completion token is the last token.
-    last = torch.from_numpy(batch["lengths"]) - 1
+    last = tensors["lengths"] - 1
     token_rewards[torch.arange(len(last)), last] = torch.from_numpy(rewards.astype(np.float32))
     if algorithm.kl_in == "reward" and "ref_logprobs" in batch:
-        kl = kl_penalty(
-            torch.from_numpy(batch["old_logprobs"]), torch.from_numpy(batch["ref_logprobs"]), algorithm.kl_estimator
-        )
-        token_rewards = token_rewards - algorithm.kl_coef * kl * mask
-    options: dict = {"normalize_std": algorithm.normalize_std}
-    if "values" in batch:
-        options |= {"values": torch.from_numpy(batch["values"]), "gamma": algorithm.gamma, "lam": algorithm.lam}
-    advantages, returns = ADVANTAGES[algorithm.advantage_estimator](
-        token_rewards, mask, torch.from_numpy(batch["group_ids"]), **options
-    )
+        kl = kl_penalty(tensors["old_logprobs"], tensors["ref_logprobs"], algorithm.kl_estimator)
+        token_rewards = token_rewards - kl_coef * kl * mask
+    function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
+    given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
+    options = chosen_options(function, algorithm) | {
+        name: value.float() for name, value in given.items() if value is not None and name in options_of(function)
+    }
+    advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
+    if algorithm.rollout_correction is not None:
+        weights, _ = correction_weights(
+            tensors["old_logprobs"], tensors["rollout_logprobs"], mask, kind=algorithm.rollout_correction,
+            level=algorithm.rollout_correction_level, low=algorithm.rollout_correction_low,
+            high=algorithm.rollout_correction_high,
+        )  # fmt: skip
+        advantages = advantages * weights
     return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
+
+
+def leave_out_rows(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion], a: AlgorithmConfig) -> Batch:
+    """`batch` whose `response_mask` is 0 in the rows that are not to be learnt from."""
+    keep = np.ones(len(rewards), dtype=bool)
+    if a.filter_zero_variance:
+        keep &= informative_groups(torch.from_numpy(rewards), torch.from_numpy(batch["group_ids"])).numpy()
+    if a.overlong_masking:
+        keep &= np.asarray([c.finish_reason != "length" for c in completions])
+    return batch if keep.all() else {**batch, "response_mask": batch["response_mask"] * keep[:, None]}
 
 
 def describe(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion]) -> dict[str, float]:
@@ -120,6 +164,8 @@ def describe(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion
         "rollout/logprob_diff_mean": difference.mean(),
         "rollout/logprob_diff_max": difference.max(),
     }
+    shown = mismatch(*(torch.from_numpy(batch[n]) for n in ("old_logprobs", "rollout_logprobs", "response_mask")))
+    metrics |= {f"rollout/{name}": value for name, value in shown.items()}
     if "values" in batch:
         returns, errors = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
         metrics["critic/explained_variance"] = 1 - errors.var() / max(returns.var(), 1e-8)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, AdaptiveKL, FixedKL
+from trainer.algorithms import resolve as resolve_function
 from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
@@ -21,7 +23,15 @@ from trainer.data.datasets import load_prompts
 from trainer.data.source import DrawnPrompt, PromptSource
 from trainer.durable import sync_directory, sync_tree
 from trainer.errors import NonFiniteError, UserError
-from trainer.experience import Rollouts, add_advantages, build_batch, choose_groups, describe
+from trainer.experience import (
+    Rollouts,
+    add_advantages,
+    build_batch,
+    choose_groups,
+    describe,
+    leave_out_rows,
+    shape_rewards,
+)
 from trainer.failpoints import failpoint
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
@@ -56,6 +66,9 @@ class Trainer:
         self.best: dict[str, float] = {}
         self.tracker_state: dict[str, Any] = {}
         self.timer = Timer()
+        a = cfg.algorithm
+        adaptive = a.kl_controller == "adaptive"
+        self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
         self.cluster = cluster
         self.directory = directory
         self.stop = stop
@@ -131,16 +144,28 @@ class Trainer:
             drawn, completions, failures = drawn + prompts, completions + sampled, failures + failed
             rewards = np.concatenate([rewards, more])
             if not dynamic:
-                return Rollouts(drawn, completions, rewards, drawn, {"reward/failures": failures})
+                metrics = {"reward/failures": failures}
+                return Rollouts(drawn, completions, rewards, drawn, metrics, self._baselines(drawn, step))
             chosen = choose_groups(rewards.reshape(-1, n), wanted, complete=batch == batches)
             if chosen is not None:
                 break
         groups, used = chosen
         rows = [group * n + i for group in groups for i in range(n)]
         metrics = {"reward/failures": failures, "sampling/batches": batch, "sampling/filtered": used - len(groups)}
-        return Rollouts(
-            [drawn[i] for i in groups], [completions[i] for i in rows], rewards[rows], drawn[:used], metrics
-        )
+        prompts = [drawn[i] for i in groups]
+        baselines = self._baselines(prompts, step)
+        return Rollouts(prompts, [completions[i] for i in rows], rewards[rows], drawn[:used], metrics, baselines)
+
+    def _baselines(self, prompts: list[DrawnPrompt], step: int) -> np.ndarray | None:
+        """The reward of each prompt's greedy completion, once for each of its completions; for `remax` alone."""
+        if self.cfg.algorithm.advantage_estimator != "remax":
+            return None
+        requests = [Request(p.prompt.token_ids, request_seed(self.cfg.trainer.seed, step, p.uid, -1)) for p in prompts]
+        with self.timer("rollout"):
+            greedy = self.rollout.generate(requests, self._sampling(0.0, 1.0, -1))
+        with self.timer("reward"):
+            rewards, _ = self._reward(greedy, [p.prompt.answer for p in prompts])
+        return np.repeat(rewards, self.cfg.rollout.n)
 
     def generate(self, prompts: list[DrawnPrompt], step: int) -> list[Completion]:
         """`rollout.n` completions a prompt, those of one prompt together."""
@@ -164,8 +189,13 @@ class Trainer:
                 batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
             if self.cfg.has_critic:
                 batch["values"] = self.ranks.values(stored, shape)
-        batch = add_advantages(batch, rollouts.rewards, self.cfg.algorithm)
-        return batch, {**describe(batch, rollouts.rewards, rollouts.completions), **rollouts.metrics}
+        completions, algorithm = rollouts.completions, self.cfg.algorithm
+        rewards = shape_rewards(rollouts.rewards, completions, self.cfg)
+        batch = add_advantages(batch, rewards, algorithm, self.kl.coef, rollouts.baselines)
+        metrics = {**describe(batch, rollouts.rewards, completions), **rollouts.metrics}
+        if algorithm.kl_controller == "adaptive":
+            metrics["policy/kl_coef"] = self.kl.coef
+        return leave_out_rows(batch, rewards, completions, algorithm), metrics
 
     def update(self, experience: Batch, step: int) -> dict[str, float]:
         """Critic, then policy."""
@@ -174,7 +204,7 @@ class Trainer:
             stored = self.cluster.put(experience)
             try:
                 for role in self._trained_roles(step):
-                    result = self.ranks.update(role, stored, step)
+                    result = self.ranks.update(role, stored, step, self.kl.coef)
                     metrics |= {f"{role}/{name}": value for name, value in result.items()}
             except NonFiniteError as error:
                 self.directory.finish(self.progress.note)  # the state before this step is good
@@ -199,6 +229,8 @@ class Trainer:
         t = self.cfg.trainer
         self.step = step
         self.source.commit(rollouts.drawn)
+        if "policy/kl" in metrics:
+            self.kl.update(metrics["policy/kl"], len(experience["lengths"]))
         tokens = int(experience["lengths"].sum())
         self.counters["prompts"] += len(rollouts.prompts)
         self.counters["samples"] += len(experience["lengths"])
@@ -296,7 +328,7 @@ class Trainer:
         return {
             "step": self.step,
             "counters": self.counters,
-            "kl_controller": {"kind": "fixed", "kl_coef": self.cfg.algorithm.kl_coef},
+            "kl_controller": self.kl.state_dict(),
             "best": self.best,
             "tracker": self.tracker.state_dict(),
             "weight_version": self.step + 1,
@@ -307,6 +339,7 @@ class Trainer:
         self.step = state["step"]
         self.counters = state["counters"]
         self.best = state["best"]
+        self.kl.load_state_dict(state["kl_controller"])
         self.tracker_state = {} if self.directory.resume.fork else state["tracker"]
         rng = {name: bytearray(base64.b64decode(text)) for name, text in state["rng"].items()}
         restore_rng({name: torch.frombuffer(data, dtype=torch.uint8) for name, data in rng.items()})
@@ -419,6 +452,11 @@ def check_inputs(cfg: Config) -> None:
         UserError: the reward or the model cannot be used as the config says.
     """
     resolve(cfg.reward.name)
+    for registry, key in ((ADVANTAGES, "advantage_estimator"), (POLICY_LOSSES, "policy_loss")):
+        try:
+            resolve_function(registry, getattr(cfg.algorithm, key), f"algorithm.{key}")
+        except ValueError as error:
+            raise UserError(str(error)) from error
     if cfg.model.path is not None:
         load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
 

@@ -1,8 +1,11 @@
-"""Advantages, losses and KL against plain float64 loops written from the formulas."""
+"""Advantages, losses, KL and the rest against plain float64 loops written from the papers."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +13,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, Totals, aggregate, kl_penalty, value_loss
-from trainer.algorithms.aggregation import AGGREGATIONS
+from tests.cpu import reference_algorithms as reference
+from trainer.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LEVELS,
+    POLICY_LOSSES,
+    AdaptiveKL,
+    FixedKL,
+    Totals,
+    aggregate,
+    correction_weights,
+    informative_groups,
+    kl_penalty,
+    mismatch,
+    options_of,
+    overlong_penalty,
+    resolve,
+    value_loss,
+)
 
 CASES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.integers(0, 2**31))
+SPLIT_DEPENDENT = ("clip_cov", "kl_cov")  # their selection is per piece, and says so
 
 
 def case(groups: int, per_group: int, width: int, seed: int):
@@ -22,104 +45,173 @@ def case(groups: int, per_group: int, width: int, seed: int):
     shape = (groups * per_group, width)
     mask = torch.from_numpy((rng.random(shape) < 0.7).astype(np.float64))
 
-    def tensor(scale: float = 1.0) -> torch.Tensor:
-        values = torch.from_numpy(rng.normal(size=shape) * scale)
-        return torch.where(mask > 0, values, torch.tensor(math.inf if rng.random() < 0.5 else math.nan))
+    def tensor(scale: float = 1.0, whole: bool = False) -> torch.Tensor:
+        values = rng.integers(0, 2, shape).astype(float) if whole else rng.normal(size=shape) * scale
+        rubbish = rng.choice([math.inf, -math.inf, math.nan])
+        return torch.where(mask > 0, torch.from_numpy(values), torch.tensor(rubbish))
 
     ids = torch.from_numpy(np.repeat(rng.permutation(groups), per_group))
     return mask, ids, tensor
 
 
-@settings(max_examples=60, deadline=None)
-@given(CASES, st.booleans())
-def test_grpo_is_its_formula(shape, normalize):
+def rows(values: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
+    return [[x for x, m in zip(*pair, strict=True) if m] for pair in zip(values.tolist(), mask.tolist(), strict=True)]
+
+
+def assert_rows(values: torch.Tensor, mask: torch.Tensor, expected: list[list[float]]) -> None:
+    assert torch.isfinite(values).all() and not values[mask == 0].any()
+    for ours, theirs in zip(rows(values, mask), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=CASES,
+    name=st.sampled_from(sorted(ADVANTAGES)),
+    whole=st.booleans(),
+    normalize=st.booleans(),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    k=st.integers(1, 4),
+)
+def test_advantages_are_their_formulas(shape, name, whole, normalize, gamma, lam, k):
     mask, ids, tensor = case(*shape)
-    rewards = tensor()
-    advantages, returns = ADVANTAGES["grpo"](rewards, mask, ids, normalize_std=normalize)
-    totals = [sum(r for r, m in zip(rs, ms, strict=True) if m) for rs, ms in
-              zip(rewards.tolist(), mask.tolist(), strict=True)]  # fmt: skip
-    for i, group in enumerate(ids.tolist()):
-        members = [t for t, g in zip(totals, ids.tolist(), strict=True) if g == group]
-        mean = sum(members) / len(members)
-        expected = 0.0 if max(members) == min(members) else totals[i] - mean
-        if normalize and expected:
-            expected /= math.sqrt(sum((t - mean) ** 2 for t in members) / (len(members) - 1)) + 1e-6
-        for t in range(mask.shape[1]):
-            assert advantages[i, t].item() == pytest.approx(expected if mask[i, t] else 0.0, abs=1e-9)
-    assert torch.equal(advantages, returns)
+    rewards, values = tensor(whole=whole), tensor()
+    baselines = torch.linspace(-1, 1, len(ids), dtype=torch.float64)
+    takes = options_of(ADVANTAGES[name])
+    ours = {"values": values, "gamma": gamma, "lam": lam, "normalize_std": normalize, "baselines": baselines,
+            "pass_k": k}  # fmt: skip
+    theirs = {**ours, "values": rows(values, mask), "baselines": baselines.tolist()}
+    advantages, returns = ADVANTAGES[name](rewards, mask, ids, **{n: v for n, v in ours.items() if n in takes})
+    formula = getattr(reference, name)
+    wanted = {n: v for n, v in theirs.items() if n in inspect.signature(formula).parameters}
+    expected = formula(rows(rewards, mask), ids.tolist(), **wanted)
+    assert_rows(advantages, mask, expected)
+    if name == "gae":
+        plain = reference.gae(rows(rewards, mask), ids.tolist(), rows(values, mask), gamma, lam)
+        expected_returns = [
+            [a + v for a, v in zip(*p, strict=True)] for p in zip(plain, rows(values, mask), strict=True)
+        ]
+        assert_rows(returns, mask, expected_returns)
+    elif "gamma" in takes:
+        assert_rows(returns, mask, reference.to_go(rows(rewards, mask), gamma))
+    else:
+        assert torch.equal(advantages, returns)
 
 
-@settings(max_examples=60, deadline=None)
-@given(CASES, st.floats(0, 1), st.floats(0, 1))
-def test_gae_is_its_formula_and_steps_over_masked_tokens(shape, gamma, lam):
-    mask, ids, tensor = case(*shape)
-    rewards, values = tensor(), tensor()
-    advantages, returns = ADVANTAGES["gae"](rewards, mask, ids, values=values, gamma=gamma, lam=lam)
-    for i in range(mask.shape[0]):
-        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        carried = 0.0
-        for k in reversed(range(len(tokens))):
-            t = tokens[k]
-            following = values[i, tokens[k + 1]].item() if k + 1 < len(tokens) else 0.0
-            carried = rewards[i, t].item() + gamma * following - values[i, t].item() + gamma * lam * carried
-            assert advantages[i, t].item() == pytest.approx(carried, abs=1e-9)
-            assert returns[i, t].item() == pytest.approx(carried + values[i, t].item(), abs=1e-9)
-    assert not advantages[mask == 0].any() and not returns[mask == 0].any()
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "grpo_passk"])
+def test_groups_of_one_and_of_equal_rewards_teach_nothing(name):
+    # 0.1 + 0.2 summed in another order is another number: rounding must not become an advantage.
+    rewards = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.1, 0.2], [5.0, 0.0]])
+    advantages, _ = ADVANTAGES[name](rewards, torch.ones(4, 2), torch.tensor([3, 3, 3, 1]))
+    assert not advantages.any()
 
 
-@settings(max_examples=60, deadline=None)
-@given(CASES, st.sampled_from(AGGREGATIONS), st.sampled_from([0.1, 30.0]))
-def test_clip_is_its_formula_with_finite_gradients(shape, aggregation, spread):
+# ----------------------------------------------------------------------------------------------------------
+# Policy losses
+
+
+OPTIONS = {
+    "clip_low": st.floats(0.01, 0.5), "clip_high": st.floats(0.01, 0.5), "tau_pos": st.floats(0.5, 3),
+    "tau_neg": st.floats(0.5, 3), "max_weight": st.floats(0.5, 20), "cov_frac": st.floats(0, 0.5),
+    "cov_kl_coef": st.floats(0, 2), "dual_clip": st.none() | st.floats(1.1, 5),
+}  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=CASES,
+    name=st.sampled_from(sorted(POLICY_LOSSES)),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    spread=st.sampled_from([0.1, 30.0]),
+    data=st.data(),
+)
+def test_losses_are_their_formulas_with_finite_gradients(shape, name, aggregation, spread, data):
     mask, _, tensor = case(*shape)
+    function = POLICY_LOSSES[name]
+    options = {n: data.draw(s) for n, s in OPTIONS.items() if n in options_of(function)}
     logprobs, old, advantages = tensor(spread).requires_grad_(), tensor(spread), tensor()
-    loss, metrics = POLICY_LOSSES["clip"](
-        logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.3, aggregation=aggregation
-    )
-    rows, counts = [], []
-    for i in range(mask.shape[0]):
-        terms = []
-        for t in range(mask.shape[1]):
-            if mask[i, t]:
-                ratio = math.exp(max(-20.0, min(20.0, logprobs[i, t].item() - old[i, t].item())))
-                a = advantages[i, t].item()
-                terms.append(-min(ratio * a, max(0.8, min(1.3, ratio)) * a))
-        rows.append(sum(terms))
-        counts.append(len(terms))
-    sequences = max(1, sum(c > 0 for c in counts))
-    expected = {
-        "token_mean": sum(rows) / max(1, sum(counts)),
-        "seq_mean_token_mean": sum(r / max(1, c) for r, c in zip(rows, counts, strict=True)) / sequences,
-        "seq_mean_token_sum": sum(rows) / sequences,
-        "seq_mean_token_sum_norm": sum(rows) / sequences / mask.shape[1],
-    }[aggregation]
-    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    loss, metrics = function(logprobs, old, advantages, mask, aggregation=aggregation, **options)
+    expected = getattr(reference, name)(*(rows(x, mask) for x in (logprobs.detach(), old, advantages)), **options)
+    width = mask.shape[1]
+    assert loss.item() == pytest.approx(reference.aggregate(expected, aggregation, width), rel=1e-9, abs=1e-9)
     loss.backward()
     assert torch.isfinite(logprobs.grad).all() and not logprobs.grad[mask == 0].any()
-    assert 0 <= metrics["clip_frac"].item() <= 1
+    assert 0 <= metrics["clip_frac"].item() <= 1 and metrics["approx_kl"].item() >= 0
 
 
 @settings(max_examples=60, deadline=None)
-@given(CASES, st.sampled_from(AGGREGATIONS), st.integers(1, 6))
-def test_pieces_of_a_batch_add_up_to_its_loss_and_gradient(shape, aggregation, pieces):
+@given(
+    shape=CASES,
+    name=st.sampled_from(sorted(set(POLICY_LOSSES) - set(SPLIT_DEPENDENT))),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    pieces=st.integers(1, 6),
+)
+def test_pieces_of_a_batch_add_up_to_its_loss_and_gradient(shape, name, aggregation, pieces):
     mask, _, tensor = case(*shape)
     logprobs, old, advantages = tensor(0.3), tensor(0.3), tensor()
     totals = Totals.of(mask)
 
-    def gradient(splits) -> tuple[float, torch.Tensor]:
+    def gradient(splits) -> tuple[list[float], torch.Tensor]:
         x = logprobs.clone().requires_grad_()
-        loss = sum(
-            POLICY_LOSSES["clip"](x[s], old[s], advantages[s], mask[s], aggregation=aggregation, totals=totals)[0]
+        results = [
+            POLICY_LOSSES[name](x[s], old[s], advantages[s], mask[s], aggregation=aggregation, totals=totals)
             for s in splits
-        )
+        ]
+        loss = sum(loss for loss, _ in results)
         loss.backward()
-        return loss.item(), x.grad
+        sums = [float(sum(m[metric] for _, m in results)) for metric in ("clip_frac", "approx_kl")]
+        return [loss.item(), *sums], x.grad
 
     whole, parts = gradient([slice(None)]), gradient(torch.arange(mask.shape[0]).tensor_split(pieces))
     assert parts[0] == pytest.approx(whole[0], abs=1e-9)
     assert torch.allclose(parts[1], whole[1], atol=1e-9, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"cispo", "gspo", "importance_weighted_ce"}))
+def test_gradients_are_those_of_the_value_where_it_is_smooth(name):
+    """The others stop gradients on purpose: their gradient is checked by hand below."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    new = (old + 0.05 * torch.randn(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    options = {"cov_frac": 0.0} if "cov_frac" in options_of(POLICY_LOSSES[name]) else {}
+    mask = torch.ones(3, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: POLICY_LOSSES[name](x, old, advantages, mask, **options)[0], new)
+
+
+def gradient(name: str, new: list[float], old: list[float], advantages: list[float], **options) -> list[float]:
+    x = torch.tensor([new], dtype=torch.float64, requires_grad=True)
+    others = (torch.tensor([v], dtype=torch.float64) for v in (old, advantages, [1.0] * len(new)))
+    POLICY_LOSSES[name](x, *others, aggregation="seq_mean_token_sum", **options)[0].backward()
+    return x.grad[0].tolist()
+
+
+def test_stopped_gradients_are_those_of_the_papers():
+    new, old, gains = [-1.0, -2.0], [-1.5, -1.9], [2.0, -3.0]
+    r = [math.exp(0.5), math.exp(-0.1)]
+    assert gradient("cispo", new, old, gains, clip_high=0.2) == pytest.approx([-1.2 * 2.0, r[1] * 3.0])
+    assert gradient("importance_weighted_ce", new, old, gains, max_weight=1.1) == pytest.approx([-1.1 * 2, r[1] * 3])
+    s = math.exp((0.5 - 0.1) / 2)
+    assert gradient("gspo", new, old, gains, clip_low=0.9, clip_high=0.9) == pytest.approx([-s * 2.0, s * 3.0])
+    assert gradient("gspo", new, old, gains, clip_low=0.1, clip_high=0.1) == pytest.approx([0.0, s * 3.0])
+    assert gradient("reinforce", new, old, gains) == pytest.approx([-2.0, 3.0])
+
+
+def test_tokens_of_high_covariance_lose_their_gradient_or_pay_for_their_kl():
+    new, old, gains = [-0.5, -3.0, -2.9, -3.1], [-0.51, -3.0, -2.9, -3.1], [4.0, -1.0, -1.1, -0.9]
+    plain = gradient("clip", new, old, gains)
+    detached = gradient("clip_cov", new, old, gains, cov_frac=0.25, cov_low=1.0, cov_high=50.0)
+    assert detached == [0.0, *plain[1:]] and plain[0] != 0
+    penalised = gradient("kl_cov", new, old, gains, cov_frac=0.25, cov_kl_coef=0.7)
+    assert penalised == pytest.approx([plain[0] + 0.7, *plain[1:]])
+
+
+@settings(max_examples=30, deadline=None)
 @given(CASES)
 def test_value_loss_is_its_formula(shape):
     mask, _, tensor = case(*shape)
@@ -132,13 +224,20 @@ def test_value_loss_is_its_formula(shape):
     assert loss.item() == pytest.approx(sum(terms) / max(1, len(terms)), abs=1e-9)
 
 
+# ----------------------------------------------------------------------------------------------------------
+# KL
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.floats(-10, 10), st.floats(-10, 10))
-def test_kl_estimators_are_their_formulas(logprob, ref):
-    a, b = torch.tensor([[logprob]], dtype=torch.float64), torch.tensor([[ref]], dtype=torch.float64)
+@given(st.floats(-10, 10), st.floats(-10, 10), st.sampled_from(KL_ESTIMATORS))
+def test_kl_estimators_are_their_formulas(logprob, ref, kind):
+    a = torch.tensor([[logprob]], dtype=torch.float64, requires_grad=True)
+    estimate = kl_penalty(a, torch.tensor([[ref]], dtype=torch.float64), kind)
+    assert estimate.item() == pytest.approx(reference.kl(kind, logprob, ref), rel=1e-9, abs=1e-9)
+    estimate.sum().backward()
     d = logprob - ref
-    for kind, expected in {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}.items():
-        assert kl_penalty(a, b, kind).item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": math.copysign(1, d) if d else 0.0, "k1+": d, "k3+": d}
+    assert a.grad.item() == pytest.approx(slope[kind], rel=1e-9, abs=1e-9)
 
 
 def test_k3_and_k1_estimate_the_same_divergence():
@@ -150,8 +249,96 @@ def test_k3_and_k1_estimate_the_same_divergence():
         assert estimate == pytest.approx(exact, abs=1e-9), kind
 
 
+def test_the_adaptive_controller_steers_and_comes_back():
+    controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
+    controller.update(0.06, 100)
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    controller.update(0.0, 100)
+    assert controller.coef == pytest.approx(0.1 * 1.02 * (1 - 0.02))
+    again = AdaptiveKL(0.5, 0.05, 1000)
+    again.load_state_dict(controller.state_dict())
+    assert again.coef == controller.coef
+    fixed = FixedKL(0.3)
+    fixed.update(9.0, 100)
+    fixed.load_state_dict(fixed.state_dict())
+    assert fixed.coef == 0.3
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Rollout correction and shaping
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=CASES,
+    kind=st.sampled_from(CORRECTIONS),
+    level=st.sampled_from(LEVELS),
+    spread=st.sampled_from([0.1, 2.0, 40.0]),
+    low=st.floats(0, 0.9),
+    high=st.floats(1, 5),
+)
+def test_correction_weights_are_their_formulas(shape, kind, level, spread, low, high):
+    mask, _, tensor = case(*shape)
+    ours, engine = tensor(spread), tensor(spread)
+    weights, bound = correction_weights(ours, engine, mask, kind=kind, level=level, low=low, high=high)
+    assert_rows(
+        weights, mask, reference.correction_weights(rows(ours, mask), rows(engine, mask), kind, level, low, high)
+    )
+    assert not bound[mask == 0].any()
+    assert torch.equal(bound & (mask > 0), (weights == (high if kind == "tis" else 0)) & (mask > 0)) or kind == "tis"
+
+
+def test_mismatch_is_what_numpy_says():
+    rng = np.random.default_rng(0)
+    engine = rng.normal(size=(20, 30)) - 2
+    ours = engine + 0.1 * rng.normal(size=(20, 30))
+    mask = (rng.random((20, 30)) < 0.8).astype(float)
+    found = mismatch(*(torch.from_numpy(x) for x in (ours, engine, mask)))
+    a, b = ours[mask > 0], engine[mask > 0]
+    rho = np.exp(a - b)
+    expected = {
+        "kl": np.mean(b - a), "k3_kl": np.mean(rho - 1 - np.log(rho)), "ratio_p1": np.percentile(rho, 1),
+        "ratio_p50": np.percentile(rho, 50), "ratio_p99": np.percentile(rho, 99), "ratio_max": rho.max(),
+        "ess": rho.sum() ** 2 / (len(rho) * (rho**2).sum()), "pearson": np.corrcoef(a, b)[0, 1],
+    }  # fmt: skip
+    assert found == pytest.approx(expected, abs=1e-9)
+    same = mismatch(*(torch.from_numpy(x) for x in (ours, ours, mask)))
+    assert (same["kl"], same["ess"], same["ratio_max"], same["pearson"]) == pytest.approx((0, 1, 1, 1))
+    assert mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}
+
+
+@given(st.integers(1, 100), st.integers(1, 50), st.floats(0, 2))
+def test_overlong_penalty_is_its_formula(length, buffer, factor):
+    found = overlong_penalty(torch.tensor([length]), 100, buffer, factor)
+    assert found.item() == pytest.approx(reference.overlong_penalty(length, 100, buffer, factor), abs=1e-9)
+
+
+def test_informative_groups_are_those_whose_rewards_differ():
+    rewards, ids = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5]), torch.tensor([7, 7, 2, 2, 9])
+    assert informative_groups(rewards, ids).tolist() == [False, False, True, True, False]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Names
+
+
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match="k1, k2, k3"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
     with pytest.raises(ValueError, match="token_mean"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1), "mean")
+    with pytest.raises(ValueError, match="algorithm.policy_loss=magic: choose one of clip, gspo"):
+        resolve(POLICY_LOSSES, "magic", "algorithm.policy_loss")
+    with pytest.raises(ValueError, match="algorithm.policy_loss=no.such:thing: cannot be imported"):
+        resolve(POLICY_LOSSES, "no.such:thing", "algorithm.policy_loss")
+    assert resolve(POLICY_LOSSES, "math:exp", "algorithm.policy_loss") is math.exp
+    with pytest.raises(ValueError, match="dual_clip=0.5"):
+        POLICY_LOSSES["clip"](*(torch.ones(1, 1),) * 4, dual_clip=0.5)
+
+
+def test_every_name_has_its_section():
+    text = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
+    sections = set(re.findall(r"^#+ .*?`([\w+]+)`", text, flags=re.MULTILINE))
+    sections |= set(re.findall(r"`([\w+]+)`", " ".join(re.findall(r"^#+ .*$", text, flags=re.MULTILINE))))
+    names = {*ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *KL_ESTIMATORS, *CORRECTIONS}
+    assert names <= sections, sorted(names - sections)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
 from tests.cpu.jobs import run_job
-from trainer.config import Config, compose, field_docs, validate
+from trainer import config
+from trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, options_of, resolve
+from trainer.config import (
+    ADVANTAGE_OPTIONS,
+    LOSS_OPTIONS,
+    Config,
+    chosen_options,
+    compose,
+    conf_dir,
+    field_docs,
+    validate,
+)
 from trainer.errors import UserError
 
 
@@ -37,8 +49,25 @@ def test_the_default_composes_and_resume_is_spelled_any_way():
         (["rollout.top_p=1.5"], "rollout.top_p=1.5"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: choose one of vllm, transformers"),
         (["rollout=transformers", "rollout.tensor_parallel_size=2"], "rollout.tensor_parallel_size=2"),
-        (["algorithm.advantage_estimator=magic"], "algorithm.advantage_estimator=magic: choose one of grpo, gae"),
-        (["algorithm.gamma=nan"], "algorithm.gamma=nan"),
+        (["algorithm.advantage_estimator=magic"], "algorithm.advantage_estimator=magic: choose one of gae, grpo, rloo"),
+        (["algorithm.policy_loss=magic"], "algorithm.policy_loss=magic: choose one of clip, gspo"),
+        (["algorithm.tau_pos=1"], "algorithm.tau_pos=1.0: algorithm.policy_loss=clip does not take it.*clip_low"),
+        (["algorithm=gspo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3.0: algorithm.policy_loss=gspo"),
+        (
+            ["algorithm=rloo", "algorithm.gamma=0.9"],
+            "algorithm.gamma=0.9: algorithm.advantage_estimator=rloo.*no option",
+        ),
+        (["algorithm.options={x: 1}"], "algorithm.options.*import path"),
+        (["algorithm=ppo", "algorithm.kl_estimator=k3+"], r"algorithm.kl_estimator=k3\+.*straight-through"),
+        (["algorithm=rloo", "rollout.n=1"], "rollout.n=1.*rloo"),
+        (["algorithm=cispo", "algorithm.kl_controller=adaptive"], "algorithm.kl_controller=adaptive.*kl_coef"),
+        (["algorithm=remax", "rollout.n=1", "algorithm.dynamic_sampling=true"], "rollout.n=1.*dynamic_sampling"),
+        (
+            ["algorithm.advantage_estimator=grpo_passk", "algorithm.pass_k=9", "algorithm.normalize_std=null"],
+            "algorithm.pass_k=9: exceeds rollout.n=8",
+        ),
+        (["algorithm.rollout_correction=is"], "algorithm.rollout_correction=is: choose one of null, tis, mis"),
+        (["algorithm=ppo", "algorithm.gamma=nan"], "algorithm.gamma=nan"),
         (["data.train_files=[a.jsonl]"], "data.generator.*data=files"),
         (["+data.generator_args.letters=3"], "data.generator_args.*min_letters"),
         (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3"),
@@ -90,6 +119,34 @@ def test_prompts_that_are_all_too_long_are_refused(tmp_path):
     assert "rollout.max_prompt_tokens=2" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "outputs/default/metrics.jsonl").exists()
+
+
+def test_the_option_tables_are_those_of_the_functions():
+    own = {"values", "baselines", "eps", "aggregation", "totals"}  # given by the caller, or not for users
+    for registry, table in ((ADVANTAGES, ADVANTAGE_OPTIONS), (POLICY_LOSSES, LOSS_OPTIONS)):
+        assert {name: set(options_of(f)) - own for name, f in registry.items()} == {n: set(o) for n, o in table.items()}
+    assert (KL_ESTIMATORS, AGGREGATIONS) == (config.KL_ESTIMATORS, config.AGGREGATIONS)
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in Path(conf_dir(), "algorithm").glob("*.yaml")))
+def test_presets_compose_and_their_options_reach_the_functions(preset):
+    algorithm = compose([f"algorithm={preset}"]).algorithm
+    for registry, name in ((ADVANTAGES, algorithm.advantage_estimator), (POLICY_LOSSES, algorithm.policy_loss)):
+        assert set(chosen_options(registry[name], algorithm)) <= set(options_of(registry[name]))
+    if preset == "dapo":
+        assert algorithm.overlong_buffer == 4 and chosen_options(POLICY_LOSSES["clip"], algorithm) == {
+            "clip_high": 0.28
+        }
+
+
+def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text("def mine(logprobs, old, advantages, mask, *, sharpness, clip_low): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = "my_losses:mine"
+    options = ["algorithm.clip_high=null", "algorithm.clip_low=0.1", "+algorithm.options.sharpness=3"]
+    algorithm = compose([f"algorithm.policy_loss={path}", *options]).algorithm
+    function = resolve(POLICY_LOSSES, path, "algorithm.policy_loss")
+    assert chosen_options(function, algorithm) == {"clip_low": 0.1, "sharpness": 3}
 
 
 def test_every_key_is_documented():

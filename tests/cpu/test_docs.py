@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tools.algorithms_doc import page
 from trainer.config import Config, compose, reference, valid_keys
 
 ROOT = Path(__file__).parents[2]
@@ -117,3 +118,7 @@ def test_every_make_target_in_the_readme_exists():
 
 def test_the_configuration_reference_is_fresh():
     assert (ROOT / "docs/config.md").read_text() == reference() + "\n", "run `make docs`"
+
+
+def test_the_algorithms_page_is_fresh():
+    assert (ROOT / "docs/algorithms.md").read_text() == page() + "\n", "run `make docs`"

@@ -27,13 +27,6 @@ STEP_METRICS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def marker(monkeypatch, tmp_path) -> str:
-    """A value in the environment of everything the test starts."""
-    monkeypatch.setenv("TRAINER_TEST_MARKER", str(tmp_path))
-    return str(tmp_path)
-
-
 def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, marker):
     """GRPO and PPO with vLLM, one after the other, as `-m` runs them."""
     memory = shared_memory()

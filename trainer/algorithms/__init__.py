@@ -4,9 +4,16 @@ One convention everywhere: tensors are `(B, T)`, position t belongs to token t o
 log-prob, its reward, the value of the state before it), and `mask` is 1 where that token was generated.
 """
 
-from trainer.algorithms.advantages import ADVANTAGES, gae, grpo
-from trainer.algorithms.aggregation import Totals, aggregate
-from trainer.algorithms.kl import kl_penalty
-from trainer.algorithms.losses import POLICY_LOSSES, clip, value_loss
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
+from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weights, mismatch
+from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
+from trainer.algorithms.losses import POLICY_LOSSES, value_loss
+from trainer.algorithms.registry import options_of, resolve
+from trainer.algorithms.shaping import informative_groups, overlong_penalty
 
-__all__ = ["ADVANTAGES", "POLICY_LOSSES", "Totals", "aggregate", "clip", "gae", "grpo", "kl_penalty", "value_loss"]
+__all__ = [
+    "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "LEVELS", "POLICY_LOSSES", "AdaptiveKL", "FixedKL",
+    "Totals", "aggregate", "correction_weights", "informative_groups", "kl_penalty", "mismatch", "options_of",
+    "overlong_penalty", "resolve", "value_loss",
+]  # fmt: skip

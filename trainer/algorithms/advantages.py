@@ -1,48 +1,19 @@
-"""Advantage estimators: `ADVANTAGES[name](rewards, mask, group_ids, **options) -> (advantages, returns)`."""
+"""Advantage estimators: `ADVANTAGES[name](rewards, mask, group_ids, **options) -> (advantages, returns)`.
+
+`rewards` and `mask` are `(B, T)`, `group_ids` is `(B,)`, equal for completions of one prompt. R_i is the sum of
+completion i's token rewards, g its group, n the size of the group. What is returned is `(B, T)` and 0 where
+`mask` is 0. Without a critic nothing regresses on the returns; they equal the advantages then.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
-
-
-def grpo(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    """Group-relative advantage (Shao et al., DeepSeekMath, 2024, section 4.1).
-
-    With R_i the summed token rewards of completion i and g its group: A_i = R_i - mean_g(R), divided by
-    std_g(R) + eps when `normalize_std` (Dr. GRPO, Liu et al. 2025, does without). Each completion token of
-    i gets A_i. A group of one, and a group of equal rewards, has advantage 0.
-
-    Args:
-        rewards: `(B, T)` token rewards.
-        mask: `(B, T)`, 1 = completion token.
-        group_ids: `(B,)` long; equal for completions of one prompt.
-        normalize_std: divide by the group's (unbiased) standard deviation.
-
-    Returns:
-        advantages and returns, both `(B, T)` and equal: there is no critic whose target they could be.
-    """
-    scores = masked(rewards, mask).sum(dim=-1)
-    _, group = torch.unique(group_ids, return_inverse=True)
-    count = torch.zeros(int(group.max()) + 1, dtype=scores.dtype, device=scores.device)
-    count.index_add_(0, group, torch.ones_like(scores))
-    mean = torch.zeros_like(count).index_add_(0, group, scores) / count
-    centered = scores - mean[group]
-    # Rounding of the mean must not become an advantage of a group whose rewards are all equal.
-    low = torch.full_like(count, torch.inf).scatter_reduce_(0, group, scores, "amin")
-    high = torch.full_like(count, -torch.inf).scatter_reduce_(0, group, scores, "amax")
-    centered = torch.where((low == high)[group], torch.zeros_like(centered), centered)
-    if normalize_std:
-        variance = torch.zeros_like(count).index_add_(0, group, centered.square()) / (count - 1).clamp(min=1)
-        centered = centered / (variance.sqrt()[group] + eps)
-    advantages = centered.unsqueeze(-1) * (mask > 0)
-    return advantages, advantages
 
 
 def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0,
@@ -55,11 +26,11 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gam
     over, and the value after the last one is 0.
 
     Args:
-        rewards, mask, values: `(B, T)`; `values[:, t]` is the value of the state before token t.
+        values: `(B, T)`; `values[:, t]` is the value of the state before token t.
         normalize_std: whiten the advantages over all completion tokens of the batch.
 
     Returns:
-        advantages and returns (advantage before whitening + value), both `(B, T)`, 0 where mask is 0.
+        advantages, and returns: the advantage before whitening + value.
     """
     rewards, values, active = masked(rewards, mask), masked(values, mask), mask > 0
     next_value = torch.zeros_like(rewards[:, 0])
@@ -72,11 +43,202 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gam
         next_advantage = torch.where(active[:, t], advantage, next_advantage)
         next_value = torch.where(active[:, t], values[:, t], next_value)
     returns = masked(advantages + values, mask)
+    return (_whiten(advantages, mask, eps) if normalize_std else advantages), returns
+
+
+def grpo(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage (Shao et al., DeepSeekMath, 2024, section 4.1).
+
+        A_i = (R_i - mean_g R) / (std_g R + eps)
+
+    with the unbiased standard deviation; without the division when `normalize_std` is false (Dr. GRPO, Liu et
+    al., 2025). A group of one, and a group of equal rewards, has advantage 0.
+    """
+    scores, group = _scores(rewards, mask), _Groups(group_ids)
+    centered = group.centered(scores)
     if normalize_std:
-        kept = advantages[active]
-        if kept.numel() > 1:
-            advantages = masked((advantages - kept.mean()) / (kept.std() + eps), mask)
-    return advantages, returns
+        centered = centered / (group.std(centered)[group.index] + eps)
+    return _to_tokens(centered, mask)
 
 
-ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"grpo": grpo, "gae": gae}
+def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """REINFORCE, leave one out (Kool et al., 2019; Ahmadian et al., Back to Basics, 2024).
+
+        A_i = R_i - mean of the others of g = n / (n - 1) (R_i - mean_g R)
+
+    A group of one has nothing to leave out, and advantage 0.
+    """
+    scores, group = _scores(rewards, mask), _Groups(group_ids)
+    size = group.size[group.index].to(scores)
+    return _to_tokens(group.centered(scores) * size / (size - 1).clamp(min=1), mask)
+
+
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, gamma: float = 1.0, eps: float = 1e-8
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu, 2025): the discounted reward to go, whitened over all tokens of the batch.
+
+        G_t = r_t + gamma G_{t+1}          A_t = (G_t - mean G) / (std G + eps)
+
+    Returns:
+        advantages, and G.
+    """
+    returns = _reward_to_go(rewards, mask, gamma)
+    return _whiten(returns, mask, eps), returns
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-8
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with the group's mean as baseline (Hu, 2025): R_i - mean_g R, whitened over all tokens of the
+    batch. A batch of equal groups has advantage 0."""
+    scores = _Groups(group_ids).centered(_scores(rewards, mask))
+    advantages = _whiten(_to_tokens(scores, mask)[0], mask, eps)
+    return advantages, advantages
+
+
+def remax(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, baselines: Tensor, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """ReMax (Li et al., 2023): the reward to go, less the reward of the prompt's greedy completion.
+
+    Args:
+        baselines: `(B,)`, the reward of the greedy completion of each row's prompt.
+
+    Returns:
+        advantages, and the reward to go.
+    """
+    returns = _reward_to_go(rewards, mask, gamma)
+    return masked(returns - baselines.to(returns).unsqueeze(-1), mask), returns
+
+
+def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Maximum-likelihood RL (Tajwar et al., 2026): A_i = (R_i - mean_g R) / mean_g R.
+
+    For rewards of 0 and 1 its expectation is the gradient of a truncated expansion of log p(right) instead of
+    p(right): hard prompts weigh more. Made for rewards that are not negative; a group whose mean is not above
+    `eps` has advantage 0.
+    """
+    scores, group = _scores(rewards, mask), _Groups(group_ids)
+    mean = group.mean(scores)[group.index]
+    scaled = group.centered(scores) / torch.where(mean > eps, mean, torch.ones_like(mean))
+    return _to_tokens(torch.where(mean > eps, scaled, torch.zeros_like(scaled)), mask)
+
+
+def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """On-policy RL with the optimal baseline (Hao et al., 2025): A_i = R_i - sum_g(l R) / sum_g(l), with l_i the
+    completion's length. A group of equal rewards, and a group of one, has advantage 0."""
+    scores, group = _scores(rewards, mask), _Groups(group_ids)
+    lengths = (mask > 0).sum(dim=-1).to(scores.dtype)
+    # Deviations from the mean first: equal rewards then cancel without rounding.
+    centered = group.centered(scores)
+    baseline = group.sum(lengths * centered) / group.sum(lengths).clamp(min=1)
+    return _to_tokens(torch.where(group.flat(scores), torch.zeros_like(scores), centered - baseline[group.index]), mask)
+
+
+def grpo_passk(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, pass_k: int = 2, eps: float = 1e-8
+) -> tuple[Tensor, Tensor]:
+    """Pass@k training, analytic form (Chen et al., 2025, equations 10 to 16).
+
+    A completion with a reward of at least 1 is right; w of the group's n are wrong. Over all subsets of size k:
+
+        p = 1 - C(w, k) / C(n, k)          s = sqrt(p (1 - p))
+        A_right = (1 - p) / s              A_wrong = (1 - p - C(w - 1, k - 1) / C(n - 1, k - 1)) / s
+
+    A group that always or never passes (s = 0), or is smaller than k, has advantage 0.
+
+    Args:
+        pass_k: k, at least 1.
+    """
+    if pass_k < 1:
+        raise ValueError(f"algorithm.pass_k={pass_k}: must be at least 1")
+    scores, group = _scores(rewards, mask), _Groups(group_ids)
+    right = (scores >= 1).to(scores.dtype)
+    sizes, wrong = group.size.tolist(), group.sum(1 - right).tolist()
+    of_right, of_wrong = torch.zeros_like(group.size), torch.zeros_like(group.size)
+    for g, (n, w) in enumerate(zip(map(int, sizes), map(int, wrong), strict=True)):
+        if n < pass_k:
+            continue
+        p = 1 - math.comb(w, pass_k) / math.comb(n, pass_k)
+        s = math.sqrt(p * (1 - p))
+        if s > eps:
+            of_right[g] = (1 - p) / s
+            of_wrong[g] = (1 - p - math.comb(max(w - 1, 0), pass_k - 1) / math.comb(n - 1, pass_k - 1)) / s
+    advantages = torch.where(right > 0, of_right[group.index], of_wrong[group.index])
+    return _to_tokens(advantages.to(scores), mask)
+
+
+class _Groups:
+    """Sums over the rows of each group."""
+
+    def __init__(self, group_ids: Tensor):
+        _, self.index = torch.unique(group_ids, return_inverse=True)
+        self.count = int(self.index.max()) + 1
+        self.size = torch.zeros(self.count, dtype=torch.float64, device=group_ids.device)
+        self.size.index_add_(0, self.index, torch.ones_like(self.index, dtype=torch.float64))
+
+    def sum(self, values: Tensor) -> Tensor:
+        return torch.zeros(self.count, dtype=values.dtype, device=values.device).index_add_(0, self.index, values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.size.to(values)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """`(B,)`: the row's group has equal values. Told by comparing, which does not round."""
+        low = torch.full((self.count,), torch.inf, dtype=values.dtype, device=values.device)
+        high = -low
+        low = low.scatter_reduce(0, self.index, values, "amin")
+        high = high.scatter_reduce(0, self.index, values, "amax")
+        return (low == high)[self.index]
+
+    def centered(self, values: Tensor) -> Tensor:
+        """Differences to the group's mean; exactly 0 in a group of equal values."""
+        difference = values - self.mean(values)[self.index]
+        return torch.where(self.flat(values), torch.zeros_like(values), difference)
+
+    def std(self, centered: Tensor) -> Tensor:
+        """Unbiased standard deviation of each group, from values that are centred already."""
+        return (self.sum(centered.square()) / (self.size.to(centered) - 1).clamp(min=1)).sqrt()
+
+
+def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
+    return masked(rewards, mask).sum(dim=-1)
+
+
+def _to_tokens(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = scores.unsqueeze(-1) * (mask > 0)
+    return tokens, tokens
+
+
+def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    rewards, active = masked(rewards, mask), mask > 0
+    later = torch.zeros_like(rewards[:, 0])
+    returns = torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        here = rewards[:, t] + gamma * later
+        returns[:, t] = torch.where(active[:, t], here, returns[:, t])
+        later = torch.where(active[:, t], here, later)
+    return returns
+
+
+def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
+    kept = values[mask > 0]
+    if kept.numel() < 2:
+        return values
+    return masked((values - kept.mean()) / (kept.std() + eps), mask)
+
+
+ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "gae": gae,
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "maxrl": maxrl,
+    "opo": opo,
+    "grpo_passk": grpo_passk,
+}

@@ -1,9 +1,11 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens."""
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and controllers of its weight."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -14,6 +16,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         k1 = d                    unbiased, high variance, may be negative
         k2 = d^2 / 2              biased, low variance; its gradient is the KL's
         k3 = exp(-d) - 1 + d      unbiased, low variance, never negative
+        abs = |d|
+        k1+, k3+                  straight through: the value of k1 or k3, the gradient of k2 (the gradients of k1
+                                  and k3 as losses are not the KL's: Tang and Munos, 2025)
     """
     d = logprobs - ref_logprobs
     if kind == "k1":
@@ -25,4 +30,55 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         # 20 the estimate is linear in effect: clamping keeps one absurd token from overflowing.
         clamped = d.clamp(-20.0, 20.0)
         return torch.expm1(-clamped) + clamped
-    raise ValueError(f"algorithm.kl_estimator={kind}: choose one of k1, k2, k3")
+    if kind == "abs":
+        return d.abs()
+    if kind in ("k1+", "k3+"):
+        value, slope = kl_penalty(logprobs, ref_logprobs, kind[:-1]), 0.5 * d.square()
+        return slope - slope.detach() + value.detach()
+    raise ValueError(f"algorithm.kl_estimator={kind}: choose one of {', '.join(KL_ESTIMATORS)}")
+
+
+class FixedKL:
+    """A constant weight."""
+
+    def __init__(self, coef: float):
+        self.coef = coef
+
+    def update(self, kl: float, samples: int) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, float | str]:
+        return {"kind": "fixed", "coef": self.coef}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Nothing is remembered."""
+
+
+class AdaptiveKL:
+    """A weight that steers the KL towards a target (Ziegler et al., 2019, section 2.2).
+
+        e = clip(KL / target - 1, -0.2, 0.2)          coef <- coef (1 + e samples / horizon)
+
+    Args:
+        coef: weight to start with.
+        target: KL per token, nats.
+        horizon: completions over which the weight may change by a fifth or so.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float):
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """A step has ended with this mean KL over this many completions."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * samples / self.horizon
+
+    def state_dict(self) -> dict[str, float | str]:
+        return {"kind": "adaptive", "coef": self.coef}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on with the weight that was steered to; a fixed one, of before the config changed, is not taken over."""
+        if state["kind"] == "adaptive":
+            self.coef = state["coef"]

@@ -1,5 +1,11 @@
 """Policy losses: `POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask, **options) -> (loss, metrics)`,
-and the critic's."""
+and the critic's.
+
+All tensors are `(B, T)`; `mask` is 1 for completion tokens. r_t = exp(logp_t - old_logp_t), sg[x] is x without its
+gradient. The loss is a scalar, this piece's share of the global mini-batch's (see `aggregation`), and so are the
+metrics: `clip_frac` (tokens whose gradient the bound takes away or changes) and `approx_kl` (k3 of old to new).
+Every function takes `aggregation` and `totals`; its other options are its own.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +18,141 @@ from trainer.algorithms.aggregation import Totals, aggregate, masked
 
 _MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far outside every clip range, and finite with its gradient
 
+Loss = tuple[Tensor, dict[str, Tensor]]
 
-def clip(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    aggregation: str = "token_mean",
-    totals: Totals | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate (Schulman et al., PPO, 2017, equation 7; separate bounds as in DAPO, Yu et al. 2025).
 
-        L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)     r_t = exp(logp_t - old_logp_t)
+def clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+         clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+         aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """Clipped surrogate (Schulman et al., PPO, 2017, equation 7; separate bounds as in DAPO, Yu et al., 2025).
 
-    Args:
-        logprobs, old_logprobs, advantages, mask: `(B, T)`.
-        totals: denominators of the global mini-batch (see `aggregate`).
+        L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    Returns:
-        the loss (scalar, this piece's share) and metrics, also shares that add up over pieces: `clip_frac`
-        (tokens whose clipped term is the smaller) and `approx_kl` (k3 of old to new), means over tokens.
+    With `dual_clip` = c, for A_t < 0 no larger than -c A_t (Ye et al., 2020).
     """
-    log_ratio = masked(logprobs - old_logprobs, mask).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    advantages = masked(advantages, mask)
-    ratio = log_ratio.exp()
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    unclipped = -log_ratio.exp() * advantages
+    clipped = -log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    losses, bound = torch.maximum(unclipped, clipped), clipped > unclipped
+    if dual_clip is not None:
+        if not dual_clip > 1:
+            raise ValueError(f"algorithm.dual_clip={dual_clip}: must be above 1")
+        ceiling = -dual_clip * advantages
+        bound = bound | ((advantages < 0) & (losses > ceiling))
+        losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, bound, mask, totals)
+
+
+def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+         clip_low: float = 3e-4, clip_high: float = 4e-4,
+         aggregation: str = "seq_mean_token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """Group sequence policy optimisation (Zheng et al., 2025, equations 7 and 13): one ratio a sequence.
+
+    s_i = exp(mean_t log r_it)          s_it = sg[s_i] exp(logp_it - sg[logp_it])
+    L_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
+    """
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    # Not from the clamped ratio: a token beyond the clamp still has its gradient in the paper's formula.
+    current = masked(logprobs, mask)
+    mean = log_ratio.detach().sum(dim=-1, keepdim=True) / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = mean.exp() * (current - current.detach()).exp()
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = aggregate(torch.maximum(unclipped, clipped), mask, aggregation, totals)
-    with torch.no_grad():
-        metrics = {
-            "clip_frac": aggregate((clipped > unclipped).to(ratio.dtype), mask, "token_mean", totals),
-            "approx_kl": aggregate(torch.expm1(log_ratio) - log_ratio, mask, "token_mean", totals),
-        }
-    return loss, metrics
+    losses = torch.maximum(unclipped, clipped)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, clipped > unclipped, mask, totals)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+          clip_low: float = 1.0, clip_high: float = 0.28,
+          aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """Clipped importance-sampling weights (MiniMax-M1, Chen et al., 2025, equation 4): no token loses its gradient.
+
+        L_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logp_t
+
+    With the default `clip_low` = 1 there is no lower bound, as in the paper.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -weight * masked(advantages, mask) * masked(logprobs, mask)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, weight != ratio, mask, totals)
+
+
+def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+         tau_pos: float = 1.0, tau_neg: float = 1.05,
+         aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """Soft adaptive policy optimisation (Gao et al., 2025): a sigmoid gate in place of the clip.
+
+        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = tau_pos if A_t > 0 else tau_neg
+
+    At r_t = 1 its gradient is that of r_t A_t. `clip_frac` counts tokens whose gate has lost half of its slope.
+    """
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    slope = 4 * gate.detach() * (1 - gate.detach())
+    losses = -(4 / tau) * gate * advantages
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, slope < 0.5, mask, totals)
+
+
+def clip_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+             clip_low: float = 0.2, clip_high: float = 0.2, cov_frac: float = 2e-4, cov_low: float = 1.0,
+             cov_high: float = 5.0, aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """PPO's clip, and no gradient for a few tokens of high covariance (Cui et al., entropy mechanism, 2025, Clip-Cov).
+
+        cov_t = (A_t - mean A) (logp_t - mean logp)
+
+    Of the tokens that the clip leaves alone and whose covariance lies between `cov_low` and `cov_high`, the share
+    `cov_frac` of all tokens is detached. The paper picks them at random; here those of highest covariance go, so that
+    a run can be repeated. Means and shares are those of the piece, so this loss depends on how a batch is split.
+    """
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    unclipped = -log_ratio.exp() * advantages
+    clipped = -log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    bound = clipped > unclipped
+    covariance = _covariance(logprobs, advantages, mask)
+    open_to_it = (covariance > cov_low) & (covariance < cov_high) & ~bound
+    chosen = _highest(torch.where(open_to_it, covariance, -torch.inf), cov_frac, mask) & open_to_it
+    losses = torch.maximum(unclipped, clipped)
+    losses = torch.where(chosen, losses.detach(), losses)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, bound | chosen, mask, totals)
+
+
+def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+           cov_frac: float = 2e-3, cov_kl_coef: float = 1.0,
+           aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """No clip; a KL penalty on the tokens of highest covariance (Cui et al., entropy mechanism, 2025, KL-Cov).
+
+        L_t = -r_t A_t + [t among the share cov_frac of highest cov_t] cov_kl_coef |logp_t - old_logp_t|
+
+    The covariance and the share are those of the piece (see `clip_cov`).
+    """
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    chosen = _highest(_covariance(logprobs, advantages, mask), cov_frac, mask)
+    losses = -log_ratio.exp() * advantages + torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, chosen, mask, totals)
+
+
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+              aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+    """REINFORCE (Williams, 1992): L_t = -A_t logp_t. Right for one optimizer step on fresh samples."""
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    losses = -masked(advantages, mask) * masked(logprobs, mask)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, log_ratio != log_ratio, mask, totals)
+
+
+def importance_weighted_ce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+                           max_weight: float = 10.0, aggregation: str = "token_mean",
+                           totals: Totals | None = None) -> Loss:  # fmt: skip
+    """Cross-entropy on data of another policy, weighted by importance: L_t = -sg[min(r_t, max_weight)] A_t logp_t.
+
+    `old_logprobs` are the other policy's, `advantages` the weights of the examples (1: plain cross-entropy at r = 1).
+    The truncated weight is that of V-trace (Espeholt et al., 2018).
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    ratio = log_ratio.detach().exp()
+    losses = -ratio.clamp(max=max_weight) * masked(advantages, mask) * masked(logprobs, mask)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, ratio > max_weight, mask, totals)
 
 
 def value_loss(
@@ -58,7 +163,7 @@ def value_loss(
     *,
     value_clip: float = 0.2,
     totals: Totals | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Loss:
     """Clipped squared error of the critic (PPO's reference implementation, Dhariwal et al., 2017).
 
         L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2, mean over tokens
@@ -80,4 +185,48 @@ def value_loss(
     return loss, metrics
 
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {"clip": clip}
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    # Masked before subtracting: infinities outside of the mask would leave NaN in the gradient.
+    difference = masked(logprobs, mask) - masked(old_logprobs, mask)
+    return difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+@torch.no_grad()
+def _metrics(log_ratio: Tensor, bound: Tensor, mask: Tensor, totals: Totals | None) -> dict[str, Tensor]:
+    return {
+        "clip_frac": aggregate(bound.to(log_ratio.dtype), mask, "token_mean", totals),
+        "approx_kl": aggregate(torch.expm1(log_ratio) - log_ratio, mask, "token_mean", totals),
+    }
+
+
+@torch.no_grad()
+def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    active = mask > 0
+    if not active.any():
+        return torch.zeros_like(advantages)
+    logprobs = masked(logprobs, mask)
+    covariance = (advantages - advantages[active].mean()) * (logprobs - logprobs[active].mean())
+    return torch.where(active, covariance, -torch.inf)
+
+
+@torch.no_grad()
+def _highest(values: Tensor, share: float, mask: Tensor) -> Tensor:
+    """`(B, T)` true for the `share` of the completion tokens (rounded down) with the highest values."""
+    count = int(share * int((mask > 0).sum()))
+    chosen = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+    if count:
+        # Stable: among equals the first, wherever the batch is computed.
+        chosen[torch.argsort(values.flatten(), descending=True, stable=True)[:count]] = True
+    return chosen.view_as(values)
+
+
+POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "reinforce": reinforce,
+    "importance_weighted_ce": importance_weighted_ce,
+}

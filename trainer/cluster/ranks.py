@@ -74,9 +74,9 @@ class Ranks:
         """Values `(B, T)` of the stored `batch`."""
         return _assemble(self._groups["critic"].call("values", batch), shape)
 
-    def update(self, role: str, batch: Any, step: int) -> dict[str, float]:
+    def update(self, role: str, batch: Any, step: int, kl_coef: float) -> dict[str, float]:
         """All optimizer steps of `role` on one step's experience."""
-        return self._groups[role].call("update", role, batch, step)[0]
+        return self._groups[role].call("update", role, batch, step, kl_coef)[0]
 
     def supervised_update(self, batch: Batch) -> dict[str, float]:
         """One supervised optimizer step."""

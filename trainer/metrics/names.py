@@ -27,6 +27,7 @@ METRICS: dict[str, Metric] = {
     "response_length/clip_ratio": Metric("Completions cut at `rollout.max_response_tokens`.", "share"),
     "policy/loss": Metric("Policy loss, all its terms, mean over the step's mini-batches.", "loss"),
     "policy/kl": Metric("KL to the reference; without one, of the old policy to the new.", "nats"),
+    "policy/kl_coef": Metric("Weight of the KL, with `algorithm.kl_controller=adaptive`.", "1"),
     "policy/clip_frac": Metric("Tokens whose ratio was clipped in the policy's favour.", "share"),
     "policy/entropy": Metric("Mean entropy of the policy's next-token distribution.", "nats"),
     "policy/grad_norm": Metric("Global norm of the policy's gradient before clipping.", "norm"),
@@ -42,6 +43,18 @@ METRICS: dict[str, Metric] = {
         "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
     ),
     "rollout/logprob_diff_max": Metric("The largest such difference.", "nats"),
+    "rollout/kl": Metric(
+        "KL of the engine to the trainer, estimated as the mean of -log rho, with rho the trainer's "
+        "probability of a sampled token by the engine's.",
+        "nats",
+    ),
+    "rollout/k3_kl": Metric("The same, by rho - 1 - log rho.", "nats"),
+    "rollout/ratio_p1": Metric("1st percentile of rho.", "1"),
+    "rollout/ratio_p50": Metric("Median of rho.", "1"),
+    "rollout/ratio_p99": Metric("99th percentile of rho.", "1"),
+    "rollout/ratio_max": Metric("The largest rho.", "1"),
+    "rollout/ess": Metric("Effective sample size of the step's tokens under rho.", "share"),
+    "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
     "val/accuracy": Metric("Held-out prompts whose greedy completion is exactly right.", "share"),
     "val/pass@k": Metric(

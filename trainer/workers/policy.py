@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty
-from trainer.config import AlgorithmConfig
+from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
+from trainer.config import AlgorithmConfig, chosen_options
 from trainer.models.export import export_tensors, write_safetensors
 from trainer.models.logprobs import token_logprobs
 from trainer.parallel.batching import Batch
@@ -24,13 +24,16 @@ class PolicyWorker(TrainedWorker):
         """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature)[0])
 
-    def update(self, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_tokens: int) -> dict[str, float]:
+    def update(
+        self, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_tokens: int, kl_coef: float
+    ) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience.
 
         Args:
             batch: `input_ids`, `response_mask`, `old_logprobs`, `advantages` and, with a reference,
                 `ref_logprobs`: `(B, T)`; `lengths`: `(B,)`.
             max_tokens: the L of `seq_mean_token_sum_norm`.
+            kl_coef: weight of the KL in the loss.
 
         Returns:
             `loss`, `kl` (to the reference; without one, of the old policy to the new), `clip_frac`,
@@ -38,22 +41,24 @@ class PolicyWorker(TrainedWorker):
         """
         totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["response_mask"])), max_tokens)
 
+        policy_loss = resolve(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss")
+        options = chosen_options(policy_loss, algorithm)
+
         def loss_function(mb: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             mask = mb["response_mask"]
             logprobs, entropy = token_logprobs(
                 self.module, mb["input_ids"], temperature, entropy_grad=algorithm.entropy_coef > 0
             )
-            loss, metrics = POLICY_LOSSES[algorithm.policy_loss](
+            loss, metrics = policy_loss(
                 logprobs, mb["old_logprobs"], mb["advantages"], mask,
-                clip_low=algorithm.clip_low, clip_high=algorithm.clip_high,
-                aggregation=algorithm.aggregation, totals=totals,
+                aggregation=algorithm.aggregation, totals=totals, **options,
             )  # fmt: skip
             kl_mean = metrics.pop("approx_kl")
             if "ref_logprobs" in mb:
                 kl = kl_penalty(logprobs, mb["ref_logprobs"], algorithm.kl_estimator)
                 kl_mean = aggregate(kl.detach(), mask, "token_mean", totals)
                 if algorithm.kl_in == "loss":
-                    loss = loss + algorithm.kl_coef * aggregate(kl, mask, algorithm.aggregation, totals)
+                    loss = loss + kl_coef * aggregate(kl, mask, algorithm.aggregation, totals)
             if algorithm.entropy_coef > 0:
                 loss = loss - algorithm.entropy_coef * aggregate(entropy, mask, algorithm.aggregation, totals)
             entropy_mean = aggregate(entropy.detach(), mask, "token_mean", totals)

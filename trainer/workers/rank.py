@@ -123,11 +123,15 @@ class Rank:
         assert self.critic is not None
         return self.critic.values(batch)
 
-    def update(self, role: str, batch: Batch, step: int) -> dict[str, float]:
+    def update(self, role: str, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
         """All optimizer steps of `role` on one step's experience; metrics are means over them.
 
         Mini-batches are whole groups of completions, shuffled by a permutation keyed by (step, epoch).
+
+        Args:
+            kl_coef: weight of the KL in the policy loss; None: that of the config.
         """
+        kl_coef = self.cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         cfg, algorithm = self.cfg, self.cfg.algorithm
         _, group = np.unique(batch["group_ids"], return_inverse=True)
         num_groups = int(group.max()) + 1
@@ -139,8 +143,11 @@ class Rank:
                 mini_batch = select(batch, np.flatnonzero(np.isin(group, chosen)))
                 if role == "policy":
                     assert self.policy is not None
-                    metrics.append(self.policy.update(
-                        mini_batch, algorithm, cfg.rollout.temperature, cfg.rollout.max_response_tokens))  # fmt: skip
+                    metrics.append(
+                        self.policy.update(
+                            mini_batch, algorithm, cfg.rollout.temperature, cfg.rollout.max_response_tokens, kl_coef
+                        )
+                    )
                 else:
                     assert self.critic is not None
                     metrics.append(self.critic.update(mini_batch, algorithm))

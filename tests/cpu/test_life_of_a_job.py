@@ -1,0 +1,80 @@
+"""Whole jobs that are told to leave, or come back to something that is not as they left it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import datetime, timedelta
+
+import pytest
+
+from tests.cpu.jobs import comparable, left_running, metrics, run_job, start_job
+from trainer.checkpoint.lock import RunLock
+
+STEPS = 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_leaves_when_told_and_minds_what_it_comes_back_to(tmp_path, marker):
+    """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a checkpoint gone bad."""
+    base = ["rollout=transformers", f"trainer.total_steps={STEPS}", "trainer.resume_mode=latest",
+            "trainer.val_interval=-1", "logger.plot=false"]  # fmt: skip
+    run = tmp_path / "outputs/default"
+    job = start_job(*base, "trainer.ckpt_interval=100", cwd=tmp_path)
+    output = ""
+    for line in job.stdout:
+        output += line
+        if " ".join(line.split()).startswith(f"step 1/{STEPS} "):
+            job.send_signal(signal.SIGTERM)
+            break
+    output += job.communicate(timeout=60)[0]
+    assert job.returncode == 75, output
+    assert "SIGTERM: finishing this step" in output and "stopped after step" in output
+    done = metrics(run)[-1]["step"]
+    assert 1 <= done < STEPS - 1, "the machine is too quick for this test, or SIGTERM came late"
+    assert (run / f"checkpoints/global_step_{done}/manifest.json").exists()
+
+    with RunLock(str(run), 60) as lock:
+        lock.acquire()
+        second = run_job(*base, cwd=tmp_path)
+        assert second.returncode == 2 and f"in use by process {os.getpid()}" in second.stderr, second.stderr
+
+    soon = (datetime.now() + timedelta(seconds=1)).isoformat()
+    stopped = run_job(*base, f"trainer.stop_at={soon}", "trainer.val_interval=-1", cwd=tmp_path)
+    assert stopped.returncode == 75 and "trainer.stop_at" in stopped.stdout, stopped.stdout + stopped.stderr
+    assert metrics(run)[-1]["step"] == done + 1
+
+    refused = run_job(*base, "trainer.policy.optimizer.lr=1e-5", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "trainer.allow_config_change=[trainer.policy.optimizer.lr]" in refused.stderr.splitlines()[-1]
+    refused = run_job(*base, "model.tiny.hidden_size=64", cwd=tmp_path)
+    assert refused.returncode == 2 and "another model" in refused.stderr.splitlines()[-1]
+
+    # What was logged after the checkpoint is not what the replay gives: somebody changed the machine, say.
+    row = {**metrics(run)[-1], "step": done + 2}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    refused = run_job(*base, "trainer.on_resume_mismatch=stop", cwd=tmp_path)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert f"step {done + 2} was not replayed as it had been logged: " in refused.stderr.splitlines()[-1]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    back = run_job(*base, "trainer.on_resume_mismatch=fallback", cwd=tmp_path)
+    assert back.returncode == 0, back.stdout + back.stderr
+    assert f"went back to {run}/checkpoints/global_step_{done}" in back.stdout, back.stdout
+    assert [r["step"] for r in metrics(run)] == list(range(1, STEPS + 1))
+
+    # The newest checkpoint rots: the one before it takes its place, and the run ends where it had ended.
+    before = comparable(metrics(run))
+    shard = run / f"checkpoints/global_step_{STEPS}/policy/__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    again = run_job(*base, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "skipped a damaged checkpoint" in again.stdout and "policy/__0_0.distcp" in again.stdout
+    assert "resume verified" in again.stdout
+    assert comparable(metrics(run)) == before
+    assert left_running(marker) == []

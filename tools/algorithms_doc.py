@@ -1,0 +1,81 @@
+"""Prints `docs/algorithms.md`: every function of `trainer.algorithms` that a key can choose, with its formula."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, shaping
+from trainer.config import ADVANTAGE_OPTIONS, LOSS_OPTIONS, AlgorithmConfig, field_docs
+
+INTRO = """# Algorithms
+
+Generated from the docstrings of `trainer/algorithms/` and the schema by `make docs`. Tests hold every function here
+against a second implementation in plain Python loops, to 1e-9 in float64.
+
+Symbols: B completions of T positions, mask m (1 = completion token), r_t the token reward (and, in losses, the ratio
+exp(logp_t - old_logp_t)), R_i the sum of completion i's token rewards, g its group (the completions of one prompt),
+n the size of the group, A the advantage, V the value, sg[x] x without its gradient.
+
+A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that cites its paper. Any function below can be
+combined with any other by its key; an option that the chosen function does not take is an error. A function of your
+own goes in by import path, `algorithm.policy_loss=my_package.my_module:my_loss`, with the signature of those here;
+options that the schema does not know go into `algorithm.options`."""
+
+
+def section(name: str, key: str, doc: str, options: Iterable[str] = ()) -> list[str]:
+    chosen = f"`{key}={name}`" + (f"; options {', '.join(f'`algorithm.{o}`' for o in options)}" if options else "")
+    return [f"### `{name}`", "", f"{chosen}.", "", *markdown(doc)]
+
+
+def markdown(doc: str) -> list[str]:
+    """A docstring as Markdown: its indented formulas as code, its argument list as it is."""
+    lines: list[str] = []
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
+        if block.startswith("    ") or re.match(r"(Args|Returns|Raises):", block):
+            lines += ["```text", inspect.cleandoc(block) if block.startswith("    ") else block, "```", ""]
+        else:
+            lines += [block, ""]
+    return lines
+
+
+def module_doc(title: str, doc: str, names: Iterable[str], key: str) -> list[str]:
+    lines = [f"## {title}", "", *markdown(doc)]
+    for name in names:
+        lines += [f"### `{name}`", "", f"`{key}={name}`, see above.", ""]
+    return lines
+
+
+def page() -> str:
+    lines = [INTRO, "", "## Advantages", "", *markdown(inspect.getmodule(ADVANTAGES["grpo"]).__doc__ or "")]
+    for name, function in ADVANTAGES.items():
+        lines += section(name, "algorithm.advantage_estimator", function.__doc__ or "", ADVANTAGE_OPTIONS[name])
+    lines += ["## Policy losses", "", *markdown(losses.__doc__ or "")]
+    for name, function in POLICY_LOSSES.items():
+        lines += section(name, "algorithm.policy_loss", function.__doc__ or "", LOSS_OPTIONS[name])
+    lines += module_doc("Aggregation", aggregation.__doc__ or "", aggregation.AGGREGATIONS, "algorithm.aggregation")
+    lines += module_doc("KL", kl.kl_penalty.__doc__ or "", kl.KL_ESTIMATORS, "algorithm.kl_estimator")
+    for name, controller in (("fixed", kl.FixedKL), ("adaptive", kl.AdaptiveKL)):
+        lines += section(name, "algorithm.kl_controller", controller.__doc__ or "",
+                         ("kl_coef",) if name == "fixed" else ("kl_coef", "kl_target", "kl_horizon"))  # fmt: skip
+    lines += ["## Critic", "", "`algorithm.value_clip`.", "", *markdown(losses.value_loss.__doc__ or "")]
+    weights = f"{correction.__doc__}\n\n{inspect.cleandoc(correction.correction_weights.__doc__ or '')}"
+    lines += module_doc("Rollout correction", weights, correction.CORRECTIONS, "algorithm.rollout_correction")
+    lines += ["## Shaping and sampling", ""]
+    for name, key, doc in (
+        ("overlong_penalty", "algorithm.overlong_buffer", shaping.overlong_penalty.__doc__),
+        ("informative_groups", "algorithm.filter_zero_variance", shaping.informative_groups.__doc__),
+    ):
+        lines += [f"### `{name}`", "", f"`{key}`.", "", *markdown(doc or "")]
+    docs, defaults = field_docs(AlgorithmConfig), AlgorithmConfig()
+    lines += ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
+    for name, meaning in docs.items():
+        value = getattr(defaults, name)
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        lines.append(f"| `algorithm.{name}` | `{shown}` | {meaning} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page())

@@ -1,0 +1,28 @@
+"""What is done to rewards and rows before advantages and losses see them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """Soft punishment of long completions (DAPO, Yu et al., 2025, equation 13), `(B,)`, to add to the rewards.
+
+        0                                          if length <= max_length - buffer
+        -factor (length - (max_length - buffer)) / buffer     beyond, down to -factor at max_length
+
+    Args:
+        lengths: `(B,)`, completion tokens.
+    """
+    beyond = (lengths.double() - (max_length - buffer)) / buffer
+    return -factor * beyond.clamp(0.0, 1.0)
+
+
+def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """`(B,)`, true where the row's group has rewards that differ: the others teach nothing under a group baseline."""
+    _, index = torch.unique(group_ids, return_inverse=True)
+    low = torch.full((int(index.max()) + 1,), torch.inf, dtype=rewards.dtype, device=rewards.device)
+    high = (-low).scatter_reduce(0, index, rewards, "amax")
+    low = low.scatter_reduce(0, index, rewards, "amin")
+    return (low != high)[index]
