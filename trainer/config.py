@@ -719,7 +719,8 @@ def _sweep_suffix() -> str:
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return ""
-    swept = [override for override in HydraConfig.get().overrides.task if override not in sys.argv]
+    # Hydra escapes colons and the like; the command line has them plain.
+    swept = [o for o in HydraConfig.get().overrides.task if o not in sys.argv and o.replace("\\", "") not in sys.argv]
     return "/" + ",".join(swept).replace("/", "_") if swept else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,26 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
     while not shared_memory() <= memory and time.monotonic() < deadline:
         time.sleep(0.2)
     assert shared_memory() <= memory
+
+
+def test_presets_that_sample_in_their_own_way(tmp_path):
+    """DAPO draws further prompts, ReMax a greedy completion for each; tokens are weighed by the engine's mismatch."""
+    done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", "algorithm.rollout_correction=tis",
+                   "reward.name=tests.cpu.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    dapo, remax = (metrics(next((tmp_path / "outputs/default").glob(f"*algorithm={n}*"))) for n in ("dapo", "remax"))
+    for row in dapo[1:]:
+        assert row["sampling/batches"] > 1 and row["sampling/filtered"] > 0
+        assert row["progress/prompts"] == 8 * row["step"]
+    drawn = sum(8 + row["sampling/filtered"] for row in dapo[1:])
+    assert dapo[-1]["progress/epoch"] == drawn / 64, "the ledger counts what was passed over, and nothing twice"
+    for row in remax[1:]:
+        assert math.isfinite(row["policy/loss"]) and row["rollout/ess"] == pytest.approx(1.0, abs=1e-4)
+
+
+def starts_with_a_vowel(completion: str, answer: str) -> float:
+    """A reward that most groups of four agree on."""
+    return float(completion[:1] in "aeiou")
 
 
 def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):

@@ -105,7 +105,7 @@ def test_hosts_are_stripped_from_a_lock():
 
 # The dependencies
 
-IMPORTED_AS = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
+IMPORTED_AS = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard", "pyyaml": "yaml"}
 
 
 @pytest.mark.parametrize("requirement", PYPROJECT["project"]["dependencies"])
