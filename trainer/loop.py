@@ -200,6 +200,7 @@ class Trainer:
     def update(self, experience: Batch, step: int) -> dict[str, float]:
         """Critic, then policy."""
         metrics: dict[str, float] = {}
+        saving = self.directory.checkpoints.saving  # then the first optimizer step may have to wait for the copy
         with self.timer("update"):
             stored = self.cluster.put(experience)
             try:
@@ -214,7 +215,7 @@ class Trainer:
                     + (f"the last good checkpoint is {last}" if last else "there is no checkpoint yet")
                     + ". A lower learning rate or trainer.policy.optimizer.max_grad_norm may help."
                 ) from error
-        if self.directory.checkpoints.saving:
+        if saving:
             blocked = self.ranks.take_blocked()
             self.timer.add("checkpoint_blocked", blocked)
             self.directory.blocked(blocked)

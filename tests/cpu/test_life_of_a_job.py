@@ -12,7 +12,7 @@ import pytest
 from tests.cpu.jobs import comparable, left_running, metrics, run_job, start_job
 from trainer.checkpoint.lock import RunLock
 
-STEPS = 5
+STEPS = 8
 
 
 @pytest.mark.slow

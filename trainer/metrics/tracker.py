@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import LoggerConfig
+from trainer.durable import write_file
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,13 +101,7 @@ class Tracker:
             UserError: a line other than the last is not a JSON object.
         """
         kept = [row for row in read_metrics(self._path) if row["step"] <= step]
-        temporary = self._path + ".tmp"
-        with open(temporary, "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
-        _fsync_directory(self._run_dir)
+        write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         os.close(self._file)
         self._file = _open_append(self._path)
         self._last_step = step
@@ -191,15 +186,6 @@ def _plain(value: float) -> float:
 
 def _open_append(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-
-def _fsync_directory(path: str) -> None:
-    """Make a rename in this directory outlive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
