@@ -53,15 +53,17 @@ def test_a_job_killed_three_times_ends_as_if_never_killed(algorithm, ranks, plac
     base = [f"algorithm={algorithm}", f"trainer.num_workers={ranks}", f"trainer.total_steps={STEPS}",
             f"trainer.hf_save_interval={STEPS}", "trainer.max_ckpts_to_keep=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
-    started = time.monotonic()
     whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
-    seconds = time.monotonic() - started
     assert whole.returncode == 0, whole.stdout + whole.stderr
 
     job, kills = [*base, "trainer.run_name=killed"], 0
+    moments, seconds = random.Random(algorithm), 0.0
     for attempt, place in enumerate(places):
-        at = f"{random.Random(algorithm).uniform(0.3, 0.8) * seconds:.2f}" if place == "time" else place
+        # At any moment before the first checkpoint of the first attempt: this one is resuming or in its first steps.
+        at = f"{moments.uniform(0.5, 1.0) * seconds:.2f}" if place == "time" else place
+        started = time.monotonic()
         kills += killed(job, tmp_path, at, attempt, marker)
+        seconds = seconds or time.monotonic() - started
     last = run_job(*job, cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
     assert kills == 3
