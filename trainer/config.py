@@ -335,6 +335,8 @@ class DataConfig:
     """Column of the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
     """Column of the reference answer, handed to the reward."""
+    messages_key: str | None = None
+    """Column of whole chats, in place of the two: the last message is the answer."""
     generator: str | None = None
     """Make prompts instead of reading files: `arithmetic` or `reverse_text`."""
     generator_args: dict[str, int] = field(default_factory=dict)
@@ -407,6 +409,18 @@ class SFTConfig:
     """Packed rows an optimizer step."""
     max_length: int = 256
     """Tokens a packed row; a longer example is cut."""
+    train_on: list[str] = field(default_factory=lambda: ["assistant"])
+    """Roles whose messages are learnt."""
+    weights: list[float] = field(default_factory=list)
+    """How often examples of each of `data.train_files` are drawn, relative to the others; empty: every example equally
+    often."""
+    source: str = "examples"
+    """What `data.train_files` hold: `examples`, or `rollouts` as `logger.rollouts` writes them."""
+    min_reward: float | None = None
+    """`rollouts`: learn only those with at least this reward (rejection sampling); null: all."""
+    max_weight: float | None = None
+    """`rollouts`: weigh tokens by importance, what the model gives them now by what the policy gave them that sampled
+    them, at most this (the loss `importance_weighted_ce`); null: plain cross-entropy (distillation)."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
     """Optimizer of supervised training."""
 
@@ -433,6 +447,8 @@ class LoggerConfig:
     """Draw `{run_dir}/report.png` at the end."""
     samples: int = 2
     """Completions to print at each validation."""
+    rollouts: bool = False
+    """Write every step's completions, with tokens, log-probs and rewards, to `{run_dir}/rollouts/step_N.jsonl`."""
 
 
 @dataclass
@@ -608,6 +624,8 @@ def validate(cfg: Config) -> None:
              "none; choose k1, k2, k3 or abs")  # fmt: skip
     if a.kl_controller == "adaptive" and a.kl_coef == 0:
         fail("algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
+    if a.kl_controller == "adaptive" and a.kl_horizon < t.train_batch_size * r.n:
+        fail("algorithm.kl_horizon", f"must be at least the {t.train_batch_size * r.n} completions of one step")
     if a.overlong_buffer > r.max_response_tokens:
         fail("algorithm.overlong_buffer", f"exceeds rollout.max_response_tokens={r.max_response_tokens}")
     if a.dynamic_sampling and r.n < 2:
@@ -641,6 +659,21 @@ def validate(cfg: Config) -> None:
         for name in d.generator_args:
             if name not in known:
                 fail("data.generator_args", f"data.generator={d.generator} takes {', '.join(known)}, not {name}")
+    one_of("sft.source", ("examples", "rollouts"))
+    if s.source == "rollouts" and not d.train_files:
+        fail("sft.source", "needs data.train_files, the files that logger.rollouts=true makes a run write")
+    if s.source != "rollouts":
+        for name in ("min_reward", "max_weight"):
+            if getattr(s, name) is not None:
+                fail(f"sft.{name}", "is for rollouts; set sft.source=rollouts or drop the key")
+    if s.max_weight is not None and not s.max_weight > 0:
+        fail("sft.max_weight", "must be above 0")
+    if not s.train_on:
+        fail("sft.train_on", "names no role, so nothing would be learnt")
+    if s.weights and len(s.weights) != len(d.train_files):
+        fail("sft.weights", f"must name one weight for each of the {len(d.train_files)} data.train_files")
+    if s.weights and not min(s.weights) > 0:
+        fail("sft.weights", "must be above 0")
     if s.max_length > cfg.model.tiny.max_position_embeddings and cfg.model.path is None:
         fail("sft.max_length", "exceeds model.tiny.max_position_embeddings")
     if cfg.model.path is None and r.max_prompt_tokens + r.max_response_tokens > cfg.model.tiny.max_position_embeddings:

@@ -107,8 +107,7 @@ def add_advantages(
     """`batch` with `advantages` and `returns` `(B, T)`.
 
     The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
-    `kl_coef` times its KL to the reference. With a rollout correction the advantages are multiplied by its
-    weights: every policy loss is linear in them.
+    `kl_coef` times its KL to the reference.
 
     Args:
         baselines: `(B,)`, what `remax` subtracts.
@@ -116,26 +115,37 @@ def add_advantages(
     tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
     mask = tensors["response_mask"]
     token_rewards = torch.zeros_like(mask)
-    # The mask is one run of ones that ends with the row, so the last completion token is the last token.
-    last = tensors["lengths"] - 1
+    positions = torch.arange(mask.shape[1])
+    last = torch.where(mask > 0, positions, 0).amax(dim=1)  # tool output may follow it
     token_rewards[torch.arange(len(last)), last] = torch.from_numpy(rewards.astype(np.float32))
     if algorithm.kl_in == "reward" and "ref_logprobs" in batch:
-        kl = kl_penalty(tensors["old_logprobs"], tensors["ref_logprobs"], algorithm.kl_estimator)
-        token_rewards = token_rewards - kl_coef * kl * mask
+        kl = kl_penalty(tensors["old_logprobs"], tensors["ref_logprobs"], algorithm.kl_estimator, mask)
+        token_rewards = token_rewards - kl_coef * kl
     function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
     given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
     options = chosen_options(function, algorithm) | {
         name: value.float() for name, value in given.items() if value is not None and name in options_of(function)
     }
     advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
-    if algorithm.rollout_correction is not None:
-        weights, _ = correction_weights(
-            tensors["old_logprobs"], tensors["rollout_logprobs"], mask, kind=algorithm.rollout_correction,
-            level=algorithm.rollout_correction_level, low=algorithm.rollout_correction_low,
-            high=algorithm.rollout_correction_high,
-        )  # fmt: skip
-        advantages = advantages * weights
     return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
+
+
+def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
+    """`batch` whose advantages are multiplied by the weights of `algorithm.rollout_correction`, and metrics.
+
+    That weighs the surrogate terms of every policy loss, which are linear in the advantages; what `clip_cov` and
+    `kl_cov` choose, and the penalty of the latter, go by the corrected advantages but are not weighted.
+    """
+    if algorithm.rollout_correction is None:
+        return batch, {}
+    mask = torch.from_numpy(batch["response_mask"])
+    weights, bound = correction_weights(
+        torch.from_numpy(batch["old_logprobs"]), torch.from_numpy(batch["rollout_logprobs"]), mask,
+        kind=algorithm.rollout_correction, level=algorithm.rollout_correction_level,
+        low=algorithm.rollout_correction_low, high=algorithm.rollout_correction_high,
+    )  # fmt: skip
+    metrics = {"rollout/corrected_frac": float(bound.sum()) / max(float(mask.sum()), 1.0)}
+    return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
 
 
 def leave_out_rows(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion], a: AlgorithmConfig) -> Batch:

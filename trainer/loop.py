@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
 from trainer.data.datasets import load_prompts
+from trainer.data.rollouts import write_rollouts
 from trainer.data.source import DrawnPrompt, PromptSource
 from trainer.durable import sync_directory, sync_tree
 from trainer.errors import NonFiniteError, UserError
@@ -28,6 +30,7 @@ from trainer.experience import (
     add_advantages,
     build_batch,
     choose_groups,
+    correct_rollouts,
     describe,
     leave_out_rows,
     shape_rewards,
@@ -49,7 +52,7 @@ from trainer.rollout.launch import Rollout
 from trainer.rollout.seeds import request_seed
 from trainer.run_directory import RunDirectory
 from trainer.sft import prepare_model
-from trainer.stopping import Stopped, StopRequest
+from trainer.stopping import StopRequest
 
 
 class Trainer:
@@ -193,6 +196,8 @@ class Trainer:
         rewards = shape_rewards(rollouts.rewards, completions, self.cfg)
         batch = add_advantages(batch, rewards, algorithm, self.kl.coef, rollouts.baselines)
         metrics = {**describe(batch, rollouts.rewards, completions), **rollouts.metrics}
+        batch, corrected = correct_rollouts(batch, algorithm)
+        metrics |= corrected
         if algorithm.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
         return leave_out_rows(batch, rewards, completions, algorithm), metrics
@@ -245,20 +250,17 @@ class Trainer:
             metrics |= self.validate(step)
         if not self._replayed(step, metrics):
             return
+        if self.cfg.logger.rollouts:
+            texts = self._texts(rollouts.completions)
+            write_rollouts(t.run_dir, step, rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), texts)
         self._log(step, metrics)
         failpoint("logged")
         self.directory.report(self.progress.note)
         if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
             self.export(step)
-        self.stop.consider_deadline(2 * times["time/step"] + 2 * self.directory.last_save_s + 5)
-        stopping = self.stop.reason is not None and not last
-        if self.directory.saves and (self.directory.schedule.due(step) or last) or stopping:
-            with self.timer("checkpoint_blocked"):
-                self.save_checkpoint(step, metrics)
-        if stopping:
-            self.directory.finish(self.progress.note)
-            raise Stopped(f"stopped after step {step} of {t.total_steps} ({self.stop.reason}); the same command with "
-                          "trainer.resume_mode=latest goes on")  # fmt: skip
+        save = partial(self.save_checkpoint, step, metrics)
+        with self.timer("checkpoint_blocked"):
+            self.directory.end_of_step(step, t.total_steps, times["time/step"], self.stop, save, self.progress.note)
 
     def validate(self, step: int) -> dict[str, float]:
         """Greedy reward and accuracy (share of completions with reward 1) on held-out prompts, and pass@k."""
@@ -352,11 +354,13 @@ class Trainer:
         return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self.stop_tokens)
 
     def _reward(self, completions: list[Completion], answers: list[str]) -> tuple[np.ndarray, int]:
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        rewards, failures = self.rewards.score(texts, answers)
+        rewards, failures = self.rewards.score(self._texts(completions), answers)
         if failures.count:
             self.progress.note(f"{failures.count} rewards failed and count as 0; the first: {failures.first}")
         return np.asarray(rewards, dtype=np.float64), failures.count
+
+    def _texts(self, completions: list[Completion]) -> list[str]:
+        return self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
 
     def _open_tracker(self) -> Tracker:
         cfg = self.cfg

@@ -30,6 +30,7 @@ from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.models.files import write_assets
+from trainer.stopping import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
@@ -300,6 +301,26 @@ class RunDirectory:
         self._saved_step = step
         self._blocked = time.monotonic() - started
         self.schedule.saved()
+
+    def end_of_step(self, step: int, total: int, seconds: float, stop: StopRequest, save: Callable[[], None],
+                    note: Note) -> None:  # fmt: skip
+        """Save if it is due, and leave if that was asked for.
+
+        Args:
+            seconds: that the step took.
+            save: saves this step.
+
+        Raises:
+            Stopped: a signal or deadline asked for it; everything is saved.
+        """
+        stop.consider_deadline(2 * seconds + 2 * self.last_save_s + 5)
+        stopping = stop.reason is not None and step < total
+        if self.saves and (self.schedule.due(step) or step == total) or stopping:
+            save()
+        if stopping:
+            self.finish(note)
+            raise Stopped(f"stopped after step {step} of {total} ({stop.reason}); the same command with "
+                          "trainer.resume_mode=latest goes on")  # fmt: skip
 
     def blocked(self, seconds: float) -> None:
         """Training has stood still this long for the save that is under way."""

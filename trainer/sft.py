@@ -1,4 +1,4 @@
-"""Supervised training on prompts and answers: the warm start of the embedded model, or a run of its own."""
+"""Supervised training on chats or rollouts: the warm start of the embedded model, or a run of its own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import json
 import os
 import shutil
+from functools import partial
 
 from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
-from trainer.data.sft import PackedBatches, load_encoded
+from trainer.data.sft import PackedSource, load_train, load_val, pack_all
 from trainer.errors import UserError
 from trainer.keyed import key
 from trainer.metrics.audit import ResumeAudit
@@ -21,14 +22,13 @@ from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path, write_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run_directory import RunDirectory
-from trainer.stopping import Stopped, StopRequest
+from trainer.stopping import StopRequest
+
+_SFT_METRICS = ("loss", "kl", "clip_frac")
 
 
 class SupervisedTrainer:
-    """`sft.steps` optimizer steps of cross-entropy on answers, with the checkpoints of any other run.
-
-    Step N trains on a batch that is a function of (seed, N), so the step number is the whole ledger.
-    """
+    """`sft.steps` optimizer steps of cross-entropy, with the ledger and the checkpoints of any other run."""
 
     def __init__(self, cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest):
         # One role: neither a critic nor a reference takes part.
@@ -42,16 +42,18 @@ class SupervisedTrainer:
         self.audit: ResumeAudit | None = None
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
-        examples = load_encoded(cfg.data, self.tokenizer, cfg.sft.max_length)
-        self.batches = PackedBatches(
-            examples, t.seed, cfg.sft.batch_size, cfg.sft.max_length, self.tokenizer.pad_token_id
-        )
+        s, pad = cfg.sft, self.tokenizer.pad_token_id
+        parts = load_train(cfg.data, s, self.tokenizer)
+        self.source = PackedSource(parts, s.weights, t.seed, s.batch_size, s.max_length, pad)
+        held_out = load_val(cfg.data, s, self.tokenizer) if t.val_interval > 0 else []
+        self.val_batch = pack_all(held_out, s.max_length, pad) if held_out else None
         self.ranks = Ranks(cfg, cluster)
         self.ranks.connect()
         self.ranks.build_for_sft(self.model_path)
         register = directory.checkpoints.register
         register(directory.config_part())
         register(json_part("trainer_state", self._state, self._restore))
+        register(json_part("data", self.source.state_dict, self.source.load_state_dict))
         register(directory.models_part(self.ranks))
         register(directory.assets_part(self.model_path, self.tokenizer))
 
@@ -61,7 +63,7 @@ class SupervisedTrainer:
         Raises:
             Stopped: a signal or deadline asked for it; everything is saved.
         """
-        cfg, t, steps = self.cfg, self.cfg.trainer, self.cfg.sft.steps
+        cfg, t = self.cfg, self.cfg.trainer
         if self.directory.resume:
             self.load_checkpoint()
         with Tracker(
@@ -69,7 +71,7 @@ class SupervisedTrainer:
         ) as self.tracker:
             self.tracker.rewind(self.step if self.directory.resume else -1)
             history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
-            with Progress(steps, cfg.logger.progress, completed=self.step, history=history) as progress:
+            with Progress(cfg.sft.steps, cfg.logger.progress, completed=self.step, history=history) as progress:
                 self.directory.report(progress.note)
                 with self.stop.between_steps():
                     self._steps(progress)
@@ -81,10 +83,15 @@ class SupervisedTrainer:
         while self.step < steps:
             step = self.step + 1
             with timer("step"):
-                result = self.ranks.supervised_update(self.batches.batch(step))
+                batch = self.source.take()
+                result = self.ranks.supervised_update(batch, self.cfg.sft.max_weight)
             self.step = step
-            metrics = {"sft/loss": result["loss"], "policy/grad_norm": result["grad_norm"],
-                       "policy/lr": result["lr"], **timer.take()}  # fmt: skip
+            self.source.commit()
+            metrics = {f"{'sft' if name in _SFT_METRICS else 'policy'}/{name}": x for name, x in result.items()}
+            metrics |= {"progress/epoch": self.source.epoch, **timer.take()}
+            metrics["perf/tokens_per_s"] = batch["input_ids"].size / metrics["time/step"]
+            if self.val_batch is not None and (step % t.val_interval == 0 or step == steps):
+                metrics["val/loss"] = self.ranks.supervised_loss(self.val_batch)
             problem = self.audit.check(step, metrics, progress.note) if self.audit else None
             if problem:
                 if t.on_resume_mismatch != "warn":
@@ -93,14 +100,9 @@ class SupervisedTrainer:
             self.tracker.log(step, metrics)
             progress.update(step, metrics)
             self.directory.report(progress.note)
-            self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.directory.last_save_s + 5)
-            stopping = self.stop.reason is not None and step < steps
-            if self.directory.saves and (self.directory.schedule.due(step) or step == steps) or stopping:
-                with timer("checkpoint_blocked"):
-                    self.save_checkpoint(step, metrics)
-            if stopping:
-                self.directory.finish(progress.note)
-                raise Stopped(f"stopped after supervised step {step} of {steps} ({self.stop.reason})")
+            save = partial(self.save_checkpoint, step, metrics)
+            with timer("checkpoint_blocked"):
+                self.directory.end_of_step(step, steps, metrics["time/step"], self.stop, save, progress.note)
 
     def save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         """Begin to write `global_step_{step}`; training goes on meanwhile."""
@@ -154,7 +156,7 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
         trainer=dataclasses.replace(
             TrainerConfig(), seed=cfg.model.tiny.seed, run_name="warm-start", run_dir=run_dir,
             ckpt_path=os.path.join(run_dir, "checkpoints"), ckpt_interval=50, max_ckpts_to_keep=1,
-            resume_mode="latest", num_workers=cfg.trainer.num_workers, replicas=cfg.trainer.replicas,
+            resume_mode="latest", val_interval=-1, num_workers=cfg.trainer.num_workers, replicas=cfg.trainer.replicas,
             device=cfg.trainer.device, master_port=cfg.trainer.master_port,
         ),
         logger=dataclasses.replace(cfg.logger, wandb=dataclasses.replace(cfg.logger.wandb, mode="off")),

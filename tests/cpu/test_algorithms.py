@@ -111,6 +111,14 @@ def test_groups_of_one_and_of_equal_rewards_teach_nothing(name):
     assert not advantages.any()
 
 
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_equal_values_does_not_blow_up_their_rounding(name):
+    mask = torch.ones(7, 3)
+    rewards = torch.zeros(7, 3)
+    rewards[:, -1] = 0.3
+    assert not ADVANTAGES[name](rewards, mask, torch.arange(7))[0].any()
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Policy losses
 
@@ -240,6 +248,14 @@ def test_kl_estimators_are_their_formulas(logprob, ref, kind):
     assert a.grad.item() == pytest.approx(slope[kind], rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_what_the_mask_hides_has_no_kl_and_no_gradient(kind):
+    logprobs = torch.tensor([[-1.0, math.inf, -math.inf]], requires_grad=True)
+    estimate = kl_penalty(logprobs, torch.tensor([[-2.0, math.inf, 1.0]]), kind, torch.tensor([[1.0, 0.0, 0.0]]))
+    estimate.sum().backward()
+    assert not estimate[0, 1:].any() and not logprobs.grad[0, 1:].any() and logprobs.grad[0, 0] != 0
+
+
 def test_k3_and_k1_estimate_the_same_divergence():
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, 10, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -332,6 +348,8 @@ def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match="algorithm.policy_loss=no.such:thing: cannot be imported"):
         resolve(POLICY_LOSSES, "no.such:thing", "algorithm.policy_loss")
     assert resolve(POLICY_LOSSES, "math:exp", "algorithm.policy_loss") is math.exp
+    with pytest.raises(ValueError, match="overlong_buffer=0"):
+        overlong_penalty(torch.tensor([3]), 10, 0, 1.0)
     with pytest.raises(ValueError, match="dual_clip=0.5"):
         POLICY_LOSSES["clip"](*(torch.ones(1, 1),) * 4, dual_clip=0.5)
 
@@ -340,5 +358,6 @@ def test_every_name_has_its_section():
     text = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
     sections = set(re.findall(r"^#+ .*?`([\w+]+)`", text, flags=re.MULTILINE))
     sections |= set(re.findall(r"`([\w+]+)`", " ".join(re.findall(r"^#+ .*$", text, flags=re.MULTILINE))))
-    names = {*ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *KL_ESTIMATORS, *CORRECTIONS}
+    names = {*ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *KL_ESTIMATORS, *CORRECTIONS, "fixed", "adaptive",
+             "overlong_penalty", "informative_groups"}  # fmt: skip
     assert names <= sections, sorted(names - sections)

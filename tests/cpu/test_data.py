@@ -16,10 +16,10 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import DataConfig, TinyConfig
+from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import load_prompts, read_examples
 from trainer.data.generators import generate
-from trainer.data.sft import load_encoded
+from trainer.data.sft import load_train
 from trainer.errors import UserError
 from trainer.hub import with_retries
 from trainer.models.files import resolve_model_path
@@ -231,7 +231,7 @@ def test_over_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     with pytest.raises(UserError, match="rollout.max_prompt_tokens=4: all 5 train prompts are longer; .* has 5 tokens"):
         load_prompts(data, "train", tokenizer, 4)
     with pytest.raises(UserError, match="sft.max_length=5: all 5 training prompts fill it"):
-        load_encoded(data, tokenizer, 5)
+        load_train(data, SFTConfig(max_length=5), tokenizer)
 
 
 def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):

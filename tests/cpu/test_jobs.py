@@ -216,7 +216,7 @@ def test_real_gsm8k_trains_on_two_ranks(tmp_path):
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
 
 
-def test_supervised_training_is_a_run_with_checkpoints(tmp_path):
+def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path):
     first = run_job("sft.steps=4", "trainer.num_workers=2", module="trainer.sft", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     more = run_job(
@@ -226,4 +226,20 @@ def test_supervised_training_is_a_run_with_checkpoints(tmp_path):
     rows = metrics(tmp_path / "outputs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
-    AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/default/exports/global_step_6/policy")
+    assert [row["step"] for row in rows if "val/loss" in row] == [2, 4, 6]
+    assert rows[5]["val/loss"] < rows[3]["val/loss"] < rows[1]["val/loss"]
+    model = tmp_path / "outputs/default/exports/global_step_6/policy"
+    AutoModelForCausalLM.from_pretrained(model)
+
+    sampled = run_job(f"model.path={model}", "trainer.run_name=sampler", "logger.rollouts=true", "rollout=transformers",
+                      "trainer.val_interval=-1", cwd=tmp_path)  # fmt: skip
+    assert sampled.returncode == 0, sampled.stderr
+    files = sorted((tmp_path / "outputs/sampler/rollouts").iterdir())
+    assert [file.name for file in files] == ["step_1.jsonl", "step_2.jsonl"]
+    offline = run_job(f"model.path={model}", "trainer.run_name=offline", "sft.source=rollouts", "sft.max_weight=4",
+                      f"data.train_files=[{files[0]}]", "data.generator=null", "trainer.val_interval=-1", "sft.steps=3",
+                      module="trainer.sft", cwd=tmp_path)  # fmt: skip
+    assert offline.returncode == 0, offline.stderr
+    rows = metrics(tmp_path / "outputs/offline")
+    # The weights that sampled them see them first: ratios are 1, and move away from there.
+    assert rows[0]["sft/kl"] < 1e-8 < rows[2]["sft/kl"] and rows[0]["sft/clip_frac"] == 0

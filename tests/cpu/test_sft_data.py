@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,61 +14,123 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from trainer.config import DataConfig, TinyConfig
-from trainer.data.sft import PackedBatches, encode, load_encoded
+from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.data.datasets import Prompt
+from trainer.data.rollouts import write_rollouts
+from trainer.data.sft import Encoded, PackedSource, encode, load_train, load_val, pack, pack_all
+from trainer.data.source import DrawnPrompt
+from trainer.errors import UserError
 from trainer.models.logprobs import token_logprobs
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.rollout.engine import Completion
 
 PAD = 0
 
 
-def examples_of(*lengths: int) -> list[tuple[list[int], list[float]]]:
+def examples_of(*lengths: int) -> list[Encoded]:
     """Examples whose tokens say whose they are; the second half of each is to be learnt."""
-    return [([i + 1] * n, [0.0] * (n - n // 2) + [1.0] * (n // 2)) for i, n in enumerate(lengths)]
+    return [Encoded([i + 1] * n, [0.0] * (n - n // 2) + [1.0] * (n // 2)) for i, n in enumerate(lengths)]
 
 
-@settings(deadline=None)  # the machine may be busy
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20),
-    rows=st.integers(1, 5),
-    step=st.integers(0, 1000),
-)
-def test_rows_hold_whole_examples_each_from_position_0(lengths, rows, step):
-    examples = examples_of(*lengths)
-    batches = PackedBatches(examples, 1, rows, 12, PAD)
-    batch = batches.batch(step)
-    assert {name: array.shape for name, array in batch.items()} == {
-        "input_ids": (rows, 12), "position_ids": (rows, 12), "loss_mask": (rows, 12), "lengths": (rows,)}  # fmt: skip
-    packed = []
+def unpack(batch) -> list[tuple[list[int], list[float]]]:
+    """The examples of a batch, in order; checks that each lies in one row and starts at position 0."""
+    found = []
     for ids, positions, mask in zip(batch["input_ids"], batch["position_ids"], batch["loss_mask"], strict=True):
-        starts = [*np.flatnonzero(positions == 0), 12]
+        starts = [*np.flatnonzero(positions == 0), len(ids)]
         for begin, end in zip(starts, starts[1:], strict=False):
             assert positions[begin:end].tolist() == list(range(end - begin))
             if ids[begin] == PAD:
-                assert end == 12 and not ids[begin:].any() and not mask[begin:].any()
-                continue
-            example = ids[begin] - 1
-            assert (ids[begin:end].tolist(), mask[begin:end].tolist()) == examples[example]
-            packed.append(example)
-    assert len(set(packed)) == len(packed)
-    if sum(lengths) <= 12:
-        assert len(packed) == len(lengths)
-    # Each example that is missing came after all that are there, and there was no room for it.
-    if len(packed) < len(lengths):
-        used = sum(lengths[i] for i in packed)
-        assert used + rows * max(lengths) > rows * 12
+                assert end == len(ids) and not ids[begin:].any() and not mask[begin:].any()
+            else:
+                found.append((ids[begin:end].tolist(), mask[begin:end].tolist()))
+    return found
 
 
-def test_a_batch_is_a_function_of_seed_and_step():
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(lengths=LENGTHS, rows=st.integers(1, 5))
+def test_every_epoch_has_every_example_once_whole(lengths, rows):
+    examples = examples_of(*lengths)
+    source = PackedSource([examples], [], 1, rows, 12, PAD)
+    seen: list[tuple[list[int], list[float]]] = []
+    while source.epoch < 3:
+        batch = source.take()
+        assert {name: array.shape for name, array in batch.items()} == {
+            "input_ids": (rows, 12), "position_ids": (rows, 12), "loss_mask": (rows, 12), "lengths": (rows,)
+        }  # fmt: skip
+        drawn = unpack(batch)
+        assert sum(len(ids) for ids, _ in drawn) + rows * max(lengths) > rows * 12  # no row had room for what came next
+        seen += drawn
+        source.commit()
+    assert source.epoch == len(seen) / len(lengths)
+    expected = sorted((e.token_ids, e.loss_mask) for e in examples)
+    epochs = [seen[i * len(lengths) : (i + 1) * len(lengths)] for i in range(3)]
+    assert all(sorted(epoch) == expected for epoch in epochs)
+    if len(lengths) > 8:
+        assert epochs[0] != epochs[1]
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
+    weights=st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
+    killed_at=st.integers(0, 5),
+    uncommitted=st.integers(0, 2),
+)
+def test_data_sets_are_drawn_by_weight_and_a_restart_goes_on_where_it_was(sizes, weights, killed_at, uncommitted):
+    weights = weights[: len(sizes)]
+    parts = [[Encoded([10 * p + 1] * 3, [1.0] * 3) for _ in range(n)] for p, n in enumerate(sizes)]
+
+    def source() -> PackedSource:
+        return PackedSource(parts, weights, 1, 4, 12, PAD)
+
+    straight, seen = source(), []
+    for _ in range(8):
+        seen.append(straight.take())
+        straight.commit()
+    drawn = [ids[0] // 10 for batch in seen for ids, _ in unpack(batch)]
+    for part, weight in enumerate(weights):
+        share = weight / sum(weights)
+        for count in range(
+            1, len(drawn) + 1
+        ):  # never further from its share than what rounding to whole examples takes
+            assert abs(drawn[:count].count(part) - share * count) < len(parts)
+    first = source()
+    for _ in range(killed_at):
+        first.take()
+        first.commit()
+    state = json.loads(json.dumps(first.state_dict()))
+    for _ in range(uncommitted):  # trained on, but the step was never finished
+        first.take()
+    again = source()
+    again.load_state_dict(state)
+    for expected in seen[killed_at:]:
+        batch = again.take()
+        again.commit()
+        assert all(np.array_equal(batch[name], expected[name]) for name in expected)
+
+
+def test_another_seed_or_other_examples_are_not_gone_on_with():
     examples = examples_of(*range(1, 12))
-    batches = PackedBatches(examples, 1, 3, 12, PAD)
-    ids = {(1, step): batches.batch(step)["input_ids"] for step in range(4)}
-    for step in (3, 0):  # in another order, by another object
-        again = PackedBatches(examples, 1, 3, 12, PAD)
-        np.testing.assert_array_equal(again.batch(step)["input_ids"], ids[1, step])
-    ids[2, 0] = PackedBatches(examples, 2, 3, 12, PAD).batch(0)["input_ids"]
-    assert len({array.tobytes() for array in ids.values()}) == len(ids)
+    source = PackedSource([examples], [], 1, 3, 12, PAD)
+    other = PackedSource([examples], [], 2, 3, 12, PAD)
+    assert source.take()["input_ids"].tobytes() != other.take()["input_ids"].tobytes()
+    with pytest.raises(UserError, match="trainer.seed: the supervised examples are not those"):
+        other.load_state_dict(source.state_dict())
+    with pytest.raises(UserError, match="data: the supervised examples are not those"):
+        PackedSource([examples[:-1]], [], 1, 3, 12, PAD).load_state_dict(source.state_dict())
+    with pytest.raises(UserError, match="format None"):
+        source.load_state_dict({})
+
+
+def test_all_held_out_examples_are_packed_in_order():
+    examples = examples_of(5, 5, 5, 12, 1)
+    batch = pack_all(examples, 12, PAD)
+    assert batch["input_ids"].shape == (4, 12)
+    assert unpack(batch) == [(e.token_ids, e.loss_mask) for e in examples]
 
 
 @pytest.fixture(scope="module")
@@ -78,37 +145,135 @@ def tokenizer(model_path):
     return load_tokenizer(model_path)
 
 
+def sft(**options) -> SFTConfig:
+    return SFTConfig(**{"max_length": 100, **options})
+
+
+def learnt(encoded: Encoded, tokenizer) -> list[str]:
+    """The runs of tokens that are learnt, as text."""
+    pairs = zip(encoded.token_ids, encoded.loss_mask, strict=True)
+    runs = [(learn, [t for t, _ in run]) for learn, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
+    return [tokenizer.decode(ids) for learn, ids in runs if learn]
+
+
 def test_loss_is_on_the_answer_and_its_end(tokenizer):
     example = {"prompt": "abc", "answer": "cba"}
-    ids, mask = encode(example, tokenizer, None, 100)
-    assert tokenizer.decode(ids) == "<|user|>abc<|assistant|>cba<|end|>"
-    learnt = [token for token, learn in zip(ids, mask, strict=True) if learn]
-    assert tokenizer.decode(learnt) == "cba<|end|>"
-    assert mask == sorted(mask)
-    assert encode(example, tokenizer, None, 7) == (ids[:7], mask[:7])
-    with_system, _ = encode(example, tokenizer, "Go.", 100)
-    assert tokenizer.decode(with_system) == "<|system|>Go.<|user|>abc<|assistant|>cba<|end|>"
+    encoded = encode(example, tokenizer, None, sft())
+    assert tokenizer.decode(encoded.token_ids) == "<|user|>abc<|assistant|>cba<|end|>"
+    assert learnt(encoded, tokenizer) == ["cba<|end|>"]
+    cut = encode(example, tokenizer, None, sft(max_length=7))
+    assert cut == Encoded(encoded.token_ids[:7], encoded.loss_mask[:7])
+    with_system = encode(example, tokenizer, "Go.", sft())
+    assert tokenizer.decode(with_system.token_ids) == "<|system|>Go.<|user|>abc<|assistant|>cba<|end|>"
+
+
+CHAT = [
+    {"role": "user", "content": "a<b"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "ä"},
+    {"role": "user", "content": " c "},
+]
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["assistant"], ["b<|end|>", "ä<|end|>", "x<|end|>"]),
+        (["user"], ["a<b", "b", "c"]),
+        (["system", "assistant"], ["Go.", "b<|end|>", "ä<|end|>", "x<|end|>"]),
+    ],
+)
+def test_loss_is_on_the_messages_of_the_roles(tokenizer, roles, expected):
+    encoded = encode({"prompt": CHAT, "answer": "x"}, tokenizer, "Go.", sft(train_on=roles))
+    whole = (
+        "<|system|>Go.<|user|>a<b<|assistant|>b<|end|><|user|>b<|assistant|>ä<|end|><|user|> c <|assistant|>x<|end|>"
+    )
+    assert tokenizer.decode(encoded.token_ids) == whole
+    assert learnt(encoded, tokenizer) == expected
+
+
+def test_messages_that_a_template_changes_are_found_without_their_reasoning_or_refused(tokenizer):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = tokenizer.chat_template.replace(
+        "message['content'] }}", "message['content'].split('</think>')[-1].lstrip() }}"
+    )
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>\n\nb"}, CHAT[2]]
+    encoded = encode({"prompt": chat, "answer": "x"}, changed, None, sft())
+    assert learnt(encoded, changed) == ["b<|end|>", "x<|end|>"]
+    changed.chat_template = tokenizer.chat_template.replace("message['content'] }}", "message['content'] | upper }}")
+    with pytest.raises(UserError, match=r"sft.train_on=assistant: the chat template changes message 1 \('a<b'\)"):
+        encode({"prompt": chat, "answer": "x"}, changed, None, sft())
+    encode({"prompt": "one message is fine", "answer": "x"}, changed, None, sft())
 
 
 def test_the_end_is_that_of_the_chat_template(tokenizer):
     chat = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}]
     whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
-    assert encode({"prompt": "abc", "answer": "cba"}, tokenizer, None, 100)[0] == whole
+    assert encode({"prompt": "abc", "answer": "cba"}, tokenizer, None, sft()).token_ids == whole
 
 
 def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
-    data = DataConfig(generator="reverse_text", train_size=50)
-    assert len(load_encoded(data, tokenizer, 100)) == 50
-    short = load_encoded(data, tokenizer, 9)
+    data = DataConfig(generator="reverse_text", train_size=50, val_size=20)
+    assert [len(part) for part in load_train(data, sft(), tokenizer)] == [50]
+    [short] = load_train(data, sft(max_length=9), tokenizer)
     assert 0 < len(short) < 50
-    assert all(any(mask) and len(ids) <= 9 for ids, mask in short)
+    assert all(any(e.loss_mask) and len(e.token_ids) <= 9 for e in short)
+    assert len(load_val(data, sft(), tokenizer)) == 20
+
+
+def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_path):
+    files = []
+    for name, count in (("a", 3), ("b", 5)):
+        chats = [
+            [{"role": "user", "content": f"{name}{i}"}, {"role": "assistant", "content": "yes"}] for i in range(count)
+        ]
+        files.append(str(tmp_path / f"{name}.jsonl"))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
+    data = DataConfig(train_files=files, messages_key="chat")
+    assert [len(part) for part in load_train(data, sft(), tokenizer)] == [8]
+    assert [len(part) for part in load_train(data, sft(weights=[1, 2]), tokenizer)] == [3, 5]
+    assert [
+        len(p) for p in load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)
+    ] == [4]
+    with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must hold a list of chat messages"):
+        load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
+
+
+def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
+    prompt = Prompt(7, tuple(tokenizer.encode("<|user|>ab<|assistant|>")), "ab", "ba")
+    texts = ["ba", "ab"]
+    completions = [
+        Completion([*tokenizer.encode(text), tokenizer.eos_token_id], [-0.5, -0.25, -0.125], "stop", 3)
+        for text in texts
+    ]
+    write_rollouts(str(tmp_path), 5, [DrawnPrompt("0:7", prompt)], completions, [1.0, 0.0], texts)
+    file = str(tmp_path / "rollouts/step_5.jsonl")
+    data = DataConfig(train_files=[file])
+    [both] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
+    assert learnt(both[0], tokenizer) == ["ba<|end|>"] and len(both) == 2
+    assert both[0].logprobs == [0.0] * len(prompt.token_ids) + [-0.5, -0.25, -0.125]
+    [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
+    assert [(e.token_ids, e.logprobs) for e in right] == [(both[0].token_ids, None)]
+    batch = pack([both], 40, 0)
+    assert batch["old_logprobs"][batch["loss_mask"] > 0].tolist() == [-0.5, -0.25, -0.125] * 2
+    with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
+        load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
+    row = json.loads(Path(file).read_text().splitlines()[0])
+    for change, problem in (
+        ({"logprobs": [0.0]}, "is no rollout"),
+        ({"completion": "xx"}, "another tokenizer"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({**row, **change}) + "\n")
+        with pytest.raises(UserError, match=problem):
+            load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_packed_examples_do_not_see_each_other(model_path, tokenizer, rows):
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
-    encoded = load_encoded(DataConfig(generator="reverse_text", train_size=40), tokenizer, 100)
-    batch = PackedBatches(encoded, 1, rows, 100, tokenizer.pad_token_id).batch(1)
+    parts = load_train(DataConfig(generator="reverse_text", train_size=40), sft(), tokenizer)
+    batch = PackedSource(parts, [], 1, rows, 100, tokenizer.pad_token_id).take()
     ids, positions = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["position_ids"])
     checked = 0
     with torch.no_grad():

@@ -8,12 +8,12 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
 from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weights, mismatch
 from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
-from trainer.algorithms.losses import POLICY_LOSSES, value_loss
+from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import options_of, resolve
 from trainer.algorithms.shaping import informative_groups, overlong_penalty
 
 __all__ = [
     "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "LEVELS", "POLICY_LOSSES", "AdaptiveKL", "FixedKL",
-    "Totals", "aggregate", "correction_weights", "informative_groups", "kl_penalty", "mismatch", "options_of",
-    "overlong_penalty", "resolve", "value_loss",
+    "Totals", "aggregate", "correction_weights", "importance_weighted_ce", "informative_groups", "kl_penalty",
+    "mismatch", "options_of", "overlong_penalty", "resolve", "value_loss",
 ]  # fmt: skip

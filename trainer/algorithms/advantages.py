@@ -228,6 +228,8 @@ def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
     kept = values[mask > 0]
     if kept.numel() < 2:
         return values
+    if kept.min() == kept.max():  # the mean of equal values rounds, and eps is no match for what that leaves
+        return torch.zeros_like(values)
     return masked((values - kept.mean()) / (kept.std() + eps), mask)
 
 

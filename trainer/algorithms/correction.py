@@ -64,7 +64,8 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> di
     if not log_ratio.numel():
         return {}
     ratio = log_ratio.exp()
-    points = torch.quantile(ratio, torch.tensor([0.01, 0.5, 0.99], dtype=ratio.dtype, device=ratio.device)).tolist()
+    ordered = ratio.sort().values  # torch.quantile refuses more than 16M values
+    points = [_quantile(ordered, q) for q in (0.01, 0.5, 0.99)]
     ours, theirs = (masked(x, mask)[mask > 0].double() for x in (old_logprobs, rollout_logprobs))
     ours, theirs = ours - ours.mean(), theirs - theirs.mean()
     norm = float(ours.norm() * theirs.norm())
@@ -76,6 +77,14 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> di
         "ess": float(ratio.sum().square() / (ratio.square().sum() * ratio.numel())),
         "pearson": float(ours @ theirs) / norm if norm > 0 else 1.0,
     }  # fmt: skip
+
+
+def _quantile(ordered: Tensor, q: float) -> float:
+    """With linear interpolation, as numpy's."""
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    below, above = float(ordered[low]), float(ordered[min(low + 1, len(ordered) - 1)])
+    return below + (position - low) * (above - below)
 
 
 def _log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:

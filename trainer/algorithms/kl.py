@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from trainer.algorithms.aggregation import masked
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference), `(B, T)`.
+
+    Where `mask` `(B, T)` is 0 the estimate is 0, and so is its gradient, whatever the log-probs are there.
 
     With d = log pi(x) - log pi_ref(x) (Schulman, Approximating KL divergence, 2020):
 
@@ -20,6 +26,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         k1+, k3+                  straight through: the value of k1 or k3, the gradient of k2 (the gradients of k1
                                   and k3 as losses are not the KL's: Tang and Munos, 2025)
     """
+    if mask is not None:
+        # Before subtracting: an infinity there would leave NaN in the gradient.
+        logprobs, ref_logprobs = masked(logprobs, mask), masked(ref_logprobs, mask)
     d = logprobs - ref_logprobs
     if kind == "k1":
         return d
@@ -62,7 +71,7 @@ class AdaptiveKL:
     Args:
         coef: weight to start with.
         target: KL per token, nats.
-        horizon: completions over which the weight may change by a fifth or so.
+        horizon: completions over which the weight may change by a fifth or so; at least those of one step.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
@@ -72,6 +81,7 @@ class AdaptiveKL:
 
     def update(self, kl: float, samples: int) -> None:
         """A step has ended with this mean KL over this many completions."""
+        assert math.isfinite(kl) and samples <= self.horizon, (kl, samples, self.horizon)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef *= 1 + error * samples / self.horizon
 

@@ -103,8 +103,9 @@ def clip_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
         cov_t = (A_t - mean A) (logp_t - mean logp)
 
     Of the tokens that the clip leaves alone and whose covariance lies between `cov_low` and `cov_high`, the share
-    `cov_frac` of all tokens is detached. The paper picks them at random; here those of highest covariance go, so that
-    a run can be repeated. Means and shares are those of the piece, so this loss depends on how a batch is split.
+    `cov_frac` of all tokens, at least one, is detached. The paper picks them at random; here those of highest
+    covariance go, so that a run can be repeated. Means and shares are those of the piece, so this loss depends on how
+    a batch is split.
     """
     log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
     unclipped = -log_ratio.exp() * advantages
@@ -125,7 +126,7 @@ def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Ten
 
         L_t = -r_t A_t + [t among the share cov_frac of highest cov_t] cov_kl_coef |logp_t - old_logp_t|
 
-    The covariance and the share are those of the piece (see `clip_cov`).
+    The covariance and the share are those of the piece (see `clip_cov`), and at least one token of it is chosen.
     """
     log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
     chosen = _highest(_covariance(logprobs, advantages, mask), cov_frac, mask)
@@ -211,8 +212,9 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _highest(values: Tensor, share: float, mask: Tensor) -> Tensor:
-    """`(B, T)` true for the `share` of the completion tokens (rounded down) with the highest values."""
-    count = int(share * int((mask > 0).sum()))
+    """`(B, T)` true for the `share` of the completion tokens, rounded down but at least one, of the highest values."""
+    tokens = int((mask > 0).sum())
+    count = min(max(1, int(share * tokens)), tokens) if share > 0 else 0
     chosen = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
     if count:
         # Stable: among equals the first, wherever the batch is computed.

@@ -15,6 +15,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     Args:
         lengths: `(B,)`, completion tokens.
     """
+    if buffer < 1:
+        raise ValueError(f"algorithm.overlong_buffer={buffer}: must be at least 1 token")
     beyond = (lengths.double() - (max_length - buffer)) / buffer
     return -factor * beyond.clamp(0.0, 1.0)
 

@@ -78,9 +78,13 @@ class Ranks:
         """All optimizer steps of `role` on one step's experience."""
         return self._groups[role].call("update", role, batch, step, kl_coef)[0]
 
-    def supervised_update(self, batch: Batch) -> dict[str, float]:
+    def supervised_update(self, batch: Batch, max_weight: float | None) -> dict[str, float]:
         """One supervised optimizer step."""
-        return self.policy.call("supervised_update", self.cluster.put(batch))[0]
+        return self.policy.call("supervised_update", self.cluster.put(batch), max_weight)[0]
+
+    def supervised_loss(self, batch: Batch) -> float:
+        """Cross-entropy of held-out packed rows."""
+        return self.policy.call("supervised_loss", self.cluster.put(batch))[0]
 
     def start_sending(self, sender: Any) -> Pending:
         """Begin handing the policy's weights to `sender`."""

@@ -57,19 +57,27 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
 
 
 def read_examples(data: DataConfig, split: str) -> list[Example]:
-    """The examples of `train` or `val`, at most `data.{split}_size` of them.
+    """The examples of `train` or `val` (see `read_parts`)."""
+    return [example for part in read_parts(data, split) for example in part]
+
+
+def read_parts(data: DataConfig, split: str) -> list[list[Example]]:
+    """The examples of `train` or `val`, a list a file, at most `data.{split}_size` of them, the first ones.
 
     Raises:
         UserError: a file is missing, empty or malformed, or lacks a column.
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.generator:
-        return generate(data.generator, data.generator_args, limit, split)
+        return [generate(data.generator, data.generator_args, limit, split)]
     key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")
-    rows = itertools.chain.from_iterable(_rows(file, key) for file in files)
-    return [_example(row, where, data) for where, row in itertools.islice(rows, None if limit < 0 else limit)]
+    parts: list[list[Example]] = []
+    for file in files:
+        left = None if limit < 0 else limit - sum(len(part) for part in parts)
+        parts.append([_example(row, where, data) for where, row in itertools.islice(read_rows(file, key), left)])
+    return parts
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
@@ -79,7 +87,12 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-    """Token ids of a chat.
+    """Token ids of a chat (see `render_text`)."""
+    return tokenizer.encode(render_text(tokenizer, messages, add_generation_prompt), add_special_tokens=False)
+
+
+def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    """A chat as the text of which the model sees the tokens.
 
     Raises:
         UserError: the chat template refuses it (some know no system message, others want roles in turn).
@@ -87,16 +100,22 @@ def render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt
     import jinja2
 
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
     except jinja2.TemplateError as error:
         raise UserError(f"model.chat_template: the chat template in use cannot render a chat of "
                         f"{', '.join(m['role'] for m in messages)} ({first_line(error)})") from error  # fmt: skip
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _example(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: must be an object with {data.prompt_key} and {data.answer_key}")
+        raise UserError(f"{where}: must be an object with "
+                        + (data.messages_key or f"{data.prompt_key} and {data.answer_key}"))  # fmt: skip
+    if data.messages_key is not None:
+        chat = row.get(data.messages_key)
+        if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):
+            raise UserError(f"data.messages_key={data.messages_key}: {where} must hold a list of chat messages there, "
+                            "with role and content, the last one the assistant's")  # fmt: skip
+        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"]}, where)
     for key, name in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
         if name not in row:
             raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}")
@@ -107,12 +126,17 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(answer, (str, int, float)):
         raise UserError(f"data.answer_key={data.answer_key}: {where} must hold a string or a number, "
                         f"not {type(answer).__name__}")  # fmt: skip
+    return _checked({"prompt": prompt, "answer": str(answer)}, where)
+
+
+def _checked(example: Example, where: str) -> Example:
+    prompt = example["prompt"]
     try:
-        for text in (str(answer), *([prompt] if isinstance(prompt, str) else (m["content"] for m in prompt))):
+        for text in (example["answer"], *([prompt] if isinstance(prompt, str) else (m["content"] for m in prompt))):
             text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a pair, which no tokenizer takes
         raise UserError(f"{where}: holds half of a surrogate pair ({error})") from error
-    return {"prompt": prompt, "answer": str(answer)}
+    return example
 
 
 def _is_chat(value: Any) -> bool:
@@ -125,8 +149,12 @@ Rows = Iterator[tuple[str, Any]]
 """(where, row): the place as an error message names it, and what is there."""
 
 
-def _rows(file: str, key: str) -> Rows:
-    """Each row of a file or Hub data set."""
+def read_rows(file: str, key: str) -> Rows:
+    """Each row of a file or Hub data set.
+
+    Args:
+        key: the config key that names the file, for errors.
+    """
     if file.startswith("hf://"):
         rows = _hub_rows(file, key)
     elif not file.endswith((".jsonl", ".parquet")):

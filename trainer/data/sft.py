@@ -1,84 +1,260 @@
-"""Packed supervised examples: several in a row, loss on the answers."""
+"""Supervised examples: chats and rollouts as tokens with a loss mask, drawn in epochs and packed into rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
-from trainer.config import DataConfig
-from trainer.data.datasets import Example, as_messages, read_examples, render
+from trainer.config import DataConfig, SFTConfig
+from trainer.data.datasets import Example, as_messages, read_parts, render_text
+from trainer.data.rollouts import read_rollouts
 from trainer.errors import UserError
 from trainer.keyed import permutation
 from trainer.parallel.batching import Batch
 
-Encoded = tuple[list[int], list[float]]
-"""Token ids and loss mask (1 = token to be learnt) of one example."""
+_FORMAT = 1  # of `state_dict`
 
 
-def encode(example: Example, tokenizer: Any, system_prompt: str | None, max_length: int) -> Encoded:
-    """The example as a chat, with loss on the answer and the tokens that end it; cut to `max_length`."""
-    messages = as_messages(example["prompt"], system_prompt)
-    prompt = render(tokenizer, messages, add_generation_prompt=True)
-    answer = tokenizer.encode(example["answer"], add_special_tokens=False) + [tokenizer.eos_token_id]
-    return (prompt + answer)[:max_length], ([0.0] * len(prompt) + [1.0] * len(answer))[:max_length]
+class Encoded(NamedTuple):
+    """One example."""
+
+    token_ids: list[int]
+    loss_mask: list[float]
+    """1: a token to be learnt."""
+    logprobs: list[float] | None = None
+    """Under the policy that sampled it; 0 where it sampled nothing. None: nobody sampled it."""
 
 
-def load_encoded(data: DataConfig, tokenizer: Any, max_length: int) -> list[Encoded]:
-    """The training examples, encoded; those whose answer is cut off whole are left out.
+def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[list[Encoded]]:
+    """The training examples, one list a data set: a file each with `sft.weights`, else all in one.
+
+    Examples of which nothing is left to learn are left out: the answer is cut off whole, or the reward too low.
 
     Raises:
-        UserError: the data cannot be read (see `read_examples`), or no example has room for its answer.
+        UserError: the data cannot be read, or a data set has nothing to learn.
     """
-    examples = read_examples(data, "train")
-    encoded = (encode(e, tokenizer, data.system_prompt, max_length) for e in examples)
-    kept = [(ids, mask) for ids, mask in encoded if any(mask)]
-    if not kept:
-        raise UserError(f"sft.max_length={max_length}: all {len(examples)} training prompts fill it, which leaves no "
-                        "answer to learn")  # fmt: skip
+    if sft.source == "rollouts":
+        left = None if data.train_size < 0 else data.train_size
+        encoded = []
+        for file in data.train_files:
+            part = read_rollouts(file, tokenizer, sft.min_reward)[:left]
+            encoded.append([_encode_rollout(row, sft) for row in part])
+            left = None if left is None else left - len(part)
+    else:
+        encoded = [[encode(e, tokenizer, data.system_prompt, sft) for e in part] for part in read_parts(data, "train")]
+    kept = [[example for example in part if any(example.loss_mask)] for part in encoded]
+    if not sft.weights:
+        encoded, kept = [[e for part in encoded for e in part]], [[e for part in kept for e in part]]
+    for i, (all_of_it, part) in enumerate(zip(encoded, kept, strict=True)):
+        if not part:
+            where = data.train_files[i] if sft.weights else "training"
+            if not all_of_it:  # rollouts alone can be none: a file without rows is an error of its own
+                raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
+            roles = ",".join(sft.train_on)
+            raise UserError(f"sft.max_length={sft.max_length}: all {len(all_of_it)} {where} prompts fill it, or hold "
+                            f"nothing of sft.train_on={roles}, which leaves nothing to learn")  # fmt: skip
     return kept
 
 
-class PackedBatches:
-    """Batches of rows filled with whole examples; each batch is a function of (seed, step) alone.
+def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[Encoded]:
+    """The held-out examples; those without anything to learn are left out."""
+    encoded = [encode(e, tokenizer, data.system_prompt, sft) for part in read_parts(data, "val") for e in part]
+    return [example for example in encoded if any(example.loss_mask)]
 
-    Every step draws its own permutation of the examples and fills its rows in that order, each example
-    going to the current row or opening the next, until the rows are full.
+
+def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFTConfig) -> Encoded:
+    """The example as a chat, cut to `sft.max_length`, with loss on the messages of the roles `sft.train_on`.
+
+    The last message, the answer, is tokenised as the policy would have generated it: by itself, after the
+    generation prompt, with the end token. Of earlier messages the content is learnt, with an end token after it.
+
+    Raises:
+        UserError: the tokens of a message cannot be told, because the chat template changes it.
+    """
+    messages = as_messages(example["prompt"], system_prompt)
+    text = render_text(tokenizer, messages, add_generation_prompt=True)
+    spans = _spans(text, messages, sft.train_on)
+    if spans:
+        if not tokenizer.is_fast:
+            raise UserError(f"sft.train_on={','.join(sft.train_on)}: the tokenizer cannot tell which tokens are whose; "
+                            "only the last message of a chat can be learnt with it")  # fmt: skip
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        prompt, learn = encoding["input_ids"], _mask(encoding["offset_mapping"], spans)
+        for i in range(1, len(prompt)):
+            if learn[i - 1] and prompt[i] == tokenizer.eos_token_id:
+                learn[i] = 1.0
+    else:
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        learn = [0.0] * len(prompt)
+    answer = tokenizer.encode(example["answer"], add_special_tokens=False) + [tokenizer.eos_token_id]
+    learn += [1.0 if "assistant" in sft.train_on else 0.0] * len(answer)
+    return Encoded((prompt + answer)[: sft.max_length], learn[: sft.max_length])
+
+
+def _spans(text: str, messages: Sequence[dict[str, str]], roles: Sequence[str]) -> list[tuple[int, int]]:
+    """Where in the rendered chat the contents of the messages of these roles are."""
+    spans, position = [], 0
+    if not any(message["role"] in roles for message in messages):
+        return spans
+    for i, message in enumerate(messages):
+        content = message["content"].strip()
+        if content not in text[position:]:  # templates take the reasoning out of earlier turns
+            content = content.rpartition("</think>")[2].strip()
+        start = text.find(content, position)
+        if start < 0:
+            raise UserError(f"sft.train_on={','.join(roles)}: the chat template changes message {i + 1} "
+                            f"({content[:40]!r}), so its tokens cannot be told from the others'")  # fmt: skip
+        position = start + len(content)
+        if message["role"] in roles and content:
+            spans.append((start, position))
+    return spans
+
+
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[float]:
+    """1 for tokens of which a character lies in one of the spans, which are in order."""
+    mask, i = [], 0
+    for begin, end in offsets:
+        while i < len(spans) and spans[i][1] <= begin:
+            i += 1
+        mask.append(1.0 if i < len(spans) and end > spans[i][0] and end > begin else 0.0)
+    return mask
+
+
+def _encode_rollout(row: dict[str, Any], sft: SFTConfig) -> Encoded:
+    prompt, completion = row["prompt_ids"], row["completion_ids"]
+    nothing = [0.0] * len(prompt)
+    cut = slice(0, sft.max_length)
+    logprobs = None if sft.max_weight is None else (nothing + row["logprobs"])[cut]
+    return Encoded((prompt + completion)[cut], (nothing + [1.0] * len(completion))[cut], logprobs)
+
+
+class PackedSource:
+    """Batches of rows filled with whole examples.
+
+    Each data set is drawn in epochs, permutations keyed by (seed, data set, epoch); with several, the next example
+    comes from the one that is furthest behind its weight. `take` fills the rows in that order, until an example does
+    not fit any more, and changes nothing; `commit` says that its examples have been trained on. So a run that died
+    and goes on skips no example and repeats none.
+
+    Args:
+        parts: the data sets.
+        weights: how often examples of each are drawn, relative to the others; empty for one data set.
     """
 
-    def __init__(self, examples: Sequence[Encoded], seed: int, batch_size: int, max_length: int, pad_id: int):
-        assert examples
-        self._examples = examples
+    def __init__(self, parts: Sequence[Sequence[Encoded]], weights: Sequence[float], seed: int, batch_size: int,
+                 max_length: int, pad_id: int):  # fmt: skip
+        assert parts and all(parts) and len(weights) in (0, len(parts)), (len(parts), weights)
+        total = sum(weights)
+        self._parts = parts
+        self._shares = [weight / total for weight in weights] or [1.0]
         self._seed = seed
         self._shape = (batch_size, max_length)
         self._pad_id = pad_id
+        self._consumed = [0] * len(parts)
+        self._taken = list(self._consumed)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # the epoch that was drawn from last, by data set
 
-    def batch(self, step: int) -> Batch:
-        """`input_ids`, `position_ids` (restarting with each example), `loss_mask` (1 = learn this token):
-        `(B, L)`; `lengths` `(B,)`. Padding is an example of its own, without loss."""
+    @property
+    def epoch(self) -> float:
+        """Examples trained on, by examples there are."""
+        return sum(self._consumed) / sum(len(part) for part in self._parts)
+
+    def take(self) -> Batch:
+        """The next batch (see `pack`)."""
         rows, width = self._shape
-        ids = np.full(self._shape, self._pad_id, dtype=np.int64)
-        positions = np.zeros(self._shape, dtype=np.int64)
-        mask = np.zeros(self._shape, dtype=np.float32)
-        row = column = 0
-        for index in permutation(len(self._examples), self._seed, "sft", step):
-            tokens, learn = self._examples[index]
-            if column + len(tokens) > width:
-                positions[row, column:] = np.arange(width - column)
-                row, column = row + 1, 0
-                if row == rows:
-                    break
-            span = slice(column, column + len(tokens))
-            ids[row, span], mask[row, span] = tokens, learn
-            positions[row, span] = np.arange(len(tokens))
-            column += len(tokens)
-        for rest in range(row, rows):  # the data set was too small to fill them
-            start = column if rest == row else 0
-            positions[rest, start:] = np.arange(width - start)
-        return {
-            "input_ids": ids,
-            "position_ids": positions,
-            "loss_mask": mask,
-            "lengths": np.full(rows, width, dtype=np.int64),
-        }
+        self._taken = list(self._consumed)
+        packed: list[list[Encoded]] = [[]]
+        used = 0
+        while True:
+            part = self._next_part(self._taken)
+            example = self._example(part, self._taken[part])
+            if used + len(example.token_ids) > width:
+                if len(packed) == rows:
+                    return pack(packed, width, self._pad_id)
+                packed.append([])
+                used = 0
+            packed[-1].append(example)
+            used += len(example.token_ids)
+            self._taken[part] += 1
+
+    def commit(self) -> None:
+        """What was taken last has been trained on."""
+        self._consumed = list(self._taken)
+
+    def _next_part(self, taken: Sequence[int]) -> int:
+        count = sum(taken) + 1
+        behind = [share * count - own for share, own in zip(self._shares, taken, strict=True)]
+        return behind.index(max(behind))
+
+    def _example(self, part: int, position: int) -> Encoded:
+        epoch, offset = divmod(position, len(self._parts[part]))
+        if part not in self._orders or self._orders[part][0] != epoch:
+            self._orders[part] = epoch, permutation(len(self._parts[part]), self._seed, "sft", part, epoch)
+        return self._parts[part][self._orders[part][1][offset]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"format": _FORMAT, "seed": self._seed, "fingerprint": self._fingerprint(), "consumed": self._consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            UserError: it was taken with other examples or another seed, or is written in another format.
+        """
+        if state.get("format") != _FORMAT:
+            raise UserError(f"data: the checkpoint's place in the data has format {state.get('format')}, this version "
+                            f"reads {_FORMAT}; resume with the version that wrote it")  # fmt: skip
+        for name, own, what in (("seed", self._seed, "trainer.seed"), ("fingerprint", self._fingerprint(), "data")):
+            if state[name] != own:
+                raise UserError(f"{what}: the supervised examples are not those of the checkpoint ({name} {own}, not "
+                                f"{state[name]}); resume with the data and seed of the run")  # fmt: skip
+        self._consumed = list(state["consumed"])
+
+    def _fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for part in self._parts:
+            digest.update(f"{len(part)}:".encode())
+            for example in part:
+                digest.update(repr((example.token_ids, example.loss_mask, example.logprobs)).encode())
+        return digest.hexdigest()
+
+
+def pack_all(examples: Sequence[Encoded], width: int, pad_id: int) -> Batch:
+    """All examples, in order, in as many rows as that takes (see `pack`)."""
+    rows: list[list[Encoded]] = [[]]
+    for example in examples:
+        if sum(len(e.token_ids) for e in rows[-1]) + len(example.token_ids) > width:
+            rows.append([])
+        rows[-1].append(example)
+    return pack(rows, width, pad_id)
+
+
+def pack(rows: Sequence[Sequence[Encoded]], width: int, pad_id: int) -> Batch:
+    """Rows of examples as arrays.
+
+    Returns:
+        `input_ids`, `position_ids` (restarting with each example), `loss_mask` (1 = learn this token) and, if examples
+        have them, `old_logprobs`: `(B, width)`; `lengths` `(B,)`. Padding is an example of its own, without loss.
+    """
+    shape = (len(rows), width)
+    ids = np.full(shape, pad_id, dtype=np.int64)
+    positions = np.zeros(shape, dtype=np.int64)
+    mask, logprobs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    sampled = False
+    for row, examples in enumerate(rows):
+        column = 0
+        for example in examples:
+            span = slice(column, column + len(example.token_ids))
+            ids[row, span], mask[row, span] = example.token_ids, example.loss_mask
+            positions[row, span] = np.arange(len(example.token_ids))
+            if example.logprobs is not None:
+                logprobs[row, span] = example.logprobs
+                sampled = True
+            column = span.stop
+        positions[row, column:] = np.arange(width - column)
+    batch = {"input_ids": ids, "position_ids": positions, "loss_mask": mask,
+             "lengths": np.full(len(rows), width, dtype=np.int64)}  # fmt: skip
+    return {**batch, "old_logprobs": logprobs} if sampled else batch

@@ -54,13 +54,19 @@ METRICS: dict[str, Metric] = {
     "rollout/ratio_p99": Metric("99th percentile of rho.", "1"),
     "rollout/ratio_max": Metric("The largest rho.", "1"),
     "rollout/ess": Metric("Effective sample size of the step's tokens under rho.", "share"),
+    "rollout/corrected_frac": Metric(
+        "Tokens whose weight `algorithm.rollout_correction` has cut, or that it has left out.", "share"
+    ),
     "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
     "val/accuracy": Metric("Held-out prompts whose greedy completion is exactly right.", "share"),
     "val/pass@k": Metric(
         "Held-out prompts of which one of k sampled completions is right; k is `rollout.val_n`.", "share"
     ),
-    "sft/loss": Metric("Cross-entropy of the answer tokens (supervised training).", "nats"),
+    "sft/loss": Metric("Cross-entropy of the learnt tokens (supervised training).", "nats"),
+    "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),
+    "sft/clip_frac": Metric("Tokens whose importance weight was cut at `sft.max_weight`.", "share"),
+    "val/loss": Metric("Cross-entropy of the learnt tokens of the held-out examples (supervised training).", "nats"),
     "time/step": Metric("The whole step.", "s"),
     "time/rollout": Metric("Generating the step's completions.", "s"),
     "time/reward": Metric("Computing rewards.", "s"),
@@ -71,7 +77,7 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions trained on, by `time/step`.", "completions/s"),
     "perf/mfu": Metric("Model FLOPs by the devices' peak; only where that is known.", "share"),
-    "progress/epoch": Metric("Passes over the training prompts, fractions included.", "epochs"),
+    "progress/epoch": Metric("Passes over the training prompts or examples, fractions included.", "epochs"),
     "progress/prompts": Metric("Prompts trained on since the run began.", "prompts"),
     "progress/samples": Metric("Completions trained on since the run began.", "completions"),
     "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),

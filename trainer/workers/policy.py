@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
+from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
 from trainer.config import AlgorithmConfig, chosen_options
 from trainer.models.export import export_tensors, write_safetensors
 from trainer.models.logprobs import token_logprobs
-from trainer.parallel.batching import Batch
+from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
+from trainer.parallel.mesh import sum_over_ranks
 from trainer.workers.base import ModelWorker, TrainedWorker
 
 
@@ -55,7 +57,7 @@ class PolicyWorker(TrainedWorker):
             )  # fmt: skip
             kl_mean = metrics.pop("approx_kl")
             if "ref_logprobs" in mb:
-                kl = kl_penalty(logprobs, mb["ref_logprobs"], algorithm.kl_estimator)
+                kl = kl_penalty(logprobs, mb["ref_logprobs"], algorithm.kl_estimator, mask)
                 kl_mean = aggregate(kl.detach(), mask, "token_mean", totals)
                 if algorithm.kl_in == "loss":
                     loss = loss + kl_coef * aggregate(kl, mask, algorithm.aggregation, totals)
@@ -66,25 +68,44 @@ class PolicyWorker(TrainedWorker):
 
         return self.optimizer_step(batch, loss_function)
 
-    def supervised_update(self, batch: Batch) -> dict[str, float]:
+    def supervised_update(self, batch: Batch, max_weight: float | None = None) -> dict[str, float]:
         """One optimizer step of cross-entropy on packed rows.
 
         Args:
-            batch: `input_ids`, `position_ids`, `loss_mask` (1 = token to be learnt): `(B, T)`.
+            batch: `input_ids`, `position_ids`, `loss_mask` (1 = token to be learnt) and, for `max_weight`,
+                `old_logprobs` under the policy that sampled: `(B, T)`.
+            max_weight: weigh tokens by importance, at most this (`importance_weighted_ce`); None: not.
 
         Returns:
-            `loss` (nats a token), `grad_norm`, `lr`.
+            `loss` (nats a token), `grad_norm`, `lr` and, with weights, `kl` (of that policy to this one) and
+            `clip_frac` (tokens whose weight was cut).
         """
         totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["loss_mask"])))
 
         def loss_function(mb: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, _ = token_logprobs(
-                self.module, mb["input_ids"], position_ids=mb["position_ids"], entropy_grad=False
+            logprobs, mask = self._packed_logprobs(mb), mb["loss_mask"]
+            if max_weight is None:
+                return aggregate(-logprobs, mask, "token_mean", totals), {}
+            loss, metrics = importance_weighted_ce(
+                logprobs, mb["old_logprobs"], torch.ones_like(logprobs), mask, max_weight=max_weight, totals=totals
             )
-            loss = aggregate(-logprobs, mb["loss_mask"], "token_mean", totals)
-            return loss, {}
+            return loss, {"kl": metrics["approx_kl"], "clip_frac": metrics["clip_frac"]}
 
         return self.optimizer_step(batch, loss_function)
+
+    @torch.no_grad()
+    def supervised_loss(self, batch: Batch) -> float:
+        """Cross-entropy (nats a token) of packed rows; a collective."""
+        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["loss_mask"])))
+        plan = plan_micro_batches(batch["lengths"].tolist(), dist.get_world_size(), self.max_tokens)
+        share = 0.0
+        for rows in plan[dist.get_rank()]:
+            mb = take_rows(batch, rows, self.device)
+            share += float(aggregate(-self._packed_logprobs(mb), mb["loss_mask"], "token_mean", totals))
+        return sum_over_ranks({"loss": share})["loss"]
+
+    def _packed_logprobs(self, mb: dict[str, Tensor]) -> Tensor:
+        return token_logprobs(self.module, mb["input_ids"], position_ids=mb["position_ids"], entropy_grad=False)[0]
 
     def write_weights(self, directory: str, dtype: torch.dtype) -> list[str]:
         """Write the weights as safetensors; each rank its own rows. Returns the file names."""

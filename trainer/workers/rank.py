@@ -154,10 +154,15 @@ class Rank:
         means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         return {**means, "lr": metrics[-1]["lr"]}
 
-    def supervised_update(self, batch: Batch) -> dict[str, float]:
-        """One supervised optimizer step."""
+    def supervised_update(self, batch: Batch, max_weight: float | None = None) -> dict[str, float]:
+        """One supervised optimizer step (see `PolicyWorker`)."""
         assert self.policy is not None
-        return self.policy.supervised_update(batch)
+        return self.policy.supervised_update(batch, max_weight)
+
+    def supervised_loss(self, batch: Batch) -> float:
+        """Cross-entropy of packed rows."""
+        assert self.policy is not None
+        return self.policy.supervised_loss(batch)
 
     # ---------------------------------------------------------------------------------------------------
     # Weights and state

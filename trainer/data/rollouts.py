@@ -1,0 +1,67 @@
+"""Rollouts as data: what a step has sampled, written by one run and learnt from by another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.data.datasets import read_rows
+from trainer.data.source import DrawnPrompt
+from trainer.durable import write_file
+from trainer.errors import UserError
+
+_IDS = ("prompt_ids", "completion_ids")
+
+
+def write_rollouts(run_dir: str, step: int, prompts: Sequence[DrawnPrompt], completions: Sequence[Any],
+                   rewards: Sequence[float], texts: Sequence[str]) -> None:  # fmt: skip
+    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line a completion.
+
+    A step that is replayed after a kill writes the same file again.
+
+    Args:
+        completions: `Completion`s of the engine, as many for each prompt, those of one prompt together.
+        texts: of the completions, as the reward saw them.
+    """
+    directory = os.path.join(run_dir, "rollouts")
+    os.makedirs(directory, exist_ok=True)
+    n = len(completions) // len(prompts)
+    lines = []
+    for i, (completion, reward, text) in enumerate(zip(completions, rewards, texts, strict=True)):
+        drawn = prompts[i // n]
+        lines.append(json.dumps({
+            "step": step, "uid": drawn.uid, "prompt": drawn.prompt.text, "answer": drawn.prompt.answer,
+            "completion": text, "reward": reward, "finish_reason": completion.finish_reason,
+            "prompt_ids": list(drawn.prompt.token_ids), "completion_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+        }) + "\n")  # fmt: skip
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines))
+
+
+def read_rollouts(file: str, tokenizer: Any, min_reward: float | None) -> list[dict[str, Any]]:
+    """The rollouts of a file that `write_rollouts` wrote, those with at least `min_reward`.
+
+    Raises:
+        UserError: it is no such file, or was written with another tokenizer.
+    """
+    kept = []
+    for number, (where, row) in enumerate(read_rows(file, "data.train_files")):
+        if not _is_rollout(row):
+            raise UserError(f"sft.source=rollouts: {where} is no rollout; logger.rollouts=true makes a run write them")
+        if number == 0 and tokenizer.decode(row["completion_ids"], skip_special_tokens=True) != row["completion"]:
+            raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
+        if min_reward is None or row["reward"] >= min_reward:
+            kept.append(row)
+    return kept
+
+
+def _is_rollout(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
+        and isinstance(row.get("logprobs"), list) and len(row["logprobs"]) == len(row["completion_ids"])
+        and all(isinstance(x, (int, float)) for x in row["logprobs"])
+        and isinstance(row.get("reward"), (int, float)) and isinstance(row.get("completion"), str)
+    )  # fmt: skip
