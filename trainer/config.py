@@ -45,6 +45,7 @@ COMPARE_GROUPS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "opo"
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
+MAX_SERVED_LORA_RANK = 512  # vLLM's limit
 GENERATORS = ("arithmetic", "reverse_text")
 
 
@@ -84,9 +85,22 @@ class FSDPConfig:
 
 
 @dataclass
+class LoraConfig:
+    rank: int | None = None
+    """Train low-rank adapters of this rank and leave the weights as they are (LoRA, Hu et al., 2021); null: train all
+    weights."""
+    alpha: float = 32
+    """The product of the adapters is multiplied by this over `rank`."""
+    target_modules: list[str] = field(default_factory=list)
+    """Names of the linear layers that get adapters, such as `q_proj`; empty: all those of the blocks."""
+
+
+@dataclass
 class PolicyConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the policy."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of the policy."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding of the policy."""
 
@@ -97,6 +111,8 @@ class CriticConfig:
     """Start weights of the critic's backbone: a Hugging Face id or directory; null: the policy's."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     """Optimizer of the critic."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of the critic; its value head is trained as it is."""
     warmup_steps: int = 0
     """First steps of the run in which the critic alone is trained."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
@@ -194,6 +210,8 @@ class TrainerConfig:
     """Seconds without a sign of life after which a job on another machine no longer holds the run directory."""
     hf_save_interval: int = -1
     """Steps between exports in Hugging Face format; -1: none."""
+    hf_save_lora: str = "merged"
+    """What an export of a policy with adapters holds: `merged` weights, or the `adapter` alone, as peft reads it."""
     export_path: str = "${trainer.run_dir}/exports"
     """Where exports go, as `global_step_N/policy`."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -252,6 +270,9 @@ class AlgorithmConfig:
     """Where the KL goes: `loss` (a term of the policy loss) or `reward` (taken off each token's reward)."""
     kl_estimator: str = "k3"
     """`k1`, `k2`, `k3`, `abs`, or straight through, in the loss: `k1+`, `k3+`."""
+    ref_update_interval: int = -1
+    """The reference becomes the policy of that moment every so many steps, and is saved with checkpoints then; -1: it
+    stays what the run began with."""
     kl_controller: str = "fixed"
     """`fixed`, or `adaptive`: `kl_coef` is steered so that the KL comes to `kl_target`."""
     kl_target: float = 0.05
@@ -397,6 +418,9 @@ class RolloutConfig:
     weight_sync: str = "auto"
     """How weights reach vLLM: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
     over ranks and engines) or `auto`: shared memory on one node, broadcast across nodes."""
+    lora_sync: str = "auto"
+    """What engines get of a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter with vLLM,
+    merged weights elsewhere."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments for `vllm.LLM`."""
 
@@ -470,6 +494,25 @@ class Config:
     def has_reference(self) -> bool:
         return self.algorithm.kl_coef > 0
 
+    @property
+    def reference_moves(self) -> bool:
+        return self.has_reference and self.algorithm.ref_update_interval > 0
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The policy without its adapters is the reference, and no second model is needed."""
+        t = self.trainer
+        return self.has_reference and t.policy.lora.rank is not None and t.colocate and not self.reference_moves
+
+    @property
+    def syncs_adapter(self) -> bool:
+        """Engines serve the adapters over the start weights."""
+        r = self.rollout
+        return self.trainer.policy.lora.rank is not None and (
+            r.lora_sync == "adapter" or r.lora_sync == "auto" and r.engine == "vllm"
+            and self.trainer.policy.lora.rank <= MAX_SERVED_LORA_RANK
+        )  # fmt: skip
+
 
 # --------------------------------------------------------------------------------------------------------
 # Validation
@@ -516,7 +559,8 @@ def validate(cfg: Config) -> None:
             fail("trainer.ckpt_interval", "must be a number of steps, -1 or auto")
         at_least(1, "trainer.ckpt_interval", also=(-1,))
     at_least(1, "trainer.val_interval", "trainer.hf_save_interval", "trainer.keep_every", "trainer.max_ckpts_to_keep",
-             "data.train_size", "data.val_size", "rollout.top_k", also=(-1,))  # fmt: skip
+             "data.train_size", "data.val_size", "rollout.top_k", "algorithm.ref_update_interval",
+             also=(-1,))  # fmt: skip
     at_least(0, "trainer.seed", "model.tiny.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature",
              "logger.samples", "algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.value_clip",
              "algorithm.overlong_buffer", "algorithm.overlong_factor", "algorithm.rollout_correction_low")  # fmt: skip
@@ -576,6 +620,8 @@ def validate(cfg: Config) -> None:
     one_of("algorithm.aggregation", AGGREGATIONS)
     one_of("algorithm.kl_in", ("loss", "reward"))
     one_of("algorithm.kl_estimator", KL_ESTIMATORS)
+    one_of("trainer.hf_save_lora", ("merged", "adapter"))
+    one_of("rollout.lora_sync", ("auto", "merged", "adapter"))
     one_of("model.attn_implementation", ("sdpa", "eager", "flash_attention_2"))
     one_of("data.generator", (None, *GENERATORS))
     one_of("rollout.engine", ("vllm", "transformers"))
@@ -632,6 +678,31 @@ def validate(cfg: Config) -> None:
         fail("rollout.n", "algorithm.dynamic_sampling compares completions of a prompt and needs at least 2")
     if t.critic.warmup_steps >= t.total_steps:
         fail("trainer.critic.warmup_steps", f"leaves no step of trainer.total_steps={t.total_steps} for the policy")
+    for section, lora in (("trainer.policy.lora", t.policy.lora), ("trainer.critic.lora", t.critic.lora)):
+        if lora.rank is not None:
+            at_least(1, f"{section}.rank")
+            at_least(1e-9, f"{section}.alpha")
+        else:
+            for key in _changed_keys(lora, LoraConfig(), section):
+                fail(key, f"needs {section}.rank")
+    if t.policy.lora.rank is None:
+        for key, default in (
+            ("rollout.lora_sync", r.lora_sync == "auto"),
+            ("trainer.hf_save_lora", t.hf_save_lora == "merged"),
+        ):
+            if not default:
+                fail(key, "needs trainer.policy.lora.rank")
+    elif r.lora_sync == "adapter":
+        if r.engine != "vllm":
+            fail("rollout.lora_sync", f"rollout.engine={r.engine} serves no adapters; choose merged or rollout=vllm")
+        if t.policy.lora.rank > MAX_SERVED_LORA_RANK:
+            fail("rollout.lora_sync", f"vLLM serves adapters up to rank {MAX_SERVED_LORA_RANK}; choose merged")
+    if a.ref_update_interval > 0:
+        if not cfg.has_reference:
+            fail("algorithm.ref_update_interval", "there is no reference model with algorithm.kl_coef=0")
+        if not t.colocate:
+            fail("algorithm.ref_update_interval", "needs trainer.colocate=true: the reference takes the weights of the "
+                 "policy beside it")  # fmt: skip
     if not cfg.has_critic:
         changed = _changed_keys(t.critic, CriticConfig(), "trainer.critic")
         if changed:
@@ -641,6 +712,10 @@ def validate(cfg: Config) -> None:
         changed = _changed_keys(t.reference, ReferenceConfig(), "trainer.reference")
         if changed:
             fail(changed[0], "there is no reference model with algorithm.kl_coef=0; raise it or drop the key")
+    elif cfg.reference_is_base:
+        changed = _changed_keys(t.reference, ReferenceConfig(), "trainer.reference")
+        if changed:
+            fail(changed[0], "with trainer.policy.lora the policy without its adapters is the reference; drop the key")
     if r.tensor_parallel_size > 1 and r.engine != "vllm":
         fail("rollout.tensor_parallel_size", f"rollout.engine={r.engine} runs on one device; choose vllm")
     if r.engine_args and r.engine != "vllm":

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import math
 import os
-import shutil
 import sys
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from trainer.config import Config
 from trainer.data.datasets import load_prompts
 from trainer.data.rollouts import write_rollouts
 from trainer.data.source import DrawnPrompt, PromptSource
-from trainer.durable import sync_directory, sync_tree
 from trainer.errors import NonFiniteError, UserError
 from trainer.experience import (
     Rollouts,
@@ -35,13 +33,14 @@ from trainer.experience import (
     leave_out_rows,
     shape_rewards,
 )
+from trainer.exports import export_policy, export_target
 from trainer.failpoints import failpoint
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import write_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
-from trainer.models.files import resolve_model_path, write_assets
+from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.parallel.batching import Batch
 from trainer.parallel.rng import capture_rng, restore_rng
@@ -250,6 +249,8 @@ class Trainer:
             metrics |= self.validate(step)
         if not self._replayed(step, metrics):
             return
+        if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:
+            self.ranks.refresh_reference()
         if self.cfg.logger.rollouts:
             texts = self._texts(rollouts.completions)
             write_rollouts(t.run_dir, step, rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), texts)
@@ -293,7 +294,7 @@ class Trainer:
     def save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         """Begin to write `global_step_{step}`; training goes on meanwhile."""
         self.tracker.flush()
-        self.directory.save(step, metrics, [role for role in self.ranks.roles if role != "reference"])
+        self.directory.save(step, metrics, self.ranks.saved_roles)
 
     def load_checkpoint(self) -> None:
         """Restore what the run directory says is to be restored; sets `step`."""
@@ -302,15 +303,7 @@ class Trainer:
     def export(self, step: int) -> str:
         """Write the policy in Hugging Face format to `{export_path}/global_step_{step}/policy`; returns that."""
         target = export_target(self.cfg, step)
-        writing = f"{target}.writing"
-        shutil.rmtree(writing, ignore_errors=True)
-        write_assets(self.model_path, writing, self.tokenizer, self.cfg.model.trust_remote_code)
-        self.ranks.write_weights(os.path.abspath(writing), self.cfg.rollout.dtype)
-        failpoint("export:written")
-        sync_tree(writing)
-        shutil.rmtree(target, ignore_errors=True)  # of the same step, before the run was killed: the same bytes
-        os.replace(writing, target)
-        sync_directory(os.path.dirname(target))
+        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, self.cfg.rollout.dtype)
         self.progress.note(f"exported {target}")
         return target
 
@@ -322,10 +315,11 @@ class Trainer:
     def _register_parts(self) -> None:
         register = self.directory.checkpoints.register
         register(self.directory.config_part())
+        register(self.directory.start_weights_part(self.model_path))
         register(json_part("trainer_state", self._state, self._restore))
         register(json_part("data", self.source.state_dict, self.source.load_state_dict))
         register(self.directory.models_part(self.ranks))
-        register(self.directory.assets_part(self.model_path, self.tokenizer))
+        register(self.directory.assets_part(self.model_path, self.tokenizer, self.ranks))
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -378,8 +372,10 @@ class Trainer:
 
     def _announce(self) -> None:
         cfg, note = self.cfg, self.progress.note
-        note(f"run {cfg.trainer.run_name} in {cfg.trainer.run_dir}: {self.model_path}, {self.ranks.num_parameters():,} "
-             f"parameters, {len(self.source.prompts):,} prompts, {cfg.trainer.num_workers} rank(s), "
+        total, trained = self.ranks.num_parameters()
+        adapters = f" ({trained:,} of them adapters)" if trained < total else ""
+        note(f"run {cfg.trainer.run_name} in {cfg.trainer.run_dir}: {self.model_path}, {total:,} parameters{adapters}, "
+             f"{len(self.source.prompts):,} prompts, {cfg.trainer.num_workers} rank(s), "
              f"{cfg.rollout.num_engines} {cfg.rollout.engine} engine(s)")  # fmt: skip
         if self.dropped_prompts:
             note(f"{self.dropped_prompts} prompts are longer than rollout.max_prompt_tokens="
@@ -425,8 +421,10 @@ class Trainer:
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
         peak = _peak_flops(self.cluster.device)
         if peak:
-            # Old log-probs are one forward (2 FLOP a parameter and token), an epoch of updates three.
-            flops = tokens * self.ranks.num_parameters() * (2 + 6 * self.cfg.trainer.update_epochs)
+            # Old log-probs are one forward (2 FLOP a parameter and token); an epoch of updates is one more and, twice
+            # as much, the gradients of activations and, but for frozen ones, of weights.
+            total, trained = self.ranks.num_parameters()
+            flops = tokens * (2 * total + self.cfg.trainer.update_epochs * (4 * total + 2 * trained))
             metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
         return metrics
 
@@ -494,8 +492,3 @@ def _is_finished(cfg: Config, directory: RunDirectory) -> bool:
     if resume is None or resume.fork or resume.step < t.total_steps:
         return False
     return t.hf_save_interval < 1 or os.path.exists(export_target(cfg, resume.step))
-
-
-def export_target(cfg: Config, step: int) -> str:
-    """Where the policy of a step is exported to."""
-    return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")

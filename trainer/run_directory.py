@@ -11,6 +11,7 @@ import posixpath
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -18,7 +19,7 @@ import yaml
 from trainer.checkpoint import config_diff
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import CheckpointManager, Part, files_part
+from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
@@ -29,7 +30,7 @@ from trainer.errors import UserError
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.models.files import write_assets
+from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, weights_digest, write_assets
 from trainer.stopping import Stopped, StopRequest
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class RunDirectory:
         found = config_diff.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
         restored = set(cfg.trainer.resume_load or RESUME_LOAD) if resume.fork else set(RESUME_LOAD)
         if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
-            found = [change for change in found if change.key.startswith("model.")]
+            found = [change for change in found if change.key.startswith("model.") or ".lora." in change.key]
         saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
         config_diff.check(found, cfg.trainer.allow_config_change, self._meaningless(), saved_critic != cfg.has_critic)
         shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
@@ -206,7 +207,6 @@ class RunDirectory:
 
     def models_part(self, ranks: Ranks) -> Part:
         """The part that the ranks write: weights, optimizers, schedules and RNG of the trained roles."""
-        roles = [role for role in ranks.roles if role != "reference"]
 
         def begin(directory: str) -> Callable[[], list[FileEntry]]:
             finish = ranks.begin_save(ShardedFiles(os.path.abspath(directory)))
@@ -214,13 +214,14 @@ class RunDirectory:
 
         def load(directory: str) -> None:
             what = self.restored & {"weights", "optimizer", "rng"}
-            for role in roles:
+            for role in ranks.saved_roles:
                 ranks.load(role, ShardedFiles(os.path.abspath(directory)), what)
 
         return Part("models", begin, load)
 
-    def assets_part(self, model_path: str, tokenizer: Any) -> Part:
-        """The policy's config and tokenizer, in Hugging Face format. They never change within a run."""
+    def assets_part(self, model_path: str, tokenizer: Any, ranks: Ranks) -> Part:
+        """The policy's config and tokenizer, in Hugging Face format, and its adapters' config in peft's. They never
+        change within a run."""
         files: dict[str, bytes] = {}
 
         def content() -> dict[str, bytes]:
@@ -230,9 +231,36 @@ class RunDirectory:
                     for name in sorted(os.listdir(scratch)):
                         with open(os.path.join(scratch, name), "rb") as file:
                             files[f"policy/huggingface/{name}"] = file.read()
+                if self.cfg.trainer.policy.lora.rank is not None:
+                    files[f"policy/huggingface/{ADAPTER_CONFIG}"] = ranks.adapter_config(model_path).encode()
             return files
 
         return files_part("huggingface", content, lambda _: None)
+
+    def start_weights_part(self, model_path: str) -> Part:
+        """A fingerprint of the weights that the run began with, which a checkpoint with adapters, or of a run with a
+        reference, does not hold, and which a later start must find again."""
+        t = self.cfg.trainer
+        adapted = t.policy.lora.rank is not None or self.cfg.has_critic and t.critic.lora.rank is not None
+        needed = {}
+        if adapted or self.cfg.has_reference and not self.cfg.reference_moves:
+            needed["model.path"] = model_path
+            if adapted and self.cfg.has_critic and t.critic.path is not None:
+                needed["trainer.critic.path"] = resolve_model_path(t.critic.path)
+        threads = ThreadPoolExecutor(1)  # many gigabytes, perhaps: they are read while the ranks start
+        digests = {name: threads.submit(weights_digest, path) for name, path in needed.items()}
+        threads.shutdown(wait=False)
+
+        def restore(state: dict[str, str]) -> None:
+            assert self.resume is not None
+            for name, digest in digests.items():
+                known = state.get(name) if adapted or not self.resume.fork else None  # a fork has its own reference
+                if known not in (None, digest.result()) and name not in t.allow_config_change:
+                    raise UserError(f"{name}={needed[name]}: its weights are not those that the run began with, and "
+                                    f"the checkpoint builds on those; restore them, or allow others with "
+                                    f"trainer.allow_config_change=[{name}]")  # fmt: skip
+
+        return json_part("start_weights", lambda: {name: digest.result() for name, digest in digests.items()}, restore)
 
     def config_part(self) -> Part:
         """The resolved config."""
@@ -249,7 +277,8 @@ class RunDirectory:
         assert self.resume is not None
         t = self.cfg.trainer
         parts = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
-        step = self.checkpoints.load(self.resume.path, {parts[name] for name in self.restored} | {"config"})
+        only = {parts[name] for name in self.restored} | {"config", "start_weights"}
+        step = self.checkpoints.load(self.resume.path, only)
         if not self.resume.fork:
             # They lie beyond the point to which the run went back; replaying will write them again.
             self.notes += [f"set aside {name}" for name in self.checkpoints.set_aside(after=step)]

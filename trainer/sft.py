@@ -14,12 +14,13 @@ from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
 from trainer.data.sft import PackedSource, load_train, load_val, pack_all
 from trainer.errors import UserError
+from trainer.exports import export_policy, export_target
 from trainer.keyed import key
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
-from trainer.models.files import resolve_model_path, write_assets
+from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run_directory import RunDirectory
 from trainer.stopping import StopRequest
@@ -52,10 +53,11 @@ class SupervisedTrainer:
         self.ranks.build_for_sft(self.model_path)
         register = directory.checkpoints.register
         register(directory.config_part())
+        register(directory.start_weights_part(self.model_path))
         register(json_part("trainer_state", self._state, self._restore))
         register(json_part("data", self.source.state_dict, self.source.load_state_dict))
         register(directory.models_part(self.ranks))
-        register(directory.assets_part(self.model_path, self.tokenizer))
+        register(directory.assets_part(self.model_path, self.tokenizer, self.ranks))
 
     def fit(self) -> None:
         """Train up to `sft.steps`.
@@ -114,15 +116,8 @@ class SupervisedTrainer:
         self.audit = self.directory.load()
 
     def export(self, target: str) -> None:
-        """Write the model in Hugging Face format to `target`, whole or not at all."""
-        writing = f"{target}.writing-{os.getpid()}"
-        shutil.rmtree(writing, ignore_errors=True)
-        write_assets(self.model_path, writing, self.tokenizer, self.cfg.model.trust_remote_code)
-        self.ranks.write_weights(os.path.abspath(writing), "float32")
-        if os.path.exists(os.path.join(target, "config.json")):  # another job was faster, with the same result
-            shutil.rmtree(writing)
-        else:
-            os.replace(writing, target)
+        """Write the model in Hugging Face format to the directory `target`, whole or not at all."""
+        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, "float32")
 
     def close(self) -> None:
         """Give the ranks' place back."""
@@ -194,8 +189,7 @@ def run(cfg: Config, device: str) -> None:
         with stop.listening(), directory.settling():
             trainer = SupervisedTrainer(cfg, cluster, directory, path, stop)
             trainer.fit()
-        target = os.path.join(t.export_path, f"global_step_{trainer.step}", "policy")
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        target = export_target(cfg, trainer.step)
         trainer.export(target)
     print(f"finished supervised step {trainer.step} of {cfg.sft.steps}; model: {target}")
     if cfg.logger.plot:

@@ -48,6 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     export.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
                         help="auto: that of the model's config")  # fmt: skip
     export.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file; bounds the memory")
+    export.add_argument(
+        "--adapter", action="store_true", help="of a policy with LoRA: the adapter alone, as peft reads it"
+    )
+    export.add_argument("--base", help="of a policy with LoRA: directory of the weights it adapts, if they have moved")
     prune = command("prune", "delete old checkpoints", root)
     prune.add_argument("--keep", type=int, required=True, help="newest to keep, at least 1")
     prune.add_argument("--every", type=int, default=-1, help="keep also steps that are multiples of this")
@@ -158,7 +162,7 @@ def _export(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import export
 
     manifests.verify(args.checkpoint, "hash")
-    files = export(args.checkpoint, args.out, args.dtype, int(args.max_file_gb * 1e9))
+    files = export(args.checkpoint, args.out, args.dtype, int(args.max_file_gb * 1e9), args.adapter, args.base)
     return {"out": args.out, "files": files}, [f"exported {args.out}: {', '.join(files)}"], 0
 
 

@@ -13,7 +13,7 @@ from trainer.errors import UserError
 # what is computed, beyond rounding. Data is here because the prompt ledger compares the prompts themselves.
 HARMLESS = (
     "logger.*", "data.*", "model.cache_dir", "reward.timeout_s", "reward.num_processes",
-    "trainer.run_name", "trainer.run_dir", "trainer.export_path", "trainer.hf_save_interval", "trainer.stop_at",
+    "trainer.run_name", "trainer.run_dir", "trainer.export_path", "trainer.hf_save_*", "trainer.stop_at",
     "trainer.val_*", "trainer.ckpt_*", "trainer.keep_*", "trainer.best_*", "trainer.max_ckpts_to_keep",
     "trainer.resume_*", "trainer.verify_checkpoint", "trainer.allow_config_change", "trainer.on_resume_mismatch",
     "trainer.mean_time_between_failures", "trainer.lock_timeout_s", "trainer.num_workers", "trainer.replicas",
@@ -21,7 +21,7 @@ HARMLESS = (
     "trainer.max_tokens_per_micro_batch", "trainer.*.fsdp.reshard_after_forward", "trainer.*.fsdp.cpu_offload",
     "trainer.*.fsdp.activation_checkpointing", "rollout.num_engines", "rollout.tensor_parallel_size",
     "rollout.colocate", "rollout.val_n", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.enforce_eager",
-    "rollout.gpu_memory_utilization", "rollout.weight_sync",
+    "rollout.gpu_memory_utilization", "rollout.weight_sync", "rollout.lora_sync",
 )  # fmt: skip
 
 # The saved state has no meaning under another value.
@@ -29,6 +29,9 @@ IMPOSSIBLE = {
     "model.tiny.*": "the saved weights belong to another model",
     "trainer.seed": "every random draw of the run depends on it",
     "algorithm.advantage_estimator": "only one of the two has a critic",
+    "algorithm.ref_update_interval": "it decides whether the checkpoint holds the reference",
+    "trainer.*.lora.rank": "the saved adapters have another shape",
+    "trainer.*.lora.target_modules": "the saved adapters belong to other layers",
 }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import math
 import os
 import posixpath
 import shutil
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +54,7 @@ class _Flat(SafePlanner):
 def compare(a: str, b: str) -> list[dict[str, Any]]:
     """How each tensor of two checkpoints differs: `relative` is |b - a| / |a|, `largest` max |b - a|."""
     rows: list[dict[str, Any]] = []
-    for role in ("policy", "critic"):
+    for role in ("policy", "critic", "reference"):
         left, right = posixpath.join(a, role), posixpath.join(b, role)
         here, there = (shapes(d) if os.path.exists(posixpath.join(d, ".metadata")) else {} for d in (left, right))
         for name in sorted(set(here) | set(there)):
@@ -88,17 +92,29 @@ def _batches(names: list[str], known: dict[str, TensorStorageMetadata]) -> Itera
         yield batch
 
 
-def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int) -> list[str]:
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of an export."""
+
+    bytes_of: dict[str, int]
+    """Size of each as it will be written, in the order of the file."""
+    read: Callable[[list[str]], dict[str, Tensor]]
+
+
+def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int, adapter: bool = False,
+           base: str | None = None) -> list[str]:  # fmt: skip
     """Write the policy as a Hugging Face directory, whole or not at all. Holds one file's tensors at a time.
 
     Args:
         dtype: `auto` (the config's), `float32`, `bfloat16` or `float16`.
+        adapter: write peft's adapter alone, in float32.
+        base: directory of the weights under the adapters; None: the one that the run had.
 
     Returns:
         the names of the weight files.
 
     Raises:
-        UserError: `out` exists, or the checkpoint holds no policy.
+        UserError: `out` exists, or the checkpoint holds no policy, or no adapter, or its base is not there.
     """
     from safetensors.torch import save_file
 
@@ -107,34 +123,42 @@ def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int) -> list[s
         raise UserError(f"{out}: exists already; name another directory")
     if not os.path.exists(posixpath.join(assets, "config.json")):
         raise UserError(f"{checkpoint}: holds no policy with its Hugging Face config")
-    with open(posixpath.join(assets, "config.json")) as file:
-        config = json.load(file)
+    config = _json(posixpath.join(assets, "config.json"))
+    lora = _json(posixpath.join(assets, "adapter_config.json"))
+    if (adapter or base) and not lora:
+        raise UserError(f"{checkpoint}: its policy was trained without adapters (trainer.policy.lora)")
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    target = getattr(torch, dtype)
-    known = {name: meta for name, meta in shapes(source).items() if name.startswith(_MODEL)}
-    names = [name for name in known if not (config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight")]
-    groups = _file_groups(names, known, target, max_file_bytes)
+    target = torch.float32 if adapter else getattr(torch, dtype)
+    if adapter:
+        tensors = _adapter(source)
+    elif lora:
+        tensors = _merged(source, lora, base or lora["base_model_name_or_path"], target)
+    else:
+        tensors = _plain(source, config, target)
+    stem = "adapter_model" if adapter else "model"
+    groups = _file_groups(tensors.bytes_of, sys.maxsize if adapter else max_file_bytes)
     writing = f"{out.rstrip('/')}.writing-{os.getpid()}"
-    shutil.copytree(assets, writing)
+    others = ("config.json", "generation_config.json") if adapter else ("adapter_config.json",)
+    shutil.copytree(assets, writing, ignore=shutil.ignore_patterns(*others))
     try:
         weight_map, total, files = {}, 0, []
         for i, group in enumerate(groups):
-            single = len(groups) == 1
-            file = "model.safetensors" if single else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            tensors = {
-                name.removeprefix(_MODEL): tensor.to(target) if tensor.is_floating_point() else tensor
-                for name, tensor in read(source, group).items()
+            file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+            written = {
+                name: tensor.to(target) if tensor.is_floating_point() else tensor
+                for name, tensor in tensors.read(group).items()
             }
-            save_file(tensors, os.path.join(writing, file), metadata={"format": "pt"})
-            total += sum(t.numel() * t.itemsize for t in tensors.values())
-            weight_map |= dict.fromkeys(tensors, file)
+            save_file(written, os.path.join(writing, file), metadata={"format": "pt"})
+            total += sum(t.numel() * t.itemsize for t in written.values())
+            weight_map |= dict.fromkeys(written, file)
             files.append(file)
         if len(groups) > 1:
             with open(os.path.join(writing, "model.safetensors.index.json"), "w") as index:
                 json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
-        with open(os.path.join(writing, "config.json"), "w") as file:
-            json.dump({**config, "dtype": dtype}, file, indent=2)
+        if not adapter:
+            with open(os.path.join(writing, "config.json"), "w") as file:
+                json.dump({**config, "dtype": dtype}, file, indent=2)
         sync_tree(writing)
         os.rename(writing, out)
         sync_directory(os.path.dirname(os.path.abspath(out)))
@@ -144,16 +168,85 @@ def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int) -> list[s
     return files
 
 
-def _file_groups(names: list[str], known: dict[str, TensorStorageMetadata], dtype: torch.dtype,
-                 max_file_bytes: int) -> list[list[str]]:  # fmt: skip
+def _plain(source: str, config: dict[str, Any], target: torch.dtype) -> _Source:
+    known = {
+        name.removeprefix(_MODEL): meta
+        for name, meta in shapes(source).items()
+        if name.startswith(_MODEL) and not (config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight")
+    }
+    sizes = {}
+    for name, meta in known.items():
+        own = meta.properties.dtype
+        sizes[name] = meta.size.numel() * (target if own.is_floating_point else own).itemsize
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        found = read(source, [f"{_MODEL}{name}" for name in names])
+        return {name.removeprefix(_MODEL): tensor for name, tensor in found.items()}
+
+    return _Source(sizes, fetch)
+
+
+def _adapter(source: str) -> _Source:
+    """The adapters under the names of peft's files."""
+    known = {
+        f"base_model.model.{name.removeprefix(_MODEL).replace('.default.', '.')}": name
+        for name in shapes(source)
+        if name.startswith(_MODEL)
+    }
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        found = read(source, [known[name] for name in names])
+        return {name: found[known[name]] for name in names}
+
+    return _Source(dict.fromkeys(known, 0), fetch)
+
+
+def _merged(source: str, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
+    """The weights in the directory `base` with the adapters in them."""
+    from safetensors import safe_open
+
+    files = sorted(glob.glob(os.path.join(base, "*.safetensors")))
+    if not files:
+        raise UserError(f"{base}: holds no safetensors, and the adapters belong to the weights that were there; name "
+                        "their directory with --base, or write the adapter alone with --adapter")  # fmt: skip
+    place, sizes = {}, {}
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118, it is no dict
+                place[name] = file
+                sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
+    known = set(shapes(source))
+    a, b = ".lora_A.default.weight", ".lora_B.default.weight"
+    scale = lora["lora_alpha"] / lora["r"]
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            with safe_open(place[name], framework="pt") as weights:
+                found[name] = weights.get_tensor(name)
+            layer = f"{_MODEL}{name.removesuffix('.weight')}"
+            if f"{layer}{a}" in known:
+                own = read(source, [f"{layer}{a}", f"{layer}{b}"])
+                found[name] = found[name].float() + scale * (own[f"{layer}{b}"] @ own[f"{layer}{a}"])
+        return found
+
+    return _Source(sizes, fetch)
+
+
+def _file_groups(sizes: dict[str, int], max_file_bytes: int) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     used = 0
-    for name in names:
-        own = known[name].properties.dtype
-        size = known[name].size.numel() * (dtype if own.is_floating_point else own).itemsize
+    for name, size in sizes.items():
         if groups[-1] and used + size > max_file_bytes:
             groups.append([])
             used = 0
         groups[-1].append(name)
         used += size
     return groups
+
+
+def _json(path: str) -> dict[str, Any]:
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        return json.load(file)

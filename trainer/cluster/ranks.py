@@ -33,6 +33,7 @@ class Ranks:
         self.cfg = cfg
         self.cluster = cluster
         self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
+        self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
         env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if cluster.device == "cpu" else {}
         hosts = [tuple(self.roles)] if cfg.trainer.colocate else [(role,) for role in self.roles]
         self._groups: dict[str, ActorGroup] = {}
@@ -103,13 +104,15 @@ class Ranks:
         self.policy.call_one(0, "remove", directory)
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
-        """Begin to write the trained roles through `files` (a `StateFiles`); what this returns, called on any
-        thread, waits for it and returns the files of all ranks."""
+        """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).
+
+        What this returns, called on any thread, waits for it and returns the files of all ranks.
+        """
         saving = []
         for group, roles in self._hosts():
-            trained = [role for role in roles if role != "reference"]
-            if trained:
-                group.call("begin_save", trained, files)
+            saved = [role for role in roles if role in self.saved_roles]
+            if saved:
+                group.call("begin_save", saved, files)
                 saving.append(group.start_aside("finish_save"))
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
@@ -121,9 +124,21 @@ class Ranks:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
         return max(seconds for group, _ in self._hosts() for seconds in group.call("take_blocked"))
 
-    def num_parameters(self) -> int:
-        """Parameters of the policy."""
+    def num_parameters(self) -> tuple[int, int]:
+        """Parameters of the policy, and how many of them are trained."""
         return self.policy.call("num_parameters")[0]
+
+    def adapter_config(self, base_model: str) -> str:
+        """peft's config of the policy's adapters, which names `base_model` as what they adapt."""
+        return self.policy.call_one(0, "adapter_config", base_model)
+
+    def adapter_weights(self) -> bytes:
+        """The policy's adapters as a safetensors file."""
+        return self.policy.call("adapter_weights")[0]
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the policy of now."""
+        self.policy.call("refresh_reference")
 
     def _hosts(self) -> list[tuple[ActorGroup, list[str]]]:
         """Each group once, with the roles it hosts."""

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.models.lora import adapters_of, hugging_face_name
+
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
                 torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
@@ -43,8 +45,12 @@ class Layout:
 
 
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What belongs in a model file: parameters (tied ones once) and persistent buffers."""
-    tensors: dict[str, Tensor] = {name: p.detach() for name, p in module.named_parameters()}
+    """What belongs in a model file: parameters (tied ones once) and persistent buffers; adapters do not."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        known_as = hugging_face_name(name)
+        if known_as is not None:
+            tensors[known_as] = parameter.detach()
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in module.state_dict().items():
         if name not in parameters:
@@ -87,7 +93,7 @@ def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: 
 
 
 def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
-    """Write `module`'s weights, floating-point ones as `dtype`, to `directory`. A collective.
+    """Write `module`'s weights, adapters merged, floating-point ones as `dtype`, to `directory`. A collective.
 
     All ranks must see the same directory. Returns the names of the files.
     """
@@ -108,8 +114,11 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
                 json.dump(index, out, indent=2, sort_keys=True)
     dist.barrier()
     open_files: dict[str, int] = {}
+    adapters = adapters_of(module)
     try:
         for name, tensor in tensors.items():
+            if name in adapters:
+                tensor = adapters[name].merged_into(tensor)
             slot = layout.slots[name]
             part = _own_rows(tensor)
             if part is None:

@@ -22,25 +22,41 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from trainer.config import FSDPConfig, ModelConfig
+from trainer.config import FSDPConfig, LoraConfig, ModelConfig
 from trainer.errors import UserError
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
-from trainer.parallel.shard import shard_model
+from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
+from trainer.parallel.shard import param_dtype, shard_model
 
 
-def load_causal_lm(model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig) -> nn.Module:
-    """The causal LM of the local directory `path`, sharded over `mesh`, in float32. A collective."""
+def load_causal_lm(
+    model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
+) -> nn.Module:
+    """The causal LM of the local directory `path`, sharded over `mesh`. A collective.
+
+    In float32; what LoRA freezes in the precision of its forward pass, since no optimizer adds small steps to it.
+
+    Args:
+        lora: train adapters instead of the weights, if it has a rank.
+        seed: of the adapters' start.
+    """
     lm = _empty_causal_lm(model, path)
-    return _shard_and_fill(lm, model, path, mesh, fsdp)
+    if lora is not None and lora.rank is not None:
+        add_adapters(lm, lora, "trainer.policy.lora")
+    return _shard_and_fill(lm, model, path, mesh, fsdp, seed)
 
 
-def load_critic(model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig) -> nn.Module:
-    """The same backbone with a value head instead of the LM head, sharded over `mesh`. A collective."""
+def load_critic(
+    model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
+) -> nn.Module:
+    """The same backbone with a value head instead of the LM head, sharded over `mesh` (see `load_causal_lm`)."""
     lm = _empty_causal_lm(model, path)
     with init_empty_weights(include_buffers=False):
         critic = CriticModel(lm.base_model, lm.base_model_prefix)
-    return _shard_and_fill(critic, model, path, mesh, fsdp)
+    if lora is not None and lora.rank is not None:
+        add_adapters(critic, lora, "trainer.critic.lora", heads=("value_head.",))
+    return _shard_and_fill(critic, model, path, mesh, fsdp, seed)
 
 
 def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
@@ -65,7 +81,12 @@ def _disable_dropout(lm: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def _shard_and_fill(module: nn.Module, model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig) -> nn.Module:
+def _shard_and_fill(
+    module: nn.Module, model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, seed: int
+) -> nn.Module:
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, mesh.device_type))
     # Buffers were computed for real (rotary frequencies); to_empty would leave rubbish in them.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     shard_model(module, mesh, fsdp)
@@ -80,15 +101,21 @@ def _shard_and_fill(module: nn.Module, model: ModelConfig, path: str, mesh: Devi
             if name.startswith("value_head."):  # the first values are 0 whatever the rank count
                 parameter.zero_()
 
-    wanted = {name: p.detach() for name, p in module.named_parameters() if not name.startswith("value_head.")}
-    if set(wanted) <= _names_in_safetensors(path):
+    initialise_adapters(module, seed)
+    parameters = {hugging_face_name(name): name for name, _ in module.named_parameters()}
+    names = {theirs: ours for theirs, ours in parameters.items() if theirs and not theirs.startswith("value_head.")}
+    if set(names) <= _names_in_safetensors(path):
+        wanted = {theirs: module.get_parameter(ours).detach() for theirs, ours in names.items()}
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
     else:
-        _scatter_from_rank0(module, model, path, set(wanted))
+        _scatter_from_rank0(module, model, path, names)
     return module
 
 
-def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, wanted: set[str]) -> None:
+def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, wanted: dict[str, str]) -> None:
+    """Args:
+    wanted: the module's names by those of the model's files.
+    """
     full: dict[str, Any] = {}
     problem = [None]
     if dist.get_rank() == 0:
@@ -96,8 +123,8 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, wanted
             lm = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=model.trust_remote_code
             )
-            full = {name: tensor for name, tensor in lm.state_dict().items() if name in wanted}
-            missing = sorted(wanted - set(full))
+            full = {wanted[name]: tensor for name, tensor in lm.state_dict().items() if name in wanted}
+            missing = sorted(set(wanted.values()) - set(full))
             problem = [f"it lacks the weight {missing[0]}" if missing else None]
         except (OSError, ValueError) as error:
             problem = [str(error).splitlines()[0]]

@@ -12,7 +12,7 @@ from trainer.keyed import key
 from trainer.rollout.engine import Completion, Engine, Request, Sampling
 from trainer.rollout.pool import EnginePool
 from trainer.rollout.vllm_engine import engine_environment
-from trainer.rollout.weight_sync import Broadcast, SharedMemory, choose
+from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, choose
 
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
@@ -50,9 +50,12 @@ class Rollout:
         self.model_path = model_path
         self._device = cluster.device
         self._broadcast: Broadcast | None = None
+        self._adapter_config: str | None = None
+        lora = {"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}
         build = functools.partial(_build_engine, cfg.rollout.engine, model_path, dtype=cfg.rollout.dtype,
                                   seed=cfg.trainer.seed, rollout=cfg.rollout, device=cluster.device,
-                                  trust_remote_code=cfg.model.trust_remote_code)  # fmt: skip
+                                  trust_remote_code=cfg.model.trust_remote_code,
+                                  **lora)  # fmt: skip
         self._engines = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
         self.pool = EnginePool(self._engines)
         # One name for all starts of a run: what a killed one left behind is overwritten, not added to.
@@ -68,7 +71,9 @@ class Rollout:
         r = self.cfg.rollout
         rank_hosts = [place["host"] for place in self.ranks.policy.where()]
         hosts = {*rank_hosts, *(place["host"] for place in self._engines.where())}
-        if choose(r.weight_sync, r.engine, same_node=len(hosts) == 1, colocate=r.colocate) == "broadcast":
+        if self.cfg.syncs_adapter:
+            pass  # small enough to travel with the call
+        elif choose(r.weight_sync, r.engine, same_node=len(hosts) == 1, colocate=r.colocate) == "broadcast":
             self._broadcast = Broadcast(
                 self.ranks.policy.call_one(0, "find_address", rank_hosts[0]),
                 receivers=r.num_engines * (r.tensor_parallel_size if self._device == "cuda" else 1),
@@ -94,6 +99,11 @@ class Rollout:
         """Bring the engines' weights to the policy's."""
         if self._shares_gpus:
             self._make_room()  # sleeping engines wake their weights to take new ones
+        if self.cfg.syncs_adapter:
+            if self._adapter_config is None:
+                self._adapter_config = self.ranks.adapter_config(self.model_path)
+            self.pool.sync_weights(Adapter(self._adapter_config, self.ranks.adapter_weights()), version)
+            return
         if self._broadcast is not None:
             self.pool.sync_weights(self._broadcast, version, self.ranks.start_sending(self._broadcast))
             return

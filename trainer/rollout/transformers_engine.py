@@ -16,7 +16,7 @@ from trainer.config import RolloutConfig
 from trainer.errors import UserError
 from trainer.parallel.shard import param_dtype
 from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import SharedMemory, WeightSource
+from trainer.rollout.weight_sync import Adapter, SharedMemory, WeightSource
 
 
 class KeyedSampler(LogitsProcessor):
@@ -113,6 +113,7 @@ class TransformersEngine:
     @torch.no_grad()
     def sync_weights(self, source: WeightSource, version: int) -> None:
         """Copy the weights of `source` over the old ones, tensor by tensor."""
+        assert not isinstance(source, Adapter), "it serves no adapters"
         if not isinstance(source, SharedMemory):
             raise UserError("rollout.weight_sync=broadcast: rollout.engine=transformers takes shared_memory only")
         own = self._model.state_dict()  # tied weights are there under both names

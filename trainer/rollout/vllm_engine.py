@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
 from trainer.errors import UserError
+from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import Broadcast, SharedMemory, WeightSource
+from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+    from vllm.lora.request import LoRARequest
+
+_ADAPTER = "policy"
 
 _CPU_BLOCK = 32  # tokens a block of the KV cache; the CPU attention wants multiples of it
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
@@ -46,13 +51,14 @@ class VLLMEngine:
         seed: of what vLLM draws besides requests, which have their own.
         device: `cpu` or `cuda`.
         weight_version: the version of the start weights.
+        lora_rank: of the adapters that `sync_weights` will bring in place of weights.
 
     Raises:
         UserError: vLLM is not installed, or refuses the model or the settings.
     """
 
     def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
-                 weight_version: int = 0, trust_remote_code: bool = False):  # fmt: skip
+                 weight_version: int = 0, trust_remote_code: bool = False, lora_rank: int | None = None):  # fmt: skip
         for name, value in engine_environment(device).items():
             os.environ.setdefault(name, value)
         try:
@@ -69,12 +75,14 @@ class VLLMEngine:
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.colocate
         self._group: Broadcast | None = None
+        self._adapter: LoRARequest | None = None
         options = {
             "model": model_path,
             "trust_remote_code": trust_remote_code,
             "dtype": ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype,
             "seed": seed,
             **_device_options(rollout, device),
+            **_lora_options(lora_rank),
             **rollout.engine_args,
         }
         try:
@@ -109,7 +117,7 @@ class VLLMEngine:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         return [self._completion(output) for output in outputs]
 
     def _completion(self, request: RequestOutput) -> Completion:
@@ -125,9 +133,24 @@ class VLLMEngine:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         if isinstance(source, SharedMemory):
             self._llm.collective_rpc("load_shared", args=(source.path,))
+        elif isinstance(source, Adapter):
+            self._load(source)
         else:
             self._receive(source)
         self._version = version
+
+    def _load(self, adapter: Adapter) -> None:
+        from vllm.lora.request import LoRARequest
+
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryDirectory(prefix="trainer-adapter-", dir=shared) as directory:
+            with open(os.path.join(directory, ADAPTER_CONFIG), "w") as file:
+                file.write(adapter.config)
+            with open(os.path.join(directory, ADAPTER_WEIGHTS), "wb") as file:
+                file.write(adapter.weights)
+            self._llm.llm_engine.add_lora(LoRARequest(_ADAPTER, 1, directory, load_inplace=True))
+            # Requests name it without `load_inplace`: it is there, and not read again.
+            self._adapter = LoRARequest(_ADAPTER, 1, directory)
 
     def _receive(self, group: Broadcast) -> None:
         if self._group != group:
@@ -159,6 +182,13 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _lora_options(rank: int | None) -> dict[str, Any]:
+    if rank is None:
+        return {}
+    room = next(r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank)  # the ranks that vLLM has kernels for
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
 def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Shared memory: the ranks write safetensors to `/dev/shm`, each its own shards, and engines read them tensor by
 tensor. Broadcast: rank 0 and the engines' workers form a group; the ranks gather one tensor at a time and
-rank 0 sends it (NCCL on GPUs, gloo on CPUs). Neither way puts a second full copy of the model on a GPU.
+rank 0 sends it (NCCL on GPUs, gloo on CPUs). Neither way puts a second full copy of the model on a GPU. Adapters
+(LoRA) are small, and travel as they are to engines that serve them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,15 @@ class Broadcast:
                 pass
 
 
-WeightSource = SharedMemory | Broadcast
+@dataclass(frozen=True)
+class Adapter:
+    """What the engine is to add to the weights that it was started with: peft's two files."""
+
+    config: str
+    weights: bytes
+
+
+WeightSource = SharedMemory | Broadcast | Adapter
 
 
 class Channel:

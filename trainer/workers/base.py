@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -46,7 +47,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class ModelWorker:
-    """A sharded module without an optimizer; every method is a collective over the mesh."""
+    """A sharded module and its checkpoint state; every method is a collective over the mesh."""
 
     role = "model"
 
@@ -55,6 +56,7 @@ class ModelWorker:
         self.mesh = mesh
         self.device = mesh.device_type
         self.max_tokens = max_tokens_per_micro_batch
+        self.before_weights_change: Callable[[], None] = lambda: None  # a save may still be copying them
 
     @torch.no_grad()
     def map_rows(self, batch: Batch, function: Callable[[dict[str, Tensor]], Tensor]) -> tuple[np.ndarray, np.ndarray]:
@@ -75,6 +77,57 @@ class ModelWorker:
         stacked = np.concatenate(values) if values else np.zeros((0, width), np.float32)
         return np.asarray(rows, dtype=np.int64), stacked
 
+    # ---------------------------------------------------------------------------------------------------
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this rank: its shards (not copies), the RNG and, when trained, the optimizer.
+
+        Under LoRA the adapters alone: what they adapt is read from the model again.
+        """
+        return self._state(set(STATE), with_rng=True)
+
+    def sharding(self) -> str:
+        """How the state is sharded, as JSON."""
+        return json.dumps({"fsdp_version": 2, "world_size": dist.get_world_size(),
+                           "mesh_shape": list(self.mesh.mesh.shape),
+                           "mesh_dim_names": list(self.mesh.mesh_dim_names)}, indent=2)  # fmt: skip
+
+    def load(self, files: StateFiles, what: Collection[str] = STATE) -> None:
+        """Restore what was saved of this role, on any number of ranks.
+
+        Args:
+            what: any of `weights`, `optimizer` (with its schedule) and `rng`.
+        """
+        saved_world_size = json.loads(files.read_json(self.role, SHARDING_FILE))["world_size"]
+        # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
+        state = self._state(set(what), with_rng="rng" in what and dist.get_rank() < saved_world_size)
+        files.read(self.role, state)
+        self._restore(state)
+
+    def _state(self, what: set[str], with_rng: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if "weights" in what:
+            state["model"] = get_model_state_dict(self.module)
+            if self._adapted:  # the rest is not trained, and as it was
+                trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+                state["model"] = {name: tensor for name, tensor in state["model"].items() if name in trained}
+        if with_rng:  # named per rank: DCP keeps one copy of entries that share a name
+            state[f"rng_rank{dist.get_rank()}"] = capture_rng()
+        return state
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if "model" in state:
+            set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=not self._adapted))
+        rng = state.get(f"rng_rank{dist.get_rank()}")
+        if rng is not None:
+            restore_rng(rng)
+
+    @property
+    def _adapted(self) -> bool:
+        """Some weights are trained and some are not."""
+        return len({parameter.requires_grad for parameter in self.module.parameters()}) > 1
+
 
 class TrainedWorker(ModelWorker):
     """A sharded module with its optimizer, schedule and checkpoint state."""
@@ -86,9 +139,8 @@ class TrainedWorker(ModelWorker):
         self.optimizer_config = optimizer
         self.total_optimizer_steps = total_optimizer_steps
         self.optimizer_steps = 0
-        self.before_weights_change: Callable[[], None] = lambda: None  # a save may still be copying them
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=optimizer.lr,
             betas=tuple(optimizer.betas),
             eps=optimizer.eps,
@@ -141,42 +193,15 @@ class TrainedWorker(ModelWorker):
     # ---------------------------------------------------------------------------------------------------
     # State
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of this rank: its shards (not copies), the schedule and the RNG."""
-        return self._state(set(STATE), with_rng=True)
-
-    def sharding(self) -> str:
-        """How the state is sharded, as JSON."""
-        return json.dumps({"fsdp_version": 2, "world_size": dist.get_world_size(),
-                           "mesh_shape": list(self.mesh.mesh.shape),
-                           "mesh_dim_names": list(self.mesh.mesh_dim_names)}, indent=2)  # fmt: skip
-
-    def load(self, files: StateFiles, what: Collection[str] = STATE) -> None:
-        """Restore what was saved of this role, on any number of ranks.
-
-        Args:
-            what: any of `weights`, `optimizer` (with its schedule) and `rng`.
-        """
-        saved_world_size = json.loads(files.read_json(self.role, SHARDING_FILE))["world_size"]
-        # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
-        state = self._state(set(what), with_rng="rng" in what and dist.get_rank() < saved_world_size)
-        files.read(self.role, state)
-        if "weights" in what:
-            set_model_state_dict(self.module, state["model"])
-        if "optimizer" in what:
-            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
-            self.optimizer_steps = int(state["optimizer_steps"])
-        rng = state.get(f"rng_rank{dist.get_rank()}")
-        if rng is not None:
-            restore_rng(rng)
-
     def _state(self, what: set[str], with_rng: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if "weights" in what:
-            state["model"] = get_model_state_dict(self.module)
+        state = super()._state(what, with_rng)
         if "optimizer" in what:
             state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
             state["optimizer_steps"] = torch.tensor(self.optimizer_steps)
-        if with_rng:  # named per rank: DCP keeps one copy of entries that share a name
-            state[f"rng_rank{dist.get_rank()}"] = capture_rng()
         return state
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        if "optimizer" in state:
+            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+            self.optimizer_steps = int(state["optimizer_steps"])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
 from trainer.config import AlgorithmConfig, chosen_options
 from trainer.models.export import export_tensors, write_safetensors
 from trainer.models.logprobs import token_logprobs
+from trainer.models.lora import adapter_tensors, adapters_of, adapters_off
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
 from trainer.parallel.mesh import sum_over_ranks
 from trainer.workers.base import ModelWorker, TrainedWorker
@@ -108,13 +111,23 @@ class PolicyWorker(TrainedWorker):
         return token_logprobs(self.module, mb["input_ids"], position_ids=mb["position_ids"], entropy_grad=False)[0]
 
     def write_weights(self, directory: str, dtype: torch.dtype) -> list[str]:
-        """Write the weights as safetensors; each rank its own rows. Returns the file names."""
+        """Write the weights as safetensors, adapters merged; each rank its own rows. Returns the file names."""
         return write_safetensors(self.module, directory, dtype)
+
+    @torch.no_grad()
+    def adapter_weights(self) -> bytes:
+        """The adapters as a safetensors file with peft's names."""
+        from safetensors.torch import save
+
+        return save(adapter_tensors(self.module), metadata={"format": "pt"})
 
     @torch.no_grad()
     def stream_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; each `next` gathers one tensor from all ranks."""
+        adapters = adapters_of(self.module)
         for name, tensor in export_tensors(self.module).items():
+            if name in adapters:
+                tensor = adapters[name].merged_into(tensor)
             if tensor.dtype.is_floating_point:
                 tensor = tensor.to(dtype)  # before gathering: half the traffic in bfloat16
             if isinstance(tensor, DTensor):
@@ -123,15 +136,34 @@ class PolicyWorker(TrainedWorker):
 
 
 class ReferenceWorker(ModelWorker):
-    """The start policy, frozen."""
+    """The start policy, frozen, or the policy of a later step (see `refresh`).
+
+    Args:
+        of_policy: `module` is the policy's own, and its weights without the adapters are the reference.
+    """
 
     role = "reference"
 
-    def __init__(self, module: torch.nn.Module, mesh, max_tokens_per_micro_batch: int):
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, max_tokens_per_micro_batch: int, of_policy: bool = False):
         super().__init__(module, mesh, max_tokens_per_micro_batch)
-        self.module.requires_grad_(False)
-        self.module.eval()
+        self.of_policy = of_policy
+        if not of_policy:
+            self.module.requires_grad_(False)
+            self.module.eval()
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature)[0])
+        with adapters_off(self.module) if self.of_policy else nullcontext():
+            return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature)[0])
+
+    @torch.no_grad()
+    def refresh(self, policy: nn.Module) -> None:
+        """Take over the weights of `policy`, adapters merged."""
+        assert not self.of_policy, "a reference without weights of its own cannot move"
+        self.before_weights_change()
+        adapters = adapters_of(policy)
+        own = export_tensors(self.module)
+        for name, tensor in export_tensors(policy).items():
+            if name in adapters:
+                tensor = adapters[name].merged_into(tensor)
+            own[name].copy_(tensor)

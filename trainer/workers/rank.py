@@ -19,10 +19,11 @@ from trainer.errors import UserError
 from trainer.keyed import key, permutation
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
+from trainer.models.lora import adapted_modules, adapter_config
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.mesh import build_mesh, init_process_group
 from trainer.parallel.shard import param_dtype
-from trainer.workers.base import SHARDING_FILE, TrainedWorker
+from trainer.workers.base import SHARDING_FILE, ModelWorker
 from trainer.workers.critic import CriticWorker
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
 from trainer.workers.saving import BackgroundSaver, StateFiles
@@ -88,25 +89,30 @@ class Rank:
         cfg, t = self.cfg, self.cfg.trainer
         path = resolve_model_path(model_path)
         if "policy" in roles:
-            module = load_causal_lm(cfg.model, path, self.mesh, t.policy.fsdp)
+            module = load_causal_lm(cfg.model, path, self.mesh, t.policy.fsdp, t.policy.lora, t.seed)
             self.policy = PolicyWorker(
                 module, self.mesh, t.max_tokens_per_micro_batch, t.policy.optimizer, optimizer_steps["policy"]
             )
         if "critic" in roles:
             critic_path = resolve_model_path(t.critic.path) if t.critic.path else path
-            module = load_critic(cfg.model, critic_path, self.mesh, t.critic.fsdp)
+            module = load_critic(cfg.model, critic_path, self.mesh, t.critic.fsdp, t.critic.lora, t.seed)
             self.critic = CriticWorker(
                 module, self.mesh, t.max_tokens_per_micro_batch, t.critic.optimizer, optimizer_steps["critic"]
             )
         if "reference" in roles:
-            module = load_causal_lm(cfg.model, path, self.mesh, t.reference.fsdp)
-            self.reference = ReferenceWorker(module, self.mesh, t.max_tokens_per_micro_batch)
+            if cfg.reference_is_base:
+                assert self.policy is not None, "they share ranks"
+                module = self.policy.module
+            else:
+                module = load_causal_lm(cfg.model, path, self.mesh, t.reference.fsdp)
+            self.reference = ReferenceWorker(module, self.mesh, t.max_tokens_per_micro_batch, cfg.reference_is_base)
 
     def build_for_sft(self, model_path: str) -> None:
         """Load a policy that supervised training will step."""
         assert self.mesh is not None, "connect first"
         cfg, t = self.cfg, self.cfg.trainer
-        module = load_causal_lm(cfg.model, resolve_model_path(model_path), self.mesh, t.policy.fsdp)
+        path = resolve_model_path(model_path)
+        module = load_causal_lm(cfg.model, path, self.mesh, t.policy.fsdp, t.policy.lora, t.seed)
         self.policy = PolicyWorker(module, self.mesh, t.max_tokens_per_micro_batch, cfg.sft.optimizer, cfg.sft.steps)
 
     # ---------------------------------------------------------------------------------------------------
@@ -172,6 +178,22 @@ class Rank:
         assert self.policy is not None
         return self.policy.write_weights(directory, param_dtype(dtype, self.device))
 
+    def adapter_config(self, base_model: str) -> str:
+        """peft's config of the policy's adapters, which names `base_model` as what they adapt."""
+        assert self.policy is not None
+        return adapter_config(self.cfg.trainer.policy.lora, adapted_modules(self.policy.module), base_model)
+
+    def adapter_weights(self) -> bytes | None:
+        """The policy's adapters as a safetensors file; on rank 0."""
+        assert self.policy is not None
+        weights = self.policy.adapter_weights()
+        return weights if self.rank == 0 else None
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the policy of now."""
+        assert self.policy is not None and self.reference is not None
+        self.reference.refresh(self.policy.module)
+
     def remove(self, directory: str) -> None:
         """Delete a directory on this rank's machine."""
         shutil.rmtree(directory, ignore_errors=True)
@@ -188,7 +210,7 @@ class Rank:
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take the state of `roles` as it is now and write it, on a thread, through `files`."""
         assert self.saver is not None, "connect first"
-        workers = {role: self._trained(role) for role in roles}
+        workers = {role: self._worker(role) for role in roles}
         self.saver.begin(
             {role: worker.state() for role, worker in workers.items()},
             {role: {SHARDING_FILE: worker.sharding()} for role, worker in workers.items()},
@@ -207,15 +229,16 @@ class Rank:
 
     def load(self, role: str, files: StateFiles, what: Collection[str]) -> None:
         """Restore the state of `role` from `files` (see `TrainedWorker.load`)."""
-        self._trained(role).load(files, what)
+        self._worker(role).load(files, what)
 
-    def num_parameters(self) -> int:
-        """Parameters of the policy."""
+    def num_parameters(self) -> tuple[int, int]:
+        """Parameters of the policy, and how many of them are trained."""
         assert self.policy is not None
-        return sum(p.numel() for p in self.policy.module.parameters())
+        parameters = list(self.policy.module.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
-    def _trained(self, role: str) -> TrainedWorker:
-        worker = {"policy": self.policy, "critic": self.critic}[role]
+    def _worker(self, role: str) -> ModelWorker:
+        worker = {"policy": self.policy, "critic": self.critic, "reference": self.reference}[role]
         assert worker is not None, role
         assert self.saver is not None
         worker.before_weights_change = self.saver.wait_until_staged

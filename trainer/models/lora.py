@@ -1,0 +1,168 @@
+"""Low-rank adapters (Hu et al., LoRA, 2021) through peft: the linear layer's weight W becomes W + alpha / r B A, with
+B (out, r) and A (r, in) trained and W frozen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.config import LoraConfig
+from trainer.errors import UserError
+from trainer.keyed import key
+from trainer.models.files import ADAPTER_CONFIG
+from trainer.parallel.shard import transformer_blocks
+
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one linear layer."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def merged_into(self, weight: Tensor) -> Tensor:
+        """W + scale B A in float32, sharded as `weight` is. A collective; B is sharded by rows, as W is."""
+        a = full(self.a).float()
+        if not isinstance(weight, DTensor):
+            return weight.float() + self.scale * (self.b.float() @ a)
+        assert isinstance(self.b, DTensor) and self.b.placements == weight.placements, (self.b, weight)
+        rows, base = self.b.to_local().float(), weight.to_local().float()
+        return DTensor.from_local(base + self.scale * (rows @ a.to(rows.device)), weight.device_mesh, weight.placements,
+                                  run_check=False, shape=weight.shape, stride=weight.stride())  # fmt: skip
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, on the device of its mesh; a collective when it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # offloaded shards come back for it
+
+
+def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple[str, ...] = ()) -> None:
+    """Freeze `module` (on the meta device), but for `heads`, and give its linear layers adapters, in place.
+
+    Args:
+        where: the config section of the adapters, for errors.
+        heads: prefixes of parameters that are trained as they are.
+
+    Raises:
+        UserError: no linear layer has one of the names `config.target_modules`.
+    """
+    from peft import inject_adapter_in_model
+
+    linear = _linear_layers(module)
+    unknown = sorted(set(config.target_modules) - linear)
+    if unknown:
+        raise UserError(f"{where}.target_modules: the model has no linear layer {unknown[0]}; it has "
+                        f"{', '.join(sorted(linear))}")  # fmt: skip
+    inject_adapter_in_model(_peft_config(config, sorted(set(config.target_modules) or linear)), module,
+                            low_cpu_mem_usage=True)  # fmt: skip
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(_is_adapter(name) or name.startswith(heads))
+
+
+def initialise_adapters(module: nn.Module, seed: int) -> None:
+    """A uniform as in a linear layer, drawn by (seed, name) and so the same on any number of ranks; B zero."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith(_B):
+                parameter.zero_()
+            elif name.endswith(_A):
+                generator = torch.Generator().manual_seed(key(seed, "lora", name))
+                bound = 1 / math.sqrt(parameter.shape[1])
+                whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                assert isinstance(parameter, DTensor)
+                shape, offset = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                parameter.to_local().copy_(whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))])
+
+
+def hugging_face_name(name: str) -> str | None:
+    """What the model's files call a parameter; None for one of an adapter."""
+    return None if _is_adapter(name) else name.replace(".base_layer.", ".")
+
+
+def adapters_of(module: nn.Module) -> dict[str, Adapter]:
+    """The adapters by the Hugging Face name of the weight they belong to; empty without LoRA."""
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    found = {}
+    for name, a in parameters.items():
+        if name.endswith(_A):
+            layer = name.removesuffix(_A)
+            scale = module.get_submodule(layer).scaling["default"]
+            found[f"{layer}.weight"] = Adapter(a, parameters[f"{layer}{_B}"], scale)
+    return found
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """The module computes as if it had no adapters."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(module, 0.0):
+        yield
+
+
+def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All adapters whole, in host memory, in float32, under the names that peft gives them in a file. A collective."""
+    tensors = {}
+    for weight, adapter in adapters_of(module).items():
+        layer = f"base_model.model.{weight.removesuffix('.weight')}"
+        tensors[f"{layer}.lora_A.weight"] = full(adapter.a).float().cpu().contiguous()
+        tensors[f"{layer}.lora_B.weight"] = full(adapter.b).float().cpu().contiguous()
+    return tensors
+
+
+def adapter_config(config: LoraConfig, target_modules: list[str], base_model: str) -> str:
+    """peft's `adapter_config.json`.
+
+    Args:
+        target_modules: names of the layers that have adapters.
+        base_model: directory or Hub id of the weights that they were trained on.
+    """
+    chosen = _peft_config(config, target_modules)
+    chosen.base_model_name_or_path, chosen.task_type, chosen.inference_mode = base_model, "CAUSAL_LM", True
+    with tempfile.TemporaryDirectory() as scratch:
+        chosen.save_pretrained(scratch)
+        with open(os.path.join(scratch, ADAPTER_CONFIG)) as file:
+            text = json.load(file)
+    text["target_modules"] = sorted(text["target_modules"])  # a set, in any order
+    return json.dumps(text, indent=2, sort_keys=True)
+
+
+def adapted_modules(module: nn.Module) -> list[str]:
+    """Names of the linear layers that have adapters, without what is before the last dot."""
+    return sorted({name.removesuffix(".weight").rpartition(".")[2] for name in adapters_of(module)})
+
+
+def _peft_config(config: LoraConfig, target_modules: list[str]):
+    import peft
+
+    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=sorted(target_modules))
+
+
+def _linear_layers(module: nn.Module) -> set[str]:
+    return {
+        name.rpartition(".")[2]
+        for block in transformer_blocks(module)
+        for name, layer in block.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((_A, _B))
