@@ -368,6 +368,9 @@ class DataConfig:
     """The same for validation."""
     system_prompt: str | None = None
     """Put before every prompt as a system message."""
+    curriculum: str | None = None
+    """Import path `package.module:function` of a function (prompts, epoch, rewards) that chooses the prompts of an
+    epoch and their order (see `trainer.data.source.Curriculum`); null: all of them, shuffled."""
 
 
 @dataclass
@@ -734,6 +737,8 @@ def validate(cfg: Config) -> None:
         for name in d.generator_args:
             if name not in known:
                 fail("data.generator_args", f"data.generator={d.generator} takes {', '.join(known)}, not {name}")
+    if d.curriculum is not None and ":" not in d.curriculum:
+        fail("data.curriculum", "must be an import path package.module:function")
     one_of("sft.source", ("examples", "rollouts"))
     if s.source == "rollouts" and not d.train_files:
         fail("sft.source", "needs data.train_files, the files that logger.rollouts=true makes a run write")

@@ -39,6 +39,8 @@ class Rollouts:
     """`(P * n,)`."""
     drawn: list[DrawnPrompt]
     """What the ledger counts as consumed once the step commits: the prompts, and those passed over for them."""
+    drawn_rewards: list[float]
+    """The mean reward of each of them."""
     metrics: dict[str, float]
     baselines: np.ndarray | None = None
     """`(P * n,)`, the reward of each prompt's greedy completion (for `remax`)."""

@@ -35,6 +35,7 @@ from trainer.experience import (
 )
 from trainer.exports import export_policy, export_target
 from trainer.failpoints import failpoint
+from trainer.imports import import_function
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import write_report
@@ -84,7 +85,8 @@ class Trainer:
         self.stop_tokens = stop_token_ids(self.model_path, self.tokenizer)
         train = load_prompts(cfg.data, "train", self.tokenizer, cfg.rollout.max_prompt_tokens)
         self.dropped_prompts = train.dropped
-        self.source = PromptSource(train.prompts, cfg.trainer.seed)
+        curriculum = import_function(cfg.data.curriculum, "data.curriculum") if cfg.data.curriculum else None
+        self.source = PromptSource(train.prompts, cfg.trainer.seed, curriculum)
         self.val_prompts = []
         if cfg.trainer.val_interval > 0:
             self.val_prompts = load_prompts(cfg.data, "val", self.tokenizer, cfg.rollout.max_prompt_tokens).prompts
@@ -147,7 +149,8 @@ class Trainer:
             rewards = np.concatenate([rewards, more])
             if not dynamic:
                 metrics = {"reward/failures": failures}
-                return Rollouts(drawn, completions, rewards, drawn, metrics, self._baselines(drawn, step))
+                means = rewards.reshape(-1, n).mean(axis=1).tolist()
+                return Rollouts(drawn, completions, rewards, drawn, means, metrics, self._baselines(drawn, step))
             chosen = choose_groups(rewards.reshape(-1, n), wanted, complete=batch == batches)
             if chosen is not None:
                 break
@@ -156,7 +159,8 @@ class Trainer:
         metrics = {"reward/failures": failures, "sampling/batches": batch, "sampling/filtered": used - len(groups)}
         prompts = [drawn[i] for i in groups]
         baselines = self._baselines(prompts, step)
-        return Rollouts(prompts, [completions[i] for i in rows], rewards[rows], drawn[:used], metrics, baselines)
+        means = rewards.reshape(-1, n).mean(axis=1)[:used].tolist()
+        return Rollouts(prompts, [completions[i] for i in rows], rewards[rows], drawn[:used], means, metrics, baselines)
 
     def _baselines(self, prompts: list[DrawnPrompt], step: int) -> np.ndarray | None:
         """The reward of each prompt's greedy completion, once for each of its completions; for `remax` alone."""
@@ -233,7 +237,7 @@ class Trainer:
         """The step is done: move the ledger, log, validate, save; leave, if that was asked for."""
         t = self.cfg.trainer
         self.step = step
-        self.source.commit(rollouts.drawn)
+        self.source.commit(rollouts.drawn, rollouts.drawn_rewards)
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(experience["lengths"]))
         tokens = int(experience["lengths"].sum())
@@ -455,6 +459,8 @@ def check_inputs(cfg: Config) -> None:
         UserError: the reward or the model cannot be used as the config says.
     """
     resolve(cfg.reward.name)
+    if cfg.data.curriculum is not None:
+        import_function(cfg.data.curriculum, "data.curriculum")
     for registry, key in ((ADVANTAGES, "advantage_estimator"), (POLICY_LOSSES, "policy_loss")):
         try:
             resolve_function(registry, getattr(cfg.algorithm, key), f"algorithm.{key}")

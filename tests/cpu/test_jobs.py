@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cpu.jobs import comparable, family, kill_all, left_running, metrics, run_job, shared_memory, start_job
@@ -64,7 +64,9 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
 
 def test_presets_that_sample_in_their_own_way(tmp_path):
     """DAPO draws further prompts, ReMax a greedy completion for each; tokens are weighed by the engine's mismatch."""
+    (tmp_path / "own.py").write_text(OWN_LOSS)
     done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", "algorithm.rollout_correction=tis",
+                   "algorithm.policy_loss=own:loss", "+algorithm.options.factor=0",
                    "reward.name=tests.cpu.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     dapo, remax = (metrics(next((tmp_path / "outputs/default").glob(f"*algorithm={n}*"))) for n in ("dapo", "remax"))
@@ -74,7 +76,22 @@ def test_presets_that_sample_in_their_own_way(tmp_path):
     drawn = sum(8 + row["sampling/filtered"] for row in dapo[1:])
     assert dapo[-1]["progress/epoch"] == drawn / 64, "the ledger counts what was passed over, and nothing twice"
     for row in remax[1:]:
-        assert math.isfinite(row["policy/loss"]) and row["rollout/ess"] == pytest.approx(1.0, abs=1e-4)
+        assert row["rollout/ess"] == pytest.approx(1.0, abs=1e-4)
+    for row in dapo[1:] + remax[1:]:
+        assert row["policy/loss"] == 0, "the loss of our own was not used, or did not get its option"
+        assert row["rollout/corrected_frac"] == 0
+
+
+OWN_LOSS = """
+from trainer.algorithms import POLICY_LOSSES
+
+
+def loss(logprobs, old_logprobs, advantages, mask, *, factor=1.0, aggregation="token_mean", totals=None):
+    value, metrics = POLICY_LOSSES["clip"](
+        logprobs, old_logprobs, factor * advantages, mask, aggregation=aggregation, totals=totals
+    )
+    return value, metrics
+"""
 
 
 def starts_with_a_vowel(completion: str, answer: str) -> float:
@@ -238,8 +255,13 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     assert [file.name for file in files] == ["step_1.jsonl", "step_2.jsonl"]
     offline = run_job(f"model.path={model}", "trainer.run_name=offline", "sft.source=rollouts", "sft.max_weight=4",
                       f"data.train_files=[{files[0]}]", "data.generator=null", "trainer.val_interval=-1", "sft.steps=3",
-                      module="trainer.sft", cwd=tmp_path)  # fmt: skip
+                      "trainer.policy.lora.rank=4", "trainer.hf_save_lora=adapter", module="trainer.sft",
+                      cwd=tmp_path)  # fmt: skip
     assert offline.returncode == 0, offline.stderr
     rows = metrics(tmp_path / "outputs/offline")
     # The weights that sampled them see them first: ratios are 1, and move away from there.
     assert rows[0]["sft/kl"] < 1e-8 < rows[2]["sft/kl"] and rows[0]["sft/clip_frac"] == 0
+    adapter = tmp_path / "outputs/offline/exports/global_step_3/policy"
+    assert (adapter / "tokenizer.json").exists() and not (adapter / "config.json").exists()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.cpu.jobs import comparable, family, kill_all, left_running, metrics, run_job, start_job
+from trainer.checkpoint.__main__ import main as checkpoint_tool
 
 STEPS = 5
 
@@ -42,15 +45,28 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "algorithm, ranks, places",
+    "algorithm, settings, places",
     [
-        ("grpo", 1, ["save:staged,1", "save:manifest_written,2", "time"]),
-        ("ppo", 2, ["save:shards_written,2", "save:published,1", "logged,2"]),
+        ("grpo", [], ["save:staged,1", "save:manifest_written,2", "time"]),
+        ("ppo", ["trainer.num_workers=2"], ["save:shards_written,2", "save:published,1", "logged,2"]),
+        (  # adapters, served by vLLM; state that lives between steps
+            "ppo",
+            ["trainer.policy.lora.rank=4", "trainer.critic.lora.rank=4", "trainer.num_workers=2"],
+            ["save:shards_written,2", "save:published,2"],
+        ),
+        (  # everything that remembers earlier steps
+            "dapo",
+            ["rollout=transformers", "data.curriculum=tests.cpu.test_killed_jobs:hardest_first", "data.train_size=24",
+             "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
+             "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis", "logger.rollouts=true"],
+            ["logged,2", "save:manifest_written,2"],
+        ),
     ],
-)
-def test_a_job_killed_three_times_ends_as_if_never_killed(algorithm, ranks, places, tmp_path, marker):
-    """With the vLLM engine. SIGKILL to every process of it; then the same command again."""
-    base = [f"algorithm={algorithm}", f"trainer.num_workers={ranks}", f"trainer.total_steps={STEPS}",
+    ids=["grpo", "ppo", "ppo-lora", "dapo-curriculum"],
+)  # fmt: skip
+def test_a_job_killed_again_and_again_ends_as_if_never_killed(algorithm, settings, places, tmp_path, marker):
+    """SIGKILL to every process of it; then the same command again."""
+    base = [f"algorithm={algorithm}", *settings, f"trainer.total_steps={STEPS}",
             f"trainer.hf_save_interval={STEPS}", "trainer.max_ckpts_to_keep=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
     whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
@@ -66,7 +82,7 @@ def test_a_job_killed_three_times_ends_as_if_never_killed(algorithm, ranks, plac
         seconds = seconds or time.monotonic() - started
     last = run_job(*job, cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
-    assert kills == 3
+    assert kills == len(places)
     run = tmp_path / "outputs/killed"
     assert comparable(metrics(run)) == comparable(metrics(tmp_path / "outputs/whole"))
     assert weights(run) == weights(tmp_path / "outputs/whole")
@@ -74,3 +90,17 @@ def test_a_job_killed_three_times_ends_as_if_never_killed(algorithm, ranks, plac
     assert "resume verified" in logs and "took over the run directory" in logs
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
     assert left_running(marker) == []
+    if "logger.rollouts=true" in settings:
+        for step in range(1, STEPS + 1):
+            assert (run / f"rollouts/step_{step}.jsonl").read_bytes() == (
+                tmp_path / f"outputs/whole/rollouts/step_{step}.jsonl"
+            ).read_bytes()
+    exported = tmp_path / "from-checkpoint"
+    assert checkpoint_tool(["export", str(run / f"checkpoints/global_step_{STEPS}"), str(exported)]) == 0
+    ours, theirs = (load_file(d / "model.safetensors") for d in (exported, run / f"exports/global_step_{STEPS}/policy"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def hardest_first(prompts, epoch: int, rewards) -> list[int]:
+    """A curriculum that goes by what the run has learnt."""
+    return sorted(range(len(prompts)), key=lambda place: (rewards.get(place, 0.0), (7 * place + epoch) % 24))

@@ -27,7 +27,7 @@ from trainer.rollout.pool import EnginePool, split
 from trainer.rollout.seeds import request_seed
 from trainer.rollout.transformers_engine import TransformersEngine
 from trainer.rollout.vllm_engine import VLLMEngine
-from trainer.rollout.weight_sync import Broadcast, SharedMemory, choose
+from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, choose
 from trainer.workers.rank import Rank
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
@@ -493,3 +493,36 @@ def test_seeds_are_keyed_by_everything_that_names_a_completion():
     assert len(set(seeds)) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert request_seed(*base) == seeds[0] == 2064020276072868472
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+def test_vllm_serves_the_adapters_it_is_given_in_place(processes, model_paths, tmp_path, targets):
+    """With an engine that was started for adapters, asleep in between as it would be beside ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_paths[True], dtype=torch.float32),
+        LoraConfig(r=5, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"),
+    )
+    engine = processes[0].build(VLLMEngine, model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu",
+                                lora_rank=5)  # fmt: skip
+    requests = make_requests(20)
+    with model.disable_adapter():
+        assert_agrees(model, requests, engine.generate(requests, SAMPLED), SAMPLED.temperature)
+    completions = []
+    for version, scale in ((1, 0.1), (2, 0.3), (3, 0.1)):
+        torch.manual_seed(round(scale * 10))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=scale)
+        model.save_pretrained(tmp_path)
+        files = [tmp_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+        engine.sleep()
+        engine.sync_weights(Adapter(files[0].read_text(), files[1].read_bytes()), version)
+        engine.wake()
+        completions.append(engine.generate(requests, SAMPLED))
+        assert {c.weight_version for c in completions[-1]} == {version}
+        assert_agrees(model, requests, completions[-1], SAMPLED.temperature)
+    tokens = [[(c.token_ids, c.logprobs) for c in drawn] for drawn in completions]
+    assert tokens[0] == tokens[2] != tokens[1]
+    engine.shutdown()

@@ -98,6 +98,65 @@ def test_another_format_is_refused():
         source.load_state_dict({**source.state_dict(), "format": 2})
 
 
+def worst_first(prompts, epoch: int, rewards) -> list[int]:
+    """Prompts that went well are left out, the others come in the order of their rewards."""
+    places = [place for place in range(len(prompts)) if rewards.get(place, 0.0) < 0.75]
+    return sorted(places, key=lambda place: (rewards.get(place, 0.0), (place * 7 + epoch) % 5)) or [0]
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 20),
+    batch=st.integers(1, 15),
+    steps=st.integers(1, 12),
+    kills=st.sets(st.integers(0, 11)),
+    every=st.integers(1, 3),
+)
+def test_a_curriculum_that_goes_by_rewards_is_the_same_over_kills(size, batch, steps, kills, every):
+    def reward(uid: str) -> float:
+        epoch, index = map(int, uid.split(":"))
+        return (index * 31 + epoch * 17) % 8 / 8
+
+    def run(kills: set[int]) -> list[list[str]]:
+        source = PromptSource(prompts(size), 1, worst_first)
+        saved, committed, done = json.dumps(source.state_dict()), [], 0
+        while len(committed) < steps:
+            drawn = source.take(batch)
+            if len(committed) in kills:
+                kills = kills - {len(committed)}
+                source = PromptSource(prompts(size), 1, worst_first)
+                source.load_state_dict(json.loads(saved))
+                del committed[done:]
+                continue
+            source.commit(drawn, [reward(d.uid) for d in drawn])
+            committed.append([d.uid for d in drawn])
+            if len(committed) % every == 0:
+                saved, done = json.dumps(source.state_dict()), len(committed)
+        return committed
+
+    whole = run(set())
+    assert run(kills) == whole
+    names = [uid for step in whole for uid in step]
+    assert len(set(names)) == len(names)
+    first = [uid for uid in names if uid.startswith("0:")]
+    assert first == [f"0:{3 * i}" for i in worst_first(range(size), 0, {})][: len(first)]
+
+
+def test_a_curriculum_has_an_effect_and_bounds():
+    source = PromptSource(prompts(4), 1, lambda prompts, epoch, rewards: [3, 1] if not rewards else [max(rewards)])
+    assert [d.uid for d in source.take(2)] == ["0:9", "0:3"]
+    source.commit(source.take(2), [0.5, 1.0])
+    assert source.epoch == 1
+    assert [d.uid for d in source.take(2)] == ["1:9", "2:9"]
+    for wrong in ([], [4], [-1], [1, 1]):
+        with pytest.raises(UserError, match=r"data.curriculum: for epoch 0 it gave \d places.*from 0 to 3"):
+            PromptSource(prompts(4), 1, lambda *_, wrong=wrong: wrong).take(1)
+    with pytest.raises(UserError, match="data.curriculum: the run was saved with one"):
+        PromptSource(prompts(4), 1).load_state_dict(source.state_dict())
+    with pytest.raises(UserError, match="data.curriculum: the run was saved without one"):
+        source.load_state_dict(PromptSource(prompts(4), 1).state_dict())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     size=st.integers(1, 12),

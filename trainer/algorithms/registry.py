@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from trainer.imports import import_function
 
 
 def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> Callable[..., Any]:
@@ -19,16 +20,7 @@ def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> 
     """
     if name in registry:
         return registry[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(f"{key}={name}: choose one of {', '.join(registry)}, or package.module:function")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{key}={name}: cannot be imported ({error})") from error
-    if not callable(function):
-        raise ValueError(f"{key}={name}: is not a function")
-    return function
+    return import_function(name, key, known=registry)
 
 
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from trainer.data.datasets import Prompt
@@ -26,52 +25,93 @@ class DrawnPrompt:
     prompt: Prompt
 
 
+Curriculum = Callable[[Sequence[Prompt], int, Mapping[int, float]], Sequence[int]]
+"""(prompts, epoch, rewards) -> places in `prompts`, in the order in which the epoch draws them, none twice; those left
+out are not drawn. `rewards` has, by place, the mean reward of a prompt's completions when it was last trained on, of
+steps that are committed. Called when the run comes to the epoch, and once more by a restart before that step is
+committed: what it returns must depend on what it is given alone."""
+
+
 class PromptSource:
-    """Prompts in epochs, each a permutation keyed by (seed, epoch).
+    """Prompts in epochs, each a permutation keyed by (seed, epoch), or what the curriculum makes of it.
 
     `take` looks ahead from the committed position and changes nothing; `commit` moves the position once
     the step that trained on the prompts is done. So a prompt in flight when a run dies comes again, and
     none is skipped or trained twice. A batch that reaches the end of an epoch goes on in the next.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int):
+    def __init__(self, prompts: Sequence[Prompt], seed: int, curriculum: Curriculum | None = None):
         assert prompts
         self.prompts = list(prompts)
         self._seed = seed
-        self._consumed = 0  # prompts of committed steps, all epochs together
+        self._curriculum = curriculum
+        self._epoch = 0
+        self._position = 0  # prompts of this epoch that committed steps have consumed
+        self._orders: dict[int, list[int]] = {}
+        self._rewards: dict[int, float] = {}
+        self._places = {prompt.index: place for place, prompt in enumerate(self.prompts)}
 
     @property
     def epoch(self) -> float:
         """Epochs trained, with the fraction of the current one."""
-        return self._consumed / len(self.prompts)
+        return self._epoch + (self._position / len(self._order(self._epoch)) if self._position else 0)
 
     def take(self, count: int, skip: int = 0) -> list[DrawnPrompt]:
         """The next `count` prompts, after the `skip` next ones (which the same step has taken already)."""
-        orders: dict[int, np.ndarray] = {}
-        drawn = []
-        for position in range(self._consumed + skip, self._consumed + skip + count):
-            epoch, offset = divmod(position, len(self.prompts))
-            if epoch not in orders:
-                orders[epoch] = permutation(len(self.prompts), self._seed, "epoch", epoch)
-            prompt = self.prompts[orders[epoch][offset]]
-            drawn.append(DrawnPrompt(f"{epoch}:{prompt.index}", prompt))
-        return drawn
+        return [DrawnPrompt(f"{epoch}:{prompt.index}", prompt) for epoch, _, prompt in self._ahead(skip, skip + count)]
 
-    def commit(self, drawn: Sequence[DrawnPrompt]) -> None:
-        """These prompts, the last taken, have been trained on."""
+    def commit(self, drawn: Sequence[DrawnPrompt], rewards: Sequence[float] = ()) -> None:
+        """These prompts, the last taken, have been trained on.
+
+        Args:
+            rewards: of each, the mean over its completions; for the curriculum.
+        """
         assert [d.uid for d in drawn] == [d.uid for d in self.take(len(drawn))], "commit what was taken, in order"
-        self._consumed += len(drawn)
+        for epoch, offset, _ in list(self._ahead(0, len(drawn)))[-1:]:
+            self._epoch, self._position = epoch, offset + 1
+        if self._position == len(self._order(self._epoch)):
+            self._epoch, self._position = self._epoch + 1, 0
+        if self._curriculum is not None:
+            self._rewards |= {self._places[d.prompt.index]: r for d, r in zip(drawn, rewards, strict=True)}
+        # An epoch that has begun keeps its order; those ahead may look other now.
+        self._orders = {self._epoch: self._orders[self._epoch]} if self._position else {}
+
+    def _ahead(self, begin: int, end: int) -> Iterator[tuple[int, int, Prompt]]:
+        """Epoch, offset in it, and prompt of the draws `begin` to `end`, counted from the committed position."""
+        epoch, offset = self._epoch, self._position + begin
+        for _ in range(begin, end):
+            while offset >= len(self._order(epoch)):
+                epoch, offset = epoch + 1, offset - len(self._order(epoch))
+            yield epoch, offset, self.prompts[self._order(epoch)[offset]]
+            offset += 1
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            if self._curriculum is None:
+                order = permutation(len(self.prompts), self._seed, "epoch", epoch).tolist()
+            else:
+                order = [int(place) for place in self._curriculum(self.prompts, epoch, dict(self._rewards))]
+                if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(self.prompts):
+                    raise UserError(f"data.curriculum: for epoch {epoch} it gave {len(order)} places; it must give "
+                                    f"at least one, each once, from 0 to {len(self.prompts) - 1}")  # fmt: skip
+            self._orders[epoch] = order
+        return self._orders[epoch]
 
     def state_dict(self) -> dict[str, Any]:
-        epoch, position = divmod(self._consumed, len(self.prompts))
-        return {
+        state: dict[str, Any] = {
             "format": _FORMAT,
             "seed": self._seed,
             "num_prompts": len(self.prompts),
             "fingerprint": self._fingerprint,
-            "epoch": epoch,
-            "position": position,
+            "epoch": self._epoch,
+            "position": self._position,
         }
+        if self._curriculum is not None:
+            state["curriculum"] = {
+                "order": self._order(self._epoch) if self._position else None,
+                "rewards": [self._rewards.get(place) for place in range(len(self.prompts))],
+            }
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -91,7 +131,15 @@ class PromptSource:
             if state[name] != own[name]:
                 raise UserError(f"{key}: {what} is not that of the checkpoint ({name} {own[name]} instead of "
                                 f"{state[name]}); resume with the data and seed of the run")  # fmt: skip
-        self._consumed = state["epoch"] * len(self.prompts) + state["position"]
+        saved = state.get("curriculum")
+        if (saved is None) != (self._curriculum is None):
+            raise UserError("data.curriculum: the run was saved " + ("without" if saved is None else "with") + " one, "
+                            "and its place in the data means nothing otherwise; restore the key")  # fmt: skip
+        self._epoch, self._position, self._orders = state["epoch"], state["position"], {}
+        if saved is not None:
+            self._rewards = {place: reward for place, reward in enumerate(saved["rewards"]) if reward is not None}
+            if saved["order"] is not None:
+                self._orders = {self._epoch: saved["order"]}
 
     @cached_property
     def _fingerprint(self) -> str:

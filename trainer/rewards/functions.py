@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from decimal import Decimal
 
-from trainer.errors import UserError
+from trainer.imports import import_function
 
 Reward = Callable[[str, str], float]
 
@@ -78,17 +75,4 @@ def resolve(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module_name, _, function_name = name.rpartition(":" if ":" in name else ".")
-    if not (module_name and function_name):
-        raise UserError(f"reward.name={name}: choose one of {', '.join(REWARDS)}, or an import path "
-                        "package.module:function")  # fmt: skip
-    if os.getcwd() not in sys.path:  # a file beside where the command was given
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code runs here
-        raise UserError(f"reward.name={name}: cannot be imported ({type(error).__name__}: {error})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(f"reward.name={name}: {module_name} has no function {function_name}")
-    return function
+    return import_function(name, "reward.name", known=REWARDS)

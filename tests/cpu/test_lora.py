@@ -1,0 +1,192 @@
+"""Adapters and moving references over real process groups."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.cpu.test_workers import (
+    SCHEDULED,
+    assembled,
+    assert_close,
+    config,
+    config_with_replicas,
+    load_then_step,
+    make_batch,
+    save_then_step,
+)
+from tests.ranks import run_ranks
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.config import Config, LoraConfig, TinyConfig
+from trainer.errors import UserError
+from trainer.models.logprobs import token_logprobs
+from trainer.models.tiny import build_tiny
+from trainer.workers.rank import Rank
+
+MASK = make_batch()["response_mask"] > 0
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_path(request, tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
+    return path
+
+
+def lora_config(**trainer) -> Config:
+    cfg = config(max_tokens_per_micro_batch=70, **trainer)
+    cfg.trainer.policy.lora = LoraConfig(rank=5, alpha=8)  # no rank divides 5
+    cfg.trainer.critic.lora = LoraConfig(rank=2, target_modules=["q_proj", "down_proj"])
+    return cfg
+
+
+def train(rank: Rank, path: str, out: str) -> dict:
+    rank.build(["policy", "critic", "reference"], path, SCHEDULED)
+    batch = make_batch()
+    rows, start = rank.logprobs("policy", batch)
+    metrics = [rank.update(role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
+    rank.write_weights(out, "float32")
+    streamed = {name: tensor.clone() for name, tensor in rank.policy.stream_weights(torch.float32)}
+    held = {f"{role}.{name}" for role in ("policy", "critic") for name in getattr(rank, role).state()["model"]}
+    return {
+        "metrics": metrics, "rows": rows, "start": start, "logprobs": rank.logprobs("policy", batch)[1],
+        "reference": rank.logprobs("reference", batch)[1], "values": rank.values(batch)[1],
+        "adapter": (rank.adapter_config(path), rank.adapter_weights()), "streamed": streamed, "held": held,
+        "parameters": rank.num_parameters(),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def single_rank(model_path, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("one"))
+    return run_ranks(1, train, model_path, out, cfg=lora_config())[0], out
+
+
+def logprobs_of(model) -> np.ndarray:
+    with torch.no_grad():
+        return token_logprobs(model, torch.from_numpy(make_batch()["input_ids"]))[0].numpy()
+
+
+@pytest.mark.parametrize("ranks, replicas", [(2, 1), (4, 2)])
+def test_adapters_do_not_depend_on_ranks_or_replicas(model_path, single_rank, tmp_path, ranks, replicas):
+    expected, out = single_rank
+    results = run_ranks(ranks, train, model_path, str(tmp_path), cfg=lora_config(replicas=replicas))
+    for ours, theirs in zip(results[0]["metrics"], expected["metrics"], strict=True):
+        assert_close(ours, theirs)
+    for name in ("logprobs", "values"):
+        difference = (assembled(results, name) - assembled([expected], name))[MASK]
+        assert np.abs(difference).max() < 1e-4
+    ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(f"{out}/model.safetensors")
+    assert set(ours) == set(theirs)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
+    assert all(torch.equal(results[1]["streamed"][name], ours[name]) for name in ours)
+    assert results[1]["adapter"][1] is None
+
+
+def test_adapters_alone_are_trained_and_kept(model_path, single_rank):
+    result, out = single_rank
+    start, merged = load_file(f"{model_path}/model.safetensors"), load_file(f"{out}/model.safetensors")
+    changed = {name for name in start if not torch.equal(start[name], merged[name])}
+    assert changed == {name for name in start if name.endswith("_proj.weight")}
+    assert all("lora_" in name or name == "critic.value_head.weight" for name in result["held"])
+    assert len(result["held"]) == 2 * 7 * 2 + 2 * 2 * 2 + 1  # two blocks of seven layers; two of the critic's
+    total, trained = result["parameters"]
+    assert trained == sum(5 * sum(start[name].shape) for name in changed)
+    assert total == trained + sum(tensor.numel() for tensor in start.values())
+    # Without its adapters the policy is what it was: the reference, to the last bit.
+    assert np.array_equal(assembled([result], "reference"), assembled([result], "start"))
+    assert np.abs(result["logprobs"] - result["start"]).max() > 1e-2
+
+
+def test_merged_weights_and_peft_compute_what_the_ranks_do(model_path, single_rank, tmp_path):
+    result, out = single_rank
+    expected = assembled([result], "logprobs")
+    merged = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    merged.load_state_dict(load_file(f"{out}/model.safetensors"), strict=False)
+    assert np.abs(logprobs_of(merged) - expected)[MASK].max() < 1e-5
+    text, weights = result["adapter"]
+    (tmp_path / "adapter_config.json").write_text(text)
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+    base = AutoModelForCausalLM.from_pretrained(json.loads(text)["base_model_name_or_path"], dtype=torch.float32)
+    assert np.abs(logprobs_of(PeftModel.from_pretrained(base, tmp_path)) - expected)[MASK].max() < 1e-5
+
+
+def test_adapters_go_on_on_any_number_of_ranks(model_path, tmp_path):
+    directory, cfg = str(tmp_path), lora_config()
+    uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
+    assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
+    for ranks, replicas in ((1, 1), (4, 2)):
+        results = run_ranks(ranks, load_then_step, model_path, directory, cfg=config_with_replicas(cfg, replicas))[0]
+        for ours, theirs in zip(results, uninterrupted, strict=True):
+            assert_close(ours, theirs)
+
+
+def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
+    rank.build(["policy"], path, SCHEDULED)
+    kinds = {(p.requires_grad, p.dtype) for p in rank.policy.module.parameters()}
+    return kinds, rank.update("policy", make_batch(), 1)
+
+
+def test_frozen_weights_are_kept_in_the_precision_of_the_forward_pass(model_path, single_rank):
+    cfg = lora_config()
+    cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
+    kinds, metrics = run_ranks(2, low_precision, model_path, cfg=cfg)[0]
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert metrics["grad_norm"] == pytest.approx(single_rank[0]["metrics"][1]["grad_norm"], rel=0.05)
+
+
+def build_alone(rank: Rank, path: str) -> None:
+    rank.build(["policy"], path, SCHEDULED)
+
+
+def test_layers_that_the_model_does_not_have_are_refused(model_path):
+    cfg = lora_config()
+    cfg.trainer.policy.lora.target_modules = ["q_proj", "query"]
+    with pytest.raises(
+        UserError, match="trainer.policy.lora.target_modules: the model has no linear layer query; it has"
+    ):
+        run_ranks(1, build_alone, model_path, cfg=cfg)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A reference that moves
+
+
+def move_reference(rank: Rank, path: str, directory: str) -> dict:
+    rank.build(["policy", "reference"], path, SCHEDULED)
+    batch = make_batch()
+    rows, before = rank.logprobs("reference", batch)
+    rank.update("policy", batch, 1)
+    moved = rank.logprobs("policy", batch)[1]
+    rank.refresh_reference()
+    after = rank.logprobs("reference", batch)[1]
+    rank.begin_save(["policy", "reference"], ShardedFiles(directory))
+    rank.update("policy", batch, 2)
+    rank.refresh_reference()  # while the one before is being written
+    rank.finish_save()
+    return {"rows": rows, "before": before, "moved": moved, "after": after}
+
+
+def load_reference(rank: Rank, path: str, directory: str) -> dict:
+    rank.build(["policy", "reference"], path, SCHEDULED)
+    rank.load("reference", ShardedFiles(directory), ("weights", "optimizer", "rng"))
+    rows, loaded = rank.logprobs("reference", make_batch())
+    return {"rows": rows, "loaded": loaded}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_reference_takes_over_the_policy_and_is_saved_as_it_was(model_path, tmp_path, lora):
+    cfg = lora_config() if lora else config(max_tokens_per_micro_batch=70)
+    cfg.algorithm.ref_update_interval = 1
+    results = run_ranks(2, move_reference, model_path, str(tmp_path), cfg=cfg)
+    moved, after = assembled(results, "moved"), assembled(results, "after")
+    assert np.abs(moved - after)[MASK].max() < (1e-5 if lora else 1e-30)  # merging rounds
+    assert np.abs(after - assembled(results, "before"))[MASK].max() > 1e-2
+    loaded = run_ranks(1, load_reference, model_path, str(tmp_path), cfg=cfg)
+    assert np.abs(assembled(loaded, "loaded") - after)[MASK].max() < 1e-5
