@@ -72,6 +72,40 @@ def test_the_default_composes_and_resume_is_spelled_any_way():
         (["+data.generator_args.letters=3"], "data.generator_args.*min_letters"),
         (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3"),
         (["trainer.master_port=70000"], "trainer.master_port=70000"),
+        (["trainer.policy.lora.rank=0"], "trainer.policy.lora.rank=0: must be at least 1"),
+        (["algorithm=ppo", "trainer.critic.lora.rank=-1"], "trainer.critic.lora.rank=-1: must be at least 1"),
+        (["trainer.policy.lora.rank=4", "trainer.policy.lora.alpha=0"], "trainer.policy.lora.alpha=0"),
+        (["trainer.policy.lora.alpha=8"], "trainer.policy.lora.alpha=8.0: needs trainer.policy.lora.rank"),
+        (["trainer.critic.lora.rank=4"], "trainer.critic.lora.rank=4: .*has no critic"),
+        (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
+        (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
+        (
+            ["trainer.policy.lora.rank=4", "rollout=transformers", "rollout.lora_sync=adapter"],
+            "rollout.lora_sync=adapter: rollout.engine=transformers serves no adapters",
+        ),
+        (["trainer.policy.lora.rank=600", "rollout.lora_sync=adapter"], "rollout.lora_sync=adapter: .*up to rank 512"),
+        (
+            ["trainer.policy.lora.rank=4", "trainer.reference.fsdp.cpu_offload=true"],
+            "trainer.reference.fsdp.cpu_offload=True: .*without its adapters is the reference",
+        ),
+        (
+            ["algorithm=gspo", "algorithm.ref_update_interval=5"],
+            "algorithm.ref_update_interval=5: there is no reference",
+        ),
+        (
+            ["algorithm.ref_update_interval=5", "trainer.colocate=false"],
+            "algorithm.ref_update_interval=5: .*colocate=true",
+        ),
+        (["algorithm.ref_update_interval=0"], "algorithm.ref_update_interval=0: must be at least 1"),
+        (
+            ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=500"],
+            "algorithm.kl_horizon=500.0: must be at least the 512 completions of one step",
+        ),
+        (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
+        (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
+        (["sft.min_reward=1"], "sft.min_reward=1.0: .*sft.source=rollouts"),
+        (["sft.train_on=[]"], r"sft.train_on=\[\]: names no role"),
+        (["sft.weights=[1,2]"], r"sft.weights=\[1.0, 2.0\]: must name one weight for each of the 0"),
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
@@ -137,6 +171,27 @@ def test_presets_compose_and_their_options_reach_the_functions(preset):
         assert algorithm.overlong_buffer == 4 and chosen_options(POLICY_LOSSES["clip"], algorithm) == {
             "clip_high": 0.28
         }
+
+
+def test_the_critic_may_share_the_policy_s_optimizer_settings():
+    cfg = compose(["algorithm=ppo", "trainer.critic.optimizer=${trainer.policy.optimizer}"])
+    assert cfg.trainer.critic.optimizer == cfg.trainer.policy.optimizer
+    assert compose(["algorithm=ppo"]).trainer.critic.optimizer.lr == pytest.approx(5 * cfg.trainer.policy.optimizer.lr)
+
+
+@pytest.mark.parametrize(
+    "overrides, adapter, base",
+    [
+        ([], False, False),
+        (["trainer.policy.lora.rank=8"], True, True),
+        (["trainer.policy.lora.rank=8", "rollout=transformers"], False, True),
+        (["trainer.policy.lora.rank=8", "rollout.lora_sync=merged", "trainer.colocate=false"], False, False),
+        (["trainer.policy.lora.rank=600", "algorithm.ref_update_interval=2"], False, False),
+    ],
+)
+def test_who_gets_adapters_and_who_is_the_reference(overrides, adapter, base):
+    cfg = compose(overrides)
+    assert (cfg.syncs_adapter, cfg.reference_is_base) == (adapter, base)
 
 
 def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):

@@ -45,6 +45,8 @@ def test_harmless_changes_pass():
         ("rollout.n=4", [], r"rollout.n=4.*allow_config_change=\[rollout.n\]"),
         ("trainer.total_steps=9", [], r"trainer.total_steps=9.*allow_config_change=\[trainer.total_steps\]"),
         ("sft.steps=9", [], r"sft.steps=9.*allow_config_change"),
+        ("algorithm.ref_update_interval=5", ["algorithm"], "ref_update_interval=5.*whether the checkpoint holds"),
+        ("trainer.policy.lora.rank=5", ["trainer"], "trainer.policy.lora.rank=5.*another shape"),
     ],
 )
 def test_other_changes_are_refused_by_name(override, allow, sentence):
@@ -169,6 +171,44 @@ def test_a_fork_may_take_the_weights_and_leave_the_rest(tmp_path):
         run.checkpoints.register(json_part("trainer_state", lambda: state, state.update))
         run.load()
         assert state == {"step": 0} and run.restored == {"weights"}
+
+
+def weights_file(path, content: bytes) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("change", ["lora", "reference", "neither"])
+def test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning(tmp_path, change):
+    model = weights_file(tmp_path / "model", b"a" * 1000)
+
+    def start(**trainer) -> RunDirectory:
+        cfg = settings(tmp_path / "run", resume_mode="latest", **trainer)
+        cfg.model.path = model
+        cfg.algorithm.kl_coef = 0.1 if change == "reference" else 0.0
+        cfg.trainer.policy.lora.rank = 4 if change == "lora" else None
+        run = RunDirectory(cfg).open()
+        run.checkpoints.register(run.start_weights_part(model))
+        for name in ("config", "models", "data", "trainer_state"):
+            run.checkpoints.register(json_part(name, dict, lambda _: None) if name != "config" else run.config_part())
+        return run
+
+    with start() as run:
+        run.save(1, {}, [])
+        run.finish(print)
+    with start() as run:
+        run.load()
+    weights_file(tmp_path / "model", b"a" * 999 + b"b")
+    with start() as run:
+        if change == "neither":
+            run.load()
+        else:
+            with pytest.raises(UserError, match="model.path=.*not those that the run began with"):
+                run.load()
+    with start(allow_config_change=["model.path"]) as run:
+        run.load()
 
 
 def test_failed_saves_are_told_and_bounded(tmp_path):

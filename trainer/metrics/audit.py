@@ -37,7 +37,7 @@ class ResumeAudit:
         self._same_layout = same_layout
         self._start = step
         rows = read_metrics(os.path.join(run_dir, METRICS_FILE))
-        earlier = read_metrics(self._path) if os.path.exists(self._path) else []
+        earlier = read_metrics(self._path)
         merged = {row["step"]: row for row in [*earlier, *rows] if row["step"] > step}
         self._expected = merged if same_layout else {n: row for n, row in merged.items() if n == step + 1}
         self._history = [row for row in rows if row["step"] <= step][-_HISTORY:]

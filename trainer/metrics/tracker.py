@@ -155,11 +155,13 @@ class Tracker:
 def read_metrics(path: str) -> list[dict[str, Any]]:
     """The objects of a `metrics.jsonl`, in file order; `null` becomes None.
 
-    A last line that is torn (the machine went down) is left out.
+    A last line that is torn (the machine went down) is left out. Without a file there are none.
 
     Raises:
         UserError: another line is not a JSON object with a `step`.
     """
+    if not os.path.exists(path):
+        return []
     with open(path, "rb") as file:
         lines = file.read().splitlines()
     rows = [_parse(line) for line in lines]

@@ -1,0 +1,65 @@
+"""From completions to the batch that is trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.config import AlgorithmConfig
+from trainer.experience import add_advantages, correct_rollouts, leave_out_rows
+from trainer.rollout.engine import Completion
+
+
+def batch(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+    """Two groups of two; the first row has tool output (mask 0) inside and after its completion."""
+    mask = np.array([[0, 1, 0, 1, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 1, 1, 0]], dtype=np.float32)
+    zeros = np.zeros_like(mask)
+    return {
+        "input_ids": zeros.astype(np.int64), "response_mask": mask, "lengths": np.array([5, 3, 5, 4]),
+        "group_ids": np.array([0, 0, 1, 1]), "old_logprobs": zeros, "rollout_logprobs": zeros, **arrays,
+    }  # fmt: skip
+
+
+def test_the_reward_comes_at_the_last_completion_token_and_values_reach_over_tool_output():
+    values = np.full((4, 5), 0.5, dtype=np.float32)
+    values[0, [2, 4]] = 100.0  # of tool output: no state that an action was taken in
+    a = AlgorithmConfig(advantage_estimator="gae", gamma=1.0, lam=1.0)
+    done = add_advantages(batch(values=values), np.array([1.0, 0.0, 1.0, 0.0]), a)
+    assert done["advantages"][0].tolist() == [0, 0.5, 0, 0.5, 0]
+    assert done["returns"][0].tolist() == [0, 1, 0, 1, 0]
+    assert done["advantages"][1].tolist() == [0, -0.5, -0.5, 0, 0]
+    one_step = add_advantages(batch(values=values), np.array([1.0, 0.0, 1.0, 0.0]), AlgorithmConfig(
+        advantage_estimator="gae", gamma=1.0, lam=0.0))  # fmt: skip
+    assert one_step["advantages"][0].tolist() == [0, 0.0, 0, 0.5, 0]  # the next value is that of the next own token
+
+
+def test_a_kl_in_the_reward_is_paid_by_every_completion_token():
+    ref = np.full((4, 5), -1.0, dtype=np.float32)
+    ref[:, 0] = np.nan  # of the prompt
+    a = AlgorithmConfig(advantage_estimator="reinforce_plus_plus", kl_in="reward", kl_coef=0.1, kl_estimator="k1")
+    returns = add_advantages(batch(ref_logprobs=ref), np.array([1.0, 0.0, 1.0, 0.0]), a, kl_coef=0.1)["returns"]
+    np.testing.assert_allclose(returns[0], [0, 0.8, 0, 0.9, 0], atol=1e-6)
+    np.testing.assert_allclose(returns[3], [0, 0, -0.2, -0.1, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, weight", [("tis", 2.0), ("mis", 0.0)])
+def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
+    ours = np.zeros((4, 5), dtype=np.float32)
+    ours[2, 1] = np.log(8.0)
+    a = AlgorithmConfig(rollout_correction=kind, rollout_correction_high=2.0)
+    given = add_advantages(batch(old_logprobs=ours), np.array([1.0, 0.0, 1.0, 0.0]), a)
+    corrected, metrics = correct_rollouts(given, a)
+    expected = given["advantages"].copy()
+    expected[2, 1] *= weight
+    np.testing.assert_allclose(corrected["advantages"], expected, rtol=1e-6)
+    assert metrics == {"rollout/corrected_frac": pytest.approx(1 / 10)}
+    assert correct_rollouts(given, AlgorithmConfig()) == (given, {})
+
+
+def test_rows_that_are_left_out_have_no_mask():
+    completions = [Completion([1], [0.0], reason, 1) for reason in ("stop", "stop", "length", "stop")]
+    rewards = np.array([1.0, 1.0, 1.0, 0.0])
+    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(filter_zero_variance=True))["response_mask"]
+    assert kept.any(axis=1).tolist() == [False, False, True, True]
+    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(overlong_masking=True))["response_mask"]
+    assert kept.any(axis=1).tolist() == [True, True, False, True]
