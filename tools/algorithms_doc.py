@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, shaping
-from trainer.config import ADVANTAGE_OPTIONS, LOSS_OPTIONS, AlgorithmConfig, field_docs
+from trainer.config import ADVANTAGE_OPTIONS, LOSS_OPTIONS, AlgorithmConfig, LoraConfig, field_docs
+from trainer.models import lora
 
 INTRO = """# Algorithms
 
@@ -22,6 +23,10 @@ A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that ci
 combined with any other by its key; an option that the chosen function does not take is an error. A function of your
 own goes in by import path, `algorithm.policy_loss=my_package.my_module:my_loss`, with the signature of those here;
 options that the schema does not know go into `algorithm.options`."""
+
+LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
+nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
+adapters is the reference."""
 
 
 def section(name: str, key: str, doc: str, options: Iterable[str] = ()) -> list[str]:
@@ -59,6 +64,7 @@ def page() -> str:
     for name, controller in (("fixed", kl.FixedKL), ("adaptive", kl.AdaptiveKL)):
         lines += section(name, "algorithm.kl_controller", controller.__doc__ or "",
                          ("kl_coef",) if name == "fixed" else ("kl_coef", "kl_target", "kl_horizon"))  # fmt: skip
+    lines += ["## Adapters", "", *markdown(lora.__doc__ or ""), LORA, "", *keys("trainer.policy.lora", LoraConfig)]
     lines += ["## Critic", "", "`algorithm.value_clip`.", "", *markdown(losses.value_loss.__doc__ or "")]
     weights = f"{correction.__doc__}\n\n{inspect.cleandoc(correction.correction_weights.__doc__ or '')}"
     lines += module_doc("Rollout correction", weights, correction.CORRECTIONS, "algorithm.rollout_correction")
@@ -68,13 +74,17 @@ def page() -> str:
         ("informative_groups", "algorithm.filter_zero_variance", shaping.informative_groups.__doc__),
     ):
         lines += [f"### `{name}`", "", f"`{key}`.", "", *markdown(doc or "")]
-    docs, defaults = field_docs(AlgorithmConfig), AlgorithmConfig()
-    lines += ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
-    for name, meaning in docs.items():
+    return "\n".join([*lines, "## Keys", "", *keys("algorithm", AlgorithmConfig)]).rstrip()
+
+
+def keys(section: str, schema: type) -> list[str]:
+    """The keys of a section of the schema as a table."""
+    lines, defaults = ["| key | default | meaning |", "|---|---|---|"], schema()
+    for name, meaning in field_docs(schema).items():
         value = getattr(defaults, name)
         shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-        lines.append(f"| `algorithm.{name}` | `{shown}` | {meaning} |")
-    return "\n".join(lines)
+        lines.append(f"| `{section}.{name}` | `{shown}` | {meaning} |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

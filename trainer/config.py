@@ -1,6 +1,6 @@
-"""The typed schema: name, type, default, unit and meaning of every key, and what must hold between keys.
+"""The typed schema: name, type, default, unit and meaning of every key.
 
-Hydra composes `conf/*.yaml` onto these dataclasses; `validate` then checks ranges and contradictions.
+Hydra composes `conf/*.yaml` onto these dataclasses; `trainer.validation` then checks ranges and contradictions.
 Nothing here imports torch, so `--help` and a rejected config answer at once. `python -m trainer.config`
 prints `docs/config.md`.
 """
@@ -13,7 +13,6 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from trainer.errors import UserError
@@ -517,250 +516,6 @@ class Config:
         )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------
-# Validation
-
-
-def validate(cfg: Config) -> None:
-    """Check ranges, choices and contradictions.
-
-    Raises:
-        UserError: one sentence that names the key, its value and what is valid.
-    """
-    t, a, r, d, s = cfg.trainer, cfg.algorithm, cfg.rollout, cfg.data, cfg.sft
-
-    def fail(key: str, problem: str) -> None:
-        value: Any = cfg
-        for part in key.split("."):
-            value = getattr(value, part)
-        raise UserError(f"{key}={value}: {problem}")
-
-    def at_least(low: float, *keys: str, also: tuple = ()) -> None:
-        for key in keys:
-            value: Any = cfg
-            for part in key.split("."):
-                value = getattr(value, part)
-            if not (value >= low or value in also):  # written so that NaN fails
-                extra = f" (or {also[0]})" if also else ""
-                fail(key, f"must be at least {low:g}{extra}")
-
-    def one_of(key: str, choices: tuple) -> None:
-        value: Any = cfg
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value not in choices:
-            fail(key, f"choose one of {', '.join('null' if c is None else str(c) for c in choices)}")
-
-    at_least(1, "trainer.total_steps", "trainer.num_workers", "trainer.replicas", "trainer.train_batch_size",
-             "trainer.mini_batch_size", "trainer.update_epochs", "trainer.max_tokens_per_micro_batch",
-             "rollout.num_engines", "rollout.tensor_parallel_size", "rollout.n", "rollout.max_prompt_tokens",
-             "rollout.max_response_tokens", "rollout.max_num_seqs", "rollout.kv_cache_mb",
-             "algorithm.max_sample_batches", "reward.num_processes", "sft.steps", "sft.batch_size",
-             "sft.max_length")  # fmt: skip
-    if t.ckpt_interval != "auto":
-        if not isinstance(t.ckpt_interval, int):
-            fail("trainer.ckpt_interval", "must be a number of steps, -1 or auto")
-        at_least(1, "trainer.ckpt_interval", also=(-1,))
-    at_least(1, "trainer.val_interval", "trainer.hf_save_interval", "trainer.keep_every", "trainer.max_ckpts_to_keep",
-             "data.train_size", "data.val_size", "rollout.top_k", "algorithm.ref_update_interval",
-             also=(-1,))  # fmt: skip
-    at_least(0, "trainer.seed", "model.tiny.seed", "trainer.master_port", "rollout.val_n", "rollout.temperature",
-             "logger.samples", "algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.value_clip",
-             "algorithm.overlong_buffer", "algorithm.overlong_factor", "algorithm.rollout_correction_low")  # fmt: skip
-    for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-        at_least(1, f"model.tiny.{name}")
-    if cfg.model.tiny.num_heads % cfg.model.tiny.num_kv_heads:
-        fail("model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={cfg.model.tiny.num_heads}")
-    for key in ("trainer.policy.optimizer", "trainer.critic.optimizer", "sft.optimizer"):
-        at_least(0, f"{key}.lr", f"{key}.weight_decay", f"{key}.max_grad_norm", f"{key}.warmup_steps",
-                 f"{key}.min_lr_ratio")  # fmt: skip
-        one_of(f"{key}.scheduler", ("constant", "cosine"))
-    for key in ("trainer.policy.fsdp", "trainer.critic.fsdp", "trainer.reference.fsdp"):
-        one_of(f"{key}.param_dtype", ("auto", "bfloat16", "float32"))
-        one_of(f"{key}.reduce_dtype", ("float32", "bfloat16"))
-    for key in ("algorithm.gamma", "algorithm.lam", "algorithm.cov_frac", "rollout.top_p",
-                "rollout.gpu_memory_utilization"):  # fmt: skip
-        section, name = key.split(".")
-        if getattr(getattr(cfg, section), name) is not None:
-            at_least(0, key)
-            if getattr(getattr(cfg, section), name) > 1:
-                fail(key, "must be between 0 and 1")
-    for name in ("clip_low", "clip_high", "cov_kl_coef"):
-        if getattr(a, name) is not None:
-            at_least(0, f"algorithm.{name}")
-    for name in ("tau_pos", "tau_neg", "max_weight", "kl_target", "kl_horizon", "rollout_correction_high"):
-        if getattr(a, name) is not None:
-            at_least(1e-9, f"algorithm.{name}")
-    if a.pass_k is not None:
-        at_least(1, "algorithm.pass_k")
-    if a.dual_clip is not None and not a.dual_clip > 1:
-        fail("algorithm.dual_clip", "must be above 1")
-    if r.top_p == 0:
-        fail("rollout.top_p", "must be above 0 (1 keeps all tokens)")
-    for key in ("trainer.worker_timeout_s", "reward.timeout_s", "trainer.mean_time_between_failures"):
-        at_least(0.001, key)
-    at_least(0.001, "trainer.ckpt_interval_minutes", also=(-1,))
-    at_least(1, "trainer.lock_timeout_s")
-    at_least(
-        0,
-        "trainer.critic.warmup_steps",
-        "trainer.keep_best",
-        "trainer.ckpt_failures_allowed",
-        "trainer.resume_tolerance",
-    )
-
-    one_of("trainer.device", ("auto", "cpu", "cuda"))
-    one_of("trainer.resume_mode", (None, "none", "latest", "from_path"))
-    one_of("trainer.verify_checkpoint", ("hash", "size", "off"))
-    one_of("trainer.best_mode", ("max", "min"))
-    one_of("trainer.on_resume_mismatch", ("warn", "stop", "fallback"))
-    for key, table in (("advantage_estimator", ADVANTAGE_OPTIONS), ("policy_loss", LOSS_OPTIONS)):
-        if ":" not in getattr(a, key):
-            one_of(f"algorithm.{key}", tuple(table))
-    one_of("algorithm.kl_controller", ("fixed", "adaptive"))
-    one_of("algorithm.rollout_correction", (None, "tis", "mis"))
-    one_of("algorithm.rollout_correction_level", ("token", "arithmetic", "geometric", "product"))
-    one_of("algorithm.aggregation", AGGREGATIONS)
-    one_of("algorithm.kl_in", ("loss", "reward"))
-    one_of("algorithm.kl_estimator", KL_ESTIMATORS)
-    one_of("trainer.hf_save_lora", ("merged", "adapter"))
-    one_of("rollout.lora_sync", ("auto", "merged", "adapter"))
-    one_of("model.attn_implementation", ("sdpa", "eager", "flash_attention_2"))
-    one_of("data.generator", (None, *GENERATORS))
-    one_of("rollout.engine", ("vllm", "transformers"))
-    one_of("rollout.dtype", ("auto", "bfloat16", "float32"))
-    one_of("rollout.weight_sync", ("auto", "shared_memory", "broadcast"))
-    one_of("logger.wandb.mode", ("online", "offline", "off"))
-
-    if t.master_port > 65535:
-        fail("trainer.master_port", "must be a port number, at most 65535 (0 takes a free one)")
-    if t.train_batch_size % t.mini_batch_size:
-        fail("trainer.train_batch_size", f"must be a multiple of trainer.mini_batch_size={t.mini_batch_size}")
-    if t.num_workers % t.replicas:
-        fail("trainer.num_workers", f"must be a multiple of trainer.replicas={t.replicas}")
-    if t.resume_mode == "from_path" and not t.resume_path:
-        fail("trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
-    if t.resume_path and t.resume_mode != "from_path":
-        fail("trainer.resume_path", "needs trainer.resume_mode=from_path")
-    if t.resume_load:
-        if t.resume_mode != "from_path":
-            fail("trainer.resume_load", "needs trainer.resume_mode=from_path: a run goes on with all of its state")
-        if not set(t.resume_load) <= set(RESUME_LOAD):
-            fail("trainer.resume_load", f"may name {', '.join(RESUME_LOAD)}")
-    if t.keep_best > 0 and t.max_ckpts_to_keep < 0:
-        fail("trainer.keep_best", "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
-    if t.keep_every > 0 and t.max_ckpts_to_keep < 0:
-        fail("trainer.keep_every", "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
-    if "://" in t.ckpt_path:
-        fail("trainer.ckpt_path", "must be a directory that all ranks see; object stores are not supported yet")
-    if t.stop_at is not None:
-        try:
-            datetime.fromisoformat(t.stop_at)
-        except ValueError:
-            fail("trainer.stop_at", "must be a time such as 2026-11-21T18:00")
-    _check_options(a, fail)
-    if a.advantage_estimator in COMPARE_GROUPS:
-        if r.n < 2:
-            fail("rollout.n", f"algorithm.advantage_estimator={a.advantage_estimator} compares completions of a "
-                 "prompt and needs at least 2")  # fmt: skip
-        if r.temperature == 0:
-            fail("rollout.temperature", "greedy completions of a prompt are all equal; "
-                 f"{a.advantage_estimator} needs a value above 0")  # fmt: skip
-    if a.pass_k is not None and a.pass_k > r.n:
-        fail("algorithm.pass_k", f"exceeds rollout.n={r.n}")
-    if a.kl_in == "reward" and a.kl_estimator.endswith("+"):
-        fail("algorithm.kl_estimator", "a straight-through estimator only differs in its gradient, and a reward has "
-             "none; choose k1, k2, k3 or abs")  # fmt: skip
-    if a.kl_controller == "adaptive" and a.kl_coef == 0:
-        fail("algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
-    if a.kl_controller == "adaptive" and a.kl_horizon < t.train_batch_size * r.n:
-        fail("algorithm.kl_horizon", f"must be at least the {t.train_batch_size * r.n} completions of one step")
-    if a.overlong_buffer > r.max_response_tokens:
-        fail("algorithm.overlong_buffer", f"exceeds rollout.max_response_tokens={r.max_response_tokens}")
-    if a.dynamic_sampling and r.n < 2:
-        fail("rollout.n", "algorithm.dynamic_sampling compares completions of a prompt and needs at least 2")
-    if t.critic.warmup_steps >= t.total_steps:
-        fail("trainer.critic.warmup_steps", f"leaves no step of trainer.total_steps={t.total_steps} for the policy")
-    for section, lora in (("trainer.policy.lora", t.policy.lora), ("trainer.critic.lora", t.critic.lora)):
-        if lora.rank is not None:
-            at_least(1, f"{section}.rank")
-            at_least(1e-9, f"{section}.alpha")
-        else:
-            for key in _changed_keys(lora, LoraConfig(), section):
-                fail(key, f"needs {section}.rank")
-    if t.policy.lora.rank is None:
-        for key, default in (
-            ("rollout.lora_sync", r.lora_sync == "auto"),
-            ("trainer.hf_save_lora", t.hf_save_lora == "merged"),
-        ):
-            if not default:
-                fail(key, "needs trainer.policy.lora.rank")
-    elif r.lora_sync == "adapter":
-        if r.engine != "vllm":
-            fail("rollout.lora_sync", f"rollout.engine={r.engine} serves no adapters; choose merged or rollout=vllm")
-        if t.policy.lora.rank > MAX_SERVED_LORA_RANK:
-            fail("rollout.lora_sync", f"vLLM serves adapters up to rank {MAX_SERVED_LORA_RANK}; choose merged")
-    if a.ref_update_interval > 0:
-        if not cfg.has_reference:
-            fail("algorithm.ref_update_interval", "there is no reference model with algorithm.kl_coef=0")
-        if not t.colocate:
-            fail("algorithm.ref_update_interval", "needs trainer.colocate=true: the reference takes the weights of the "
-                 "policy beside it")  # fmt: skip
-    if not cfg.has_critic:
-        changed = _changed_keys(t.critic, CriticConfig(), "trainer.critic")
-        if changed:
-            fail(changed[0], f"algorithm.advantage_estimator={a.advantage_estimator} has no critic; "
-                 "choose algorithm=ppo or drop the key")  # fmt: skip
-    if not cfg.has_reference:
-        changed = _changed_keys(t.reference, ReferenceConfig(), "trainer.reference")
-        if changed:
-            fail(changed[0], "there is no reference model with algorithm.kl_coef=0; raise it or drop the key")
-    elif cfg.reference_is_base:
-        changed = _changed_keys(t.reference, ReferenceConfig(), "trainer.reference")
-        if changed:
-            fail(changed[0], "with trainer.policy.lora the policy without its adapters is the reference; drop the key")
-    if r.tensor_parallel_size > 1 and r.engine != "vllm":
-        fail("rollout.tensor_parallel_size", f"rollout.engine={r.engine} runs on one device; choose vllm")
-    if r.engine_args and r.engine != "vllm":
-        fail("rollout.engine_args", f"rollout.engine={r.engine} takes none; choose vllm")
-    if d.generator and (d.train_files or d.val_files):
-        fail("data.generator", "data.train_files and data.val_files cannot be combined with a generator; "
-             "choose data=files or drop them")  # fmt: skip
-    if not d.generator and not d.train_files:
-        fail("data.train_files", "name at least one file, or choose a data group such as data=arithmetic")
-    if d.generator and (d.train_size < 1 or d.val_size < 1):
-        fail("data.train_size" if d.train_size < 1 else "data.val_size", "a generator needs a number of examples")
-    if not d.generator and not d.val_files and (t.val_interval > 0):
-        fail("trainer.val_interval", "needs data.val_files; name some or set it to -1")
-    if d.generator and d.generator_args:
-        known = {"arithmetic": ("max_value",), "reverse_text": ("min_letters", "max_letters")}[d.generator]
-        for name in d.generator_args:
-            if name not in known:
-                fail("data.generator_args", f"data.generator={d.generator} takes {', '.join(known)}, not {name}")
-    if d.curriculum is not None and ":" not in d.curriculum:
-        fail("data.curriculum", "must be an import path package.module:function")
-    one_of("sft.source", ("examples", "rollouts"))
-    if s.source == "rollouts" and not d.train_files:
-        fail("sft.source", "needs data.train_files, the files that logger.rollouts=true makes a run write")
-    if s.source != "rollouts":
-        for name in ("min_reward", "max_weight"):
-            if getattr(s, name) is not None:
-                fail(f"sft.{name}", "is for rollouts; set sft.source=rollouts or drop the key")
-    if s.max_weight is not None and not s.max_weight > 0:
-        fail("sft.max_weight", "must be above 0")
-    if not s.train_on:
-        fail("sft.train_on", "names no role, so nothing would be learnt")
-    if s.weights and len(s.weights) != len(d.train_files):
-        fail("sft.weights", f"must name one weight for each of the {len(d.train_files)} data.train_files")
-    if s.weights and not min(s.weights) > 0:
-        fail("sft.weights", "must be above 0")
-    if s.max_length > cfg.model.tiny.max_position_embeddings and cfg.model.path is None:
-        fail("sft.max_length", "exceeds model.tiny.max_position_embeddings")
-    if cfg.model.path is None and r.max_prompt_tokens + r.max_response_tokens > cfg.model.tiny.max_position_embeddings:
-        fail("rollout.max_response_tokens", "with rollout.max_prompt_tokens it exceeds "
-             f"model.tiny.max_position_embeddings={cfg.model.tiny.max_position_embeddings}")  # fmt: skip
-
-
 def chosen_options(function: Any, algorithm: AlgorithmConfig) -> dict[str, Any]:
     """The options of `function` (its keyword-only parameters) that the config sets."""
     takes = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
@@ -769,32 +524,6 @@ def chosen_options(function: Any, algorithm: AlgorithmConfig) -> dict[str, Any]:
     return {n: v for n, v in chosen.items() if v is not None} | {
         n: v for n, v in algorithm.options.items() if n in takes
     }
-
-
-def _check_options(a: AlgorithmConfig, fail: Any) -> None:
-    """Options that the chosen functions do not take are errors, not ignored."""
-    imported = ":" in a.advantage_estimator or ":" in a.policy_loss
-    taken = {*ADVANTAGE_OPTIONS.get(a.advantage_estimator, ()), *LOSS_OPTIONS.get(a.policy_loss, ())}
-    for table, key in ((ADVANTAGE_OPTIONS, "advantage_estimator"), (LOSS_OPTIONS, "policy_loss")):
-        for name in sorted({option for options in table.values() for option in options}):
-            if getattr(a, name) is not None and name not in taken and not imported:
-                takes = table[getattr(a, key)]
-                fail(f"algorithm.{name}", f"algorithm.{key}={getattr(a, key)} does not take it; "
-                     + (f"it takes {', '.join(takes)}" if takes else "it takes no option"))  # fmt: skip
-    if a.options and not imported:
-        fail("algorithm.options", "is for functions given by import path")
-
-
-def _changed_keys(value: Any, default: Any, prefix: str) -> list[str]:
-    """Names of the leaf keys in which two equal dataclasses differ."""
-    changed = []
-    for f in dataclasses.fields(value):
-        ours, theirs = getattr(value, f.name), getattr(default, f.name)
-        if dataclasses.is_dataclass(ours):
-            changed += _changed_keys(ours, theirs, f"{prefix}.{f.name}")
-        elif ours != theirs:
-            changed.append(f"{prefix}.{f.name}")
-    return changed
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -847,6 +576,8 @@ def to_config(dict_config: Any) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(str(error).splitlines()[0]) from error
     assert isinstance(cfg, Config)
+    from trainer.validation import validate  # which imports the schema from here
+
     cfg.model.cache_dir = os.path.expanduser(cfg.model.cache_dir)
     validate(cfg)
     return cfg

@@ -39,11 +39,13 @@ def run_job(*overrides: str, cwd: Path, module: str = "trainer.main", small: boo
     return subprocess.run(args, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
 
 
-def start_job(*overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None):
+def start_job(
+    *overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None, module: str = "trainer.main"
+):
     """Start a job in a process group of its own; its output goes to `log`, or to a pipe."""
     return subprocess.Popen(
-        command(*overrides), cwd=cwd, text=True, env={**environment(), **(env or {})}, start_new_session=True,
-        stdout=subprocess.PIPE if log is None else open(log, "w"), stderr=subprocess.STDOUT,
+        command(*overrides, module=module), cwd=cwd, text=True, env={**environment(), **(env or {})},
+        stdout=subprocess.PIPE if log is None else open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
 

@@ -232,6 +232,22 @@ def test_value_loss_is_its_formula(shape):
     assert loss.item() == pytest.approx(sum(terms) / max(1, len(terms)), abs=1e-9)
 
 
+def test_value_loss_has_the_gradient_of_its_value():
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    values = (old + 0.1 * torch.randn(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    mask = (torch.rand(3, 5, generator=generator) < 0.8).double()
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, returns, mask, value_clip=1.0)[0], values)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, returns, mask, value_clip=0.01)[0], values)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_losses_default_to_the_mean_over_the_tokens_of_the_batch(name):
+    mask, _, tensor = case(3, 2, 5, 1)
+    given = tensor(0.3), tensor(0.3), tensor(), mask
+    assert POLICY_LOSSES[name](*given)[0] == POLICY_LOSSES[name](*given, aggregation="token_mean")[0]
+
+
 # ----------------------------------------------------------------------------------------------------------
 # KL
 

@@ -19,9 +19,9 @@ from trainer.config import (
     compose,
     conf_dir,
     field_docs,
-    validate,
 )
 from trainer.errors import UserError
+from trainer.validation import validate
 
 
 def test_the_default_composes_and_resume_is_spelled_any_way():

@@ -14,7 +14,7 @@ from tools.algorithms_doc import page
 from trainer.config import Config, compose, reference, valid_keys
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / "benchmarks/RESULTS.md"]
+DOCUMENTS = [ROOT / p for p in ("README.md", "examples/README.md", "benchmarks/RESULTS.md", "docs/supervised.md")]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 

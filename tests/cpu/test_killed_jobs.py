@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -20,12 +21,12 @@ def weights(run: Path) -> bytes:
     return (run / f"exports/global_step_{STEPS}/policy/model.safetensors").read_bytes()
 
 
-def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str) -> bool:
+def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, module: str = "trainer.main") -> bool:
     """Start the job and kill all of it at the place `name,n` or, for a number, after so many seconds."""
     reached, log = cwd / f"reached{attempt}", cwd / f"log{attempt}"
     at_place = not place.replace(".", "").isdigit()
     env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if at_place else {}
-    process = start_job(*job, cwd=cwd, env=env, log=log)
+    process = start_job(*job, cwd=cwd, env=env, log=log, module=module)
     started = time.monotonic()
     while process.poll() is None:
         if reached.exists() if at_place else time.monotonic() - started > float(place):
@@ -99,6 +100,37 @@ def test_a_job_killed_again_and_again_ends_as_if_never_killed(algorithm, setting
     assert checkpoint_tool(["export", str(run / f"checkpoints/global_step_{STEPS}"), str(exported)]) == 0
     ours, theirs = (load_file(d / "model.safetensors") for d in (exported, run / f"exports/global_step_{STEPS}/policy"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.timeout(900)
+def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path, marker):
+    """Two weighted data sets of whole chats, each several times over."""
+    files = []
+    for name, count in (("a", 7), ("b", 20)):
+        chats = [
+            [{"role": "user", "content": f"{name}{i}"}, {"role": "assistant", "content": str(i)},
+             {"role": "user", "content": "again"}, {"role": "assistant", "content": f"{i}, {i}"}]
+            for i in range(count)
+        ]  # fmt: skip
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    base = ["data.generator=null", f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]",
+            "data.messages_key=messages", "sft.weights=[2,1]", "sft.batch_size=2", "sft.max_length=64", "sft.steps=8",
+            "data.train_size=-1", "trainer.num_workers=2", "trainer.ckpt_interval=2", "logger.plot=false",
+            "trainer.resume_mode=latest"]  # fmt: skip
+    whole = run_job(*base, "trainer.run_name=whole", module="trainer.sft", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    job = [*base, "trainer.run_name=killed"]
+    for attempt, place in enumerate(["save:manifest_written,2", "save:staged,2"]):
+        assert killed(job, tmp_path, place, attempt, marker, module="trainer.sft")
+    last = run_job(*job, module="trainer.sft", cwd=tmp_path)
+    assert last.returncode == 0, last.stdout + last.stderr
+    runs = [tmp_path / "outputs" / name for name in ("whole", "killed")]
+    rows = [comparable(metrics(run)) for run in runs]
+    assert rows[0] == rows[1] and rows[0][-1]["progress/epoch"] > 1.5
+    ours, theirs = ((run / "exports/global_step_8/policy/model.safetensors").read_bytes() for run in runs)
+    assert ours == theirs
+    assert "resume verified" in last.stdout + (tmp_path / "log1").read_text()
 
 
 def hardest_first(prompts, epoch: int, rewards) -> list[int]:

@@ -45,11 +45,13 @@ def clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
 
 def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
          clip_low: float = 3e-4, clip_high: float = 4e-4,
-         aggregation: str = "seq_mean_token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+         aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
     """Group sequence policy optimisation (Zheng et al., 2025, equations 7 and 13): one ratio a sequence.
 
     s_i = exp(mean_t log r_it)          s_it = sg[s_i] exp(logp_it - sg[logp_it])
     L_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
+
+    The paper aggregates with `seq_mean_token_mean`, and so does the preset.
     """
     log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
     # Not from the clamped ratio: a token beyond the clamp still has its gradient in the paper's formula.

@@ -34,7 +34,6 @@ class RunLock:
         self.path = os.path.join(run_dir, NAME)
         self.timeout_s = timeout_s
         self._token = secrets.token_hex(8)
-        self._lost: str | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -202,13 +202,16 @@ class CheckpointManager:
         warnings: list[str] = []
         _collect(warnings, lambda: self.storage.write(HINT, f"{step}\n".encode()))
         failpoint("save:hinted")
+        _collect(warnings, lambda: self._remove_aside(step))
         _collect(warnings, lambda: self._prune(step))
         return sum(entry.bytes for entry in files) + len(data), warnings
 
-    def _prune(self, committed: int) -> None:
+    def _remove_aside(self, committed: int) -> None:
         for entry in self.storage.list():
             if entry.startswith(f"{ASIDE}global_step_{committed}-"):
                 self.storage.remove(entry)
+
+    def _prune(self, committed: int) -> None:
         steps = self.steps()
         scores = {step: self._score(step) for step in steps} if self.retention.best > 0 else dict.fromkeys(steps)
         protected = {committed} | ({self.resumed_from} - {None})

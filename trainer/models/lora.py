@@ -1,5 +1,9 @@
-"""Low-rank adapters (Hu et al., LoRA, 2021) through peft: the linear layer's weight W becomes W + alpha / r B A, with
-B (out, r) and A (r, in) trained and W frozen."""
+"""Low-rank adapters (Hu et al., LoRA, 2021) through peft.
+
+    W' = W + alpha / r B A
+
+with W `(out, in)`, the weight of a linear layer, frozen, and B `(out, r)`, from 0, and A `(r, in)` trained.
+"""
 
 from __future__ import annotations
 

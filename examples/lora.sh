@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# PPO with low-rank adapters on policy and critic: they alone are trained, checkpointed and sent to vLLM, and the policy
+# without them is the reference. Adapters want a higher learning rate than whole weights. The last line writes the
+# adapter of the last checkpoint as peft reads it; without --adapter, the merged model.
+set -euo pipefail
+run="outputs/lora"
+python -m trainer.main algorithm=ppo trainer.policy.lora.rank=8 trainer.critic.lora.rank=8 \
+  trainer.policy.optimizer.lr=2e-3 trainer.run_name=lora trainer.run_dir="$run" trainer.resume_mode=latest "$@"
+step="$(cat "$run/checkpoints/latest_ckpt_global_step.txt" 2>/dev/null || true)"
+if [ -n "$step" ] && [ ! -e "$run/adapter" ]; then
+  python -m trainer.checkpoint export "$run/checkpoints/global_step_$step" "$run/adapter" --adapter
+fi
