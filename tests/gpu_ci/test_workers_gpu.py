@@ -100,3 +100,32 @@ def test_streamed_and_written_weights_are_the_same(model_path, tmp_path):
 
 def stream_and_write_on_host(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in stream_and_write(rank, path, out).items()}
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [{}, {"cpu_offload": True}, {"activation_checkpointing": True}, {"param_dtype": "bfloat16"}],
+    ids=["plain", "offload", "recompute", "bfloat16"],
+)
+def test_adapters_do_not_depend_on_gpus_offload_or_recomputation(model_path, tmp_path, fsdp):
+    pytest.importorskip("peft", reason="adapters need peft")
+    from tests.cpu.test_lora import lora_config, train
+
+    def config_with(**fsdp) -> Config:
+        cfg = in_float32(lora_config())
+        for role in (cfg.trainer.policy, cfg.trainer.critic):
+            role.fsdp = FSDPConfig(**{"param_dtype": "float32", **fsdp})
+        return cfg
+
+    expected = run_ranks(1, on_host, train, model_path, str(tmp_path / "a"), cfg=config_with())[0]
+    result = run_ranks(WORLDS[-1], on_host, train, model_path, str(tmp_path / "b"), cfg=config_with(**fsdp))[0]
+    if "param_dtype" in fsdp:
+        assert result["metrics"][1]["grad_norm"] == pytest.approx(expected["metrics"][1]["grad_norm"], rel=0.1)
+        return
+    for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+        assert_close(ours, theirs)
+
+
+def on_host(rank: Rank, function, *args) -> dict:
+    result = function(rank, *args)
+    return {**result, "streamed": {name: tensor.cpu() for name, tensor in result["streamed"].items()}}
