@@ -46,8 +46,9 @@ class SupervisedTrainer:
         s, pad = cfg.sft, self.tokenizer.pad_token_id
         parts = load_train(cfg.data, s, self.tokenizer)
         self.source = PackedSource(parts, s.weights, t.seed, s.batch_size, s.max_length, pad)
-        held_out = load_val(cfg.data, s, self.tokenizer) if t.val_interval > 0 else []
-        self.val_batch = pack_all(held_out, s.max_length, pad) if held_out else None
+        self.val_batch = None
+        if t.val_interval > 0:
+            self.val_batch = pack_all(load_val(cfg.data, s, self.tokenizer), s.max_length, pad)
         self.ranks = Ranks(cfg, cluster)
         self.ranks.connect()
         self.ranks.build_for_sft(self.model_path)

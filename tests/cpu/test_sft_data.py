@@ -220,6 +220,8 @@ def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
     assert 0 < len(short) < 50
     assert all(any(e.loss_mask) and len(e.token_ids) <= 9 for e in short)
     assert len(load_val(data, sft(), tokenizer)) == 20
+    with pytest.raises(UserError, match="sft.max_length=3: none of 20 held-out examples has anything to"):
+        load_val(data, sft(max_length=3), tokenizer)
 
 
 def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,9 +61,17 @@ def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[list[En
 
 
 def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[Encoded]:
-    """The held-out examples; those without anything to learn are left out."""
+    """The held-out examples; those without anything to learn are left out.
+
+    Raises:
+        UserError: the data cannot be read, or that leaves none.
+    """
     encoded = [encode(e, tokenizer, data.system_prompt, sft) for part in read_parts(data, "val") for e in part]
-    return [example for example in encoded if any(example.loss_mask)]
+    kept = [example for example in encoded if any(example.loss_mask)]
+    if not kept:
+        raise UserError(f"sft.max_length={sft.max_length}: none of {len(encoded)} held-out examples has anything to "
+                        "learn; raise it, or set trainer.val_interval=-1")  # fmt: skip
+    return kept
 
 
 def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFTConfig) -> Encoded:
@@ -196,7 +205,7 @@ class PackedSource:
         return self._parts[part][self._orders[part][1][offset]]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"format": _FORMAT, "seed": self._seed, "fingerprint": self._fingerprint(), "consumed": self._consumed}
+        return {"format": _FORMAT, "seed": self._seed, "fingerprint": self._fingerprint, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -207,18 +216,23 @@ class PackedSource:
         if state.get("format") != _FORMAT:
             raise UserError(f"data: the checkpoint's place in the data has format {state.get('format')}, this version "
                             f"reads {_FORMAT}; resume with the version that wrote it")  # fmt: skip
-        for name, own, what in (("seed", self._seed, "trainer.seed"), ("fingerprint", self._fingerprint(), "data")):
+        for name, own, what in (("seed", self._seed, "trainer.seed"), ("fingerprint", self._fingerprint, "data")):
             if state[name] != own:
                 raise UserError(f"{what}: the supervised examples are not those of the checkpoint ({name} {own}, not "
                                 f"{state[name]}); resume with the data and seed of the run")  # fmt: skip
         self._consumed = list(state["consumed"])
 
+    @cached_property
     def _fingerprint(self) -> str:
+        """Of what is trained on. Computed once: checkpoints are frequent and data sets large."""
         digest = xxhash.xxh3_128()
         for part in self._parts:
-            digest.update(f"{len(part)}:".encode())
+            digest.update(f"data set of {len(part)}".encode())
             for example in part:
-                digest.update(repr((example.token_ids, example.loss_mask, example.logprobs)).encode())
+                digest.update(f"example of {len(example.token_ids)}".encode())
+                digest.update(np.asarray(example.token_ids, dtype=np.int64).tobytes())
+                for values in (example.loss_mask, example.logprobs or []):
+                    digest.update(np.asarray(values, dtype=np.float64).tobytes())
         return digest.hexdigest()
 
 
