@@ -20,6 +20,7 @@ from tests.cpu.test_workers import (
     load_then_step,
     make_batch,
     save_then_step,
+    step_with_checkpointing,
 )
 from tests.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
@@ -141,16 +142,10 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_forward_pass(model_path
     assert metrics["grad_norm"] == pytest.approx(single_rank[0]["metrics"][1]["grad_norm"], rel=0.05)
 
 
-def recompute(rank: Rank, path: str) -> dict:
-    rank.build(["policy"], path, SCHEDULED)
-    assert rank.policy.module.is_gradient_checkpointing
-    return rank.update("policy", make_batch(), 1)
-
-
 def test_recomputed_activations_give_adapters_the_same_gradients(model_path, single_rank):
     cfg = lora_config()
     cfg.trainer.policy.fsdp.activation_checkpointing = True
-    assert_close(run_ranks(1, recompute, model_path, cfg=cfg)[0], single_rank[0]["metrics"][1])
+    assert_close(run_ranks(1, step_with_checkpointing, model_path, cfg=cfg)[0], single_rank[0]["metrics"][1])
 
 
 def build_alone(rank: Rank, path: str) -> None:

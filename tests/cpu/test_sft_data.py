@@ -118,9 +118,9 @@ def test_another_seed_or_other_examples_are_not_gone_on_with():
     source = PackedSource([examples], [], 1, 3, 12, PAD)
     other = PackedSource([examples], [], 2, 3, 12, PAD)
     assert source.take()["input_ids"].tobytes() != other.take()["input_ids"].tobytes()
-    with pytest.raises(UserError, match="trainer.seed: the supervised examples are not those"):
+    with pytest.raises(UserError, match="trainer.seed: the order of the examples is not that"):
         other.load_state_dict(source.state_dict())
-    with pytest.raises(UserError, match="data: the supervised examples are not those"):
+    with pytest.raises(UserError, match="data: the examples' content is not that"):
         PackedSource([examples[:-1]], [], 1, 3, 12, PAD).load_state_dict(source.state_dict())
     with pytest.raises(UserError, match="format None"):
         source.load_state_dict({})

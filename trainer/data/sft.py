@@ -12,6 +12,7 @@ import xxhash
 from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import Example, as_messages, read_parts, render_text
 from trainer.data.rollouts import read_rollouts
+from trainer.data.source import check_ledger
 from trainer.errors import UserError
 from trainer.keyed import permutation
 from trainer.parallel.batching import Batch
@@ -213,13 +214,7 @@ class PackedSource:
         Raises:
             UserError: it was taken with other examples or another seed, or is written in another format.
         """
-        if state.get("format") != _FORMAT:
-            raise UserError(f"data: the checkpoint's place in the data has format {state.get('format')}, this version "
-                            f"reads {_FORMAT}; resume with the version that wrote it")  # fmt: skip
-        for name, own, what in (("seed", self._seed, "trainer.seed"), ("fingerprint", self._fingerprint, "data")):
-            if state[name] != own:
-                raise UserError(f"{what}: the supervised examples are not those of the checkpoint ({name} {own}, not "
-                                f"{state[name]}); resume with the data and seed of the run")  # fmt: skip
+        check_ledger(state, self.state_dict(), "examples")
         self._consumed = list(state["consumed"])
 
     @cached_property

@@ -32,6 +32,28 @@ steps that are committed. Called when the run comes to the epoch, and once more 
 committed: what it returns must depend on what it is given alone."""
 
 
+def check_ledger(state: dict[str, Any], own: dict[str, Any], what: str) -> None:
+    """Is `state`, of a checkpoint, a place in the data of which `own` is one?
+
+    Args:
+        what: `prompts` or `examples`.
+
+    Raises:
+        UserError: it was taken with other data or another seed, or is written in another format.
+    """
+    if state.get("format") != own["format"]:
+        raise UserError(f"data: the checkpoint's place in the data has format {state.get('format')}, this version "
+                        f"reads {own['format']}; resume with the version that wrote it")  # fmt: skip
+    for name, key, meaning in (
+        ("seed", "trainer.seed", f"the order of the {what}"),
+        ("num_prompts", "data", f"the number of {what}"),
+        ("fingerprint", "data", f"the {what}' content"),
+    ):
+        if state.get(name) != own.get(name):
+            raise UserError(f"{key}: {meaning} is not that of the checkpoint ({name} {own.get(name)} instead of "
+                            f"{state.get(name)}); resume with the data and seed of the run")  # fmt: skip
+
+
 class PromptSource:
     """Prompts in epochs, each a permutation keyed by (seed, epoch), or what the curriculum makes of it.
 
@@ -119,18 +141,7 @@ class PromptSource:
         Raises:
             UserError: it was taken with other prompts or another seed, or is written in another format.
         """
-        if state.get("format") != _FORMAT:
-            raise UserError(f"data: the checkpoint's place in the data has format {state.get('format')}, this version "
-                            f"reads {_FORMAT}; resume with the version that wrote it")  # fmt: skip
-        own = self.state_dict()
-        for name, key, what in (
-            ("seed", "trainer.seed", "the order of the prompts"),
-            ("num_prompts", "data", "the number of prompts"),
-            ("fingerprint", "data", "the prompts' content"),
-        ):
-            if state[name] != own[name]:
-                raise UserError(f"{key}: {what} is not that of the checkpoint ({name} {own[name]} instead of "
-                                f"{state[name]}); resume with the data and seed of the run")  # fmt: skip
+        check_ledger(state, self.state_dict(), "prompts")
         saved = state.get("curriculum")
         if (saved is None) != (self._curriculum is None):
             raise UserError("data.curriculum: the run was saved " + ("without" if saved is None else "with") + " one, "
