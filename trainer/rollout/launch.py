@@ -102,7 +102,8 @@ class Rollout:
         if self.cfg.syncs_adapter:
             if self._adapter_config is None:
                 self._adapter_config = self.ranks.adapter_config(self.model_path)
-            self.pool.sync_weights(Adapter(self._adapter_config, self.ranks.adapter_weights()), version)
+            adapter = Adapter(self._adapter_config, self.ranks.adapter_weights())
+            self.pool.sync_weights(self.ranks.cluster.put(adapter), version)  # stored once for all engines
             return
         if self._broadcast is not None:
             self.pool.sync_weights(self._broadcast, version, self.ranks.start_sending(self._broadcast))

@@ -16,7 +16,7 @@ from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weig
 from trainer.config import AlgorithmConfig, chosen_options
 from trainer.models.export import export_tensors, write_safetensors
 from trainer.models.logprobs import token_logprobs
-from trainer.models.lora import adapter_tensors, adapters_of, adapters_off
+from trainer.models.lora import adapters_of, adapters_off
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
 from trainer.parallel.mesh import sum_over_ranks
 from trainer.workers.base import ModelWorker, TrainedWorker
@@ -113,13 +113,6 @@ class PolicyWorker(TrainedWorker):
     def write_weights(self, directory: str, dtype: torch.dtype) -> list[str]:
         """Write the weights as safetensors, adapters merged; each rank its own rows. Returns the file names."""
         return write_safetensors(self.module, directory, dtype)
-
-    @torch.no_grad()
-    def adapter_weights(self) -> bytes:
-        """The adapters as a safetensors file with peft's names."""
-        from safetensors.torch import save
-
-        return save(adapter_tensors(self.module), metadata={"format": "pt"})
 
     @torch.no_grad()
     def stream_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.keyed import key, permutation
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
-from trainer.models.lora import adapted_modules, adapter_config
+from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.mesh import build_mesh, init_process_group
 from trainer.parallel.shard import param_dtype
@@ -185,9 +185,11 @@ class Rank:
 
     def adapter_weights(self) -> bytes | None:
         """The policy's adapters as a safetensors file; on rank 0."""
+        from safetensors.torch import save
+
         assert self.policy is not None
-        weights = self.policy.adapter_weights()
-        return weights if self.rank == 0 else None
+        tensors = adapter_tensors(self.policy.module)
+        return save(tensors, metadata={"format": "pt"}) if self.rank == 0 else None
 
     def refresh_reference(self) -> None:
         """The reference becomes the policy of now."""
