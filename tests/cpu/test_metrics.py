@@ -477,6 +477,8 @@ def test_the_report_shows_the_metrics(tmp_path):
 
 def test_the_report_takes_what_there_is(tmp_path):
     supervised = report_of(tmp_path / "sft", [{"sft/loss": 1 / s, "sft/accuracy": 0.5} for s in range(1, 9)])
+    held_out = [{"sft/loss": 1 / s, **({"val/loss": 2 / s} if s % 2 else {})} for s in range(1, 9)]
+    assert report_of(tmp_path / "sft2", held_out) != supervised
     ppo = report_of(tmp_path / "ppo", [step_metrics(2) | {"critic/explained_variance": 0.5, "policy/entropy": 1.0}])
     assert picture_size(ppo)[1] > 2 * picture_size(supervised)[1]  # three rows of panels against one
     holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]

@@ -177,11 +177,19 @@ def _time(axes: Axes, rows: Rows) -> None:
 
 
 # The metric without which a panel is left out, and the panel.
+def _supervised(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "sft/loss", "training", _BLUE)
+    if any(row.get("val/loss") is not None for row in rows):
+        _line(axes, rows, "val/loss", "held out", _ORANGE)
+        axes.legend()
+    axes.set(title="Loss (supervised)", ylabel="nats a token")
+
+
 _PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
     ("reward/mean", _reward),
     ("val/accuracy", _accuracy),
     ("response_length/mean", _length),
-    _single("sft/loss", "Loss (supervised)", "nats a token", _BLUE),
+    ("sft/loss", _supervised),
     _single("policy/kl", "KL", "nats a token", _RED),
     _single("policy/entropy", "Entropy", "nats a token", _GREEN),
     _single("critic/explained_variance", "Critic: explained variance", "1", _PURPLE),
