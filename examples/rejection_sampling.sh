@@ -5,11 +5,11 @@
 # Further overrides go to that last stage.
 set -euo pipefail
 start="outputs/rejection_start"
-python -m trainer.sft trainer.run_name=rejection_start trainer.run_dir="$start" sft.steps=180 trainer.resume_mode=latest
-model="$start/exports/global_step_180/policy"
+python -m trainer.sft trainer.run_name=rejection_start trainer.run_dir="$start" sft.steps=220 trainer.resume_mode=latest
+model="$start/exports/global_step_220/policy"
 python -m trainer.main trainer.run_name=rejection_rollouts trainer.resume_mode=latest model.path="$model" \
   trainer.policy.optimizer.lr=0 trainer.total_steps=8 logger.rollouts=true
 files="$(printf '%s,' outputs/rejection_rollouts/rollouts/*.jsonl)"
 python -m trainer.sft data.generator=null "data.train_files=[${files%,}]" sft.source=rollouts sft.min_reward=1 \
-  sft.max_weight=5 sft.optimizer.lr=5e-4 sft.steps=100 model.path="$model" trainer.val_interval=-1 \
+  sft.max_weight=5 sft.optimizer.lr=5e-4 sft.steps=60 model.path="$model" trainer.val_interval=-1 \
   trainer.run_name=rejection trainer.resume_mode=latest "$@"
