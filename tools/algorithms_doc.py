@@ -26,7 +26,8 @@ options that the schema does not know go into `algorithm.options`."""
 
 LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
 nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
-adapters is the reference."""
+adapters is the reference. The frozen weights are held in the precision of the forward pass (bfloat16 on GPUs), and a
+job's own merged export has them so; `python -m trainer.checkpoint export` merges into the files of `model.path`."""
 
 
 def section(name: str, key: str, doc: str, options: Iterable[str] = ()) -> list[str]:

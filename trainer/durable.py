@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 
 import xxhash
@@ -56,3 +57,9 @@ def digest_file(path: str) -> str:
         while count := file.readinto(buffer):
             digest.update(view[:count])
     return digest.hexdigest()
+
+
+def digest_weights(directory: str) -> str:
+    """Of the weight files of a model directory."""
+    files = sorted(file for kind in ("*.safetensors", "*.bin") for file in glob.glob(os.path.join(directory, kind)))
+    return digest_bytes(" ".join(f"{os.path.basename(file)}:{digest_file(file)}" for file in files).encode())

@@ -86,7 +86,7 @@ class Trainer:
         train = load_prompts(cfg.data, "train", self.tokenizer, cfg.rollout.max_prompt_tokens)
         self.dropped_prompts = train.dropped
         curriculum = import_function(cfg.data.curriculum, "data.curriculum") if cfg.data.curriculum else None
-        self.source = PromptSource(train.prompts, cfg.trainer.seed, curriculum)
+        self.source = PromptSource(train.prompts, cfg.trainer.seed, curriculum, cfg.data.curriculum or "")
         self.val_prompts = []
         if cfg.trainer.val_interval > 0:
             self.val_prompts = load_prompts(cfg.data, "val", self.tokenizer, cfg.rollout.max_prompt_tokens).prompts

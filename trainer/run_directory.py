@@ -25,12 +25,12 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.storage import Storage
 from trainer.config import RESUME_LOAD, Config
-from trainer.durable import digest_bytes, write_file
+from trainer.durable import digest_bytes, digest_weights, write_file
 from trainer.errors import UserError
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, weights_digest, write_assets
+from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
 from trainer.stopping import Stopped, StopRequest
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ class RunDirectory:
         restored = set(cfg.trainer.resume_load or RESUME_LOAD) if resume.fork else set(RESUME_LOAD)
         if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
             found = [change for change in found if change.key.startswith("model.") or ".lora." in change.key]
+        if "weights" not in restored:
+            found = [change for change in found if ".lora." not in change.key]
         saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
         config_diff.check(found, cfg.trainer.allow_config_change, self._meaningless(), saved_critic != cfg.has_critic)
         shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
@@ -214,7 +216,12 @@ class RunDirectory:
 
         def load(directory: str) -> None:
             what = self.restored & {"weights", "optimizer", "rng"}
+            assert self.resume is not None
+            saved = manifests.read(directory)["roles"]
             for role in ranks.saved_roles:
+                if role not in saved and self.resume.fork:
+                    self.notes.append(f"the checkpoint holds no {role}: it starts anew")
+                    continue
                 ranks.load(role, ShardedFiles(os.path.abspath(directory)), what)
 
         return Part("models", begin, load)
@@ -248,14 +255,15 @@ class RunDirectory:
             if adapted and self.cfg.has_critic and t.critic.path is not None:
                 needed["trainer.critic.path"] = resolve_model_path(t.critic.path)
         threads = ThreadPoolExecutor(1)  # many gigabytes, perhaps: they are read while the ranks start
-        digests = {name: threads.submit(weights_digest, path) for name, path in needed.items()}
+        digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
         threads.shutdown(wait=False)
 
         def restore(state: dict[str, str]) -> None:
             assert self.resume is not None
             for name, digest in digests.items():
                 known = state.get(name) if adapted or not self.resume.fork else None  # a fork has its own reference
-                if known not in (None, digest.result()) and name not in t.allow_config_change:
+                allowed = any(name == key or name.startswith(f"{key}.") for key in t.allow_config_change)
+                if known not in (None, digest.result()) and not allowed:
                     raise UserError(f"{name}={needed[name]}: its weights are not those that the run began with, and "
                                     f"the checkpoint builds on those; restore them, or allow others with "
                                     f"trainer.allow_config_change=[{name}]")  # fmt: skip
@@ -277,7 +285,13 @@ class RunDirectory:
         assert self.resume is not None
         t = self.cfg.trainer
         parts = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
-        only = {parts[name] for name in self.restored} | {"config", "start_weights"}
+        only = {parts[name] for name in self.restored} | {"config"}
+        manifest = manifests.read(self.resume.path)
+        if "weights" in self.restored:
+            if "start_weights" in manifest["parts"]:
+                only.add("start_weights")
+            else:
+                self.notes.append(f"{self.resume.path} does not say which weights its run began with: not checked")
         step = self.checkpoints.load(self.resume.path, only)
         if not self.resume.fork:
             # They lie beyond the point to which the run went back; replaying will write them again.
@@ -285,7 +299,6 @@ class RunDirectory:
         self.last_checkpoint = self.resume.path
         if self.resume.fork:
             return None
-        manifest = manifests.read(self.resume.path)
         same_layout = (manifest["ranks"], manifest["replicas"]) == (t.num_workers, t.replicas)
         return ResumeAudit(t.run_dir, step, t.resume_tolerance, same_layout)
 
@@ -296,6 +309,7 @@ class RunDirectory:
             UserError: there is none.
         """
         assert self.resume is not None
+        self.checkpoints.wait()  # a save of the steps that are given up must not appear after they were put aside
         before = self._newest(before=self.resume.step)
         if before is None:
             raise UserError(f"trainer.on_resume_mismatch=fallback: there is no checkpoint before {self.resume.path}")

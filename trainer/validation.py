@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NoReturn
@@ -333,5 +334,5 @@ def _sft(check: _Check) -> None:
     if s.weights:
         if len(s.weights) != len(files):
             fail("sft.weights", f"must name one weight for each of the {len(files)} data.train_files")
-        if not min(s.weights) > 0:
-            fail("sft.weights", "must be above 0")
+        if not all(0 < weight < math.inf for weight in s.weights):
+            fail("sft.weights", "must be numbers above 0")

@@ -100,6 +100,9 @@ def test_a_job_killed_again_and_again_ends_as_if_never_killed(algorithm, setting
     assert checkpoint_tool(["export", str(run / f"checkpoints/global_step_{STEPS}"), str(exported)]) == 0
     ours, theirs = (load_file(d / "model.safetensors") for d in (exported, run / f"exports/global_step_{STEPS}/policy"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if "lora" in "".join(settings):  # adapters are merged into the weights they were trained on, and no others
+        to = ["export", str(run / f"checkpoints/global_step_{STEPS}"), str(tmp_path / "other"), "--base", str(exported)]
+        assert checkpoint_tool(to) == 2 and not (tmp_path / "other").exists()
 
 
 @pytest.mark.timeout(900)

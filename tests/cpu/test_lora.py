@@ -148,6 +148,25 @@ def test_recomputed_activations_give_adapters_the_same_gradients(model_path, sin
     assert_close(run_ranks(1, step_with_checkpointing, model_path, cfg=cfg)[0], single_rank[0]["metrics"][1])
 
 
+def left_out(rank: Rank, path: str) -> list[dict]:
+    """With one mini-batch, then both, without a token to learn."""
+    rank.build(["policy"], path, SCHEDULED)
+    found = []
+    for rows in (range(0), range(12), range(24)):
+        batch = make_batch()
+        order = np.argsort(np.isin(batch["group_ids"], [0, 1, 2]))  # any three groups
+        batch["response_mask"][order[list(rows)]] = 0
+        found.append(rank.update("policy", batch, 1))
+    return found
+
+
+def test_a_kl_is_of_the_tokens_that_are_learnt(model_path):
+    cfg = lora_config(mini_batch_size=1)
+    cfg.trainer.policy.optimizer.lr = 0.0  # so that mini-batches do not depend on those before
+    whole, half, nothing = run_ranks(1, left_out, model_path, cfg=cfg)[0]
+    assert half["kl"] > 0.5 * whole["kl"] > 0 and "kl" not in nothing
+
+
 def build_alone(rank: Rank, path: str) -> None:
     rank.build(["policy"], path, SCHEDULED)
 
@@ -187,9 +206,13 @@ def load_reference(rank: Rank, path: str, directory: str) -> dict:
     return {"rows": rows, "loaded": loaded}
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_reference_takes_over_the_policy_and_is_saved_as_it_was(model_path, tmp_path, lora):
+def test_a_reference_takes_over_the_policy_and_is_saved_as_it_was(model_path, tmp_path, lora, keep):
+    """Also where a forward pass leaves whole parameters behind."""
     cfg = lora_config() if lora else config(max_tokens_per_micro_batch=70)
+    for role in (cfg.trainer.policy, cfg.trainer.reference):
+        role.fsdp.reshard_after_forward = not keep
     cfg.algorithm.ref_update_interval = 1
     results = run_ranks(2, move_reference, model_path, str(tmp_path), cfg=cfg)
     moved, after = assembled(results, "moved"), assembled(results, "after")

@@ -207,8 +207,21 @@ def test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning(tmp_
         else:
             with pytest.raises(UserError, match="model.path=.*not those that the run began with"):
                 run.load()
-    with start(allow_config_change=["model.path"]) as run:
-        run.load()
+    for allowed in (["model.path"], ["model"]):
+        with start(allow_config_change=allowed) as run:
+            run.load()
+
+
+def test_a_checkpoint_that_does_not_name_its_start_weights_is_taken_with_a_note(tmp_path):
+    a_run(tmp_path)
+    state: dict = {}
+    cfg = settings(tmp_path, resume_mode="latest")
+    with directory(cfg, state) as run:
+        run.checkpoints.register(json_part("models", dict, lambda _: None))
+        run.checkpoints.register(run.start_weights_part(weights_file(tmp_path / "model", b"a")))
+        with pytest.raises(UserError, match="the checkpoint has no models"):
+            run.load()
+        assert state["step"] == 2 and any("does not say which weights" in note for note in run.notes)
 
 
 def test_failed_saves_are_told_and_bounded(tmp_path):

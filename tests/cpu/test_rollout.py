@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -525,4 +525,7 @@ def test_vllm_serves_the_adapters_it_is_given_in_place(processes, model_paths, t
         assert_agrees(model, requests, completions[-1], SAMPLED.temperature)
     tokens = [[(c.token_ids, c.logprobs) for c in drawn] for drawn in completions]
     assert tokens[0] == tokens[2] != tokens[1]
+    elsewhere = {name.replace("layers.0", "layers.7"): tensor for name, tensor in load_file(files[1]).items()}
+    with pytest.raises(UserError, match=r"rollout.lora_sync: vLLM's model has no model.layers.7.*choose merged"):
+        engine.sync_weights(Adapter(files[0].read_text(), save(elsewhere)), 4)
     engine.shutdown()

@@ -180,7 +180,7 @@ CHAT = [
     ("roles", "expected"),
     [
         (["assistant"], ["b<|end|>", "ä<|end|>", "x<|end|>"]),
-        (["user"], ["a<b", "b", "c"]),
+        (["user"], ["a<b", "b", " c "]),
         (["system", "assistant"], ["Go.", "b<|end|>", "ä<|end|>", "x<|end|>"]),
     ],
 )
@@ -205,6 +205,23 @@ def test_messages_that_a_template_changes_are_found_without_their_reasoning_or_r
     with pytest.raises(UserError, match=r"sft.train_on=assistant: the chat template changes message 1 \('a<b'\)"):
         encode({"prompt": chat, "answer": "x"}, changed, None, sft())
     encode({"prompt": "one message is fine", "answer": "x"}, changed, None, sft())
+
+
+def test_a_message_is_not_taken_for_text_of_the_template(tokenizer):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = (
+        "You are an assistant of the user."
+        "{% for m in messages %}{{ '<|user|>' + m['role'] + ': ' + m['content'] + '<|end|>' }}{% endfor %}"
+    )
+    chat = [
+        {"role": "user", "content": "user"},
+        {"role": "assistant", "content": "is"},
+        {"role": "user", "content": "a"},
+    ]
+    assert learnt(encode({"prompt": chat, "answer": "x"}, changed, None, sft()), changed) == ["is<|end|>", "x<|end|>"]
+    both = encode({"prompt": chat, "answer": "x"}, changed, None, sft(train_on=["user"]))
+    assert learnt(both, changed) == ["user<|end|>", "a<|end|>"]
+    assert changed.decode(both.token_ids).count("user<|end|>") == 1
 
 
 def test_the_end_is_that_of_the_chat_template(tokenizer):
@@ -238,6 +255,8 @@ def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_
     assert [
         len(p) for p in load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)
     ] == [4]
+    with pytest.raises(UserError, match="data.train_size=3: leaves no example of .*b.jsonl"):
+        load_train(DataConfig(train_files=files, messages_key="chat", train_size=3), sft(weights=[1, 2]), tokenizer)
     with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must hold a list of chat messages"):
         load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
 
@@ -265,6 +284,7 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     for change, problem in (
         ({"logprobs": [0.0]}, "is no rollout"),
         ({"completion": "xx"}, "another tokenizer"),
+        ({"prompt_ids": [100_000]}, "tokens that the tokenizer of model.path does not know"),
     ):
         (tmp_path / "bad.jsonl").write_text(json.dumps({**row, **change}) + "\n")
         with pytest.raises(UserError, match=problem):

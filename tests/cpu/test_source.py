@@ -151,10 +151,15 @@ def test_a_curriculum_has_an_effect_and_bounds():
     for wrong in ([], [4], [-1], [1, 1]):
         with pytest.raises(UserError, match=r"data.curriculum: for epoch 0 it gave \d places.*from 0 to 3"):
             PromptSource(prompts(4), 1, lambda *_, wrong=wrong: wrong).take(1)
-    with pytest.raises(UserError, match="data.curriculum: the run was saved with one"):
-        PromptSource(prompts(4), 1).load_state_dict(source.state_dict())
-    with pytest.raises(UserError, match="data.curriculum: the run was saved without one"):
-        source.load_state_dict(PromptSource(prompts(4), 1).state_dict())
+    with pytest.raises(UserError, match="data.curriculum=mine: failed for epoch 0 .ZeroDivisionError"):
+        PromptSource(prompts(4), 1, lambda *_: [1 // 0], "mine").take(1)
+
+
+@pytest.mark.parametrize("before, now", [(None, "a:f"), ("a:f", None), ("a:f", "a:g")])
+def test_a_run_goes_on_with_its_own_curriculum_alone(before, now):
+    sources = [PromptSource(prompts(4), 1, worst_first if name else None, name or "") for name in (before, now)]
+    with pytest.raises(UserError, match=f"data.curriculum={now}: the run was saved with {before}"):
+        sources[1].load_state_dict(sources[0].state_dict())
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.safe_dcp import SafePlanner, SafeReader, load_metadata
-from trainer.durable import sync_directory, sync_tree
+from trainer.durable import digest_weights, sync_directory, sync_tree
 from trainer.errors import UserError
 
 _BATCH_BYTES = 1 << 30
@@ -133,7 +133,12 @@ def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int, adapter: 
     if adapter:
         tensors = _adapter(source)
     elif lora:
-        tensors = _merged(source, lora, base or lora["base_model_name_or_path"], target)
+        base = base or lora["base_model_name_or_path"]
+        known = _json(posixpath.join(checkpoint, "start_weights.json")).get("model.path")
+        tensors = _merged(source, lora, base, target)
+        if known not in (None, digest_weights(base)):
+            raise UserError(f"{base}: its weights are not those that the adapters were trained on; name the "
+                            "directory of those with --base, or write the adapter alone with --adapter")  # fmt: skip
     else:
         tensors = _plain(source, config, target)
     stem = "adapter_model" if adapter else "model"
@@ -205,7 +210,9 @@ def _merged(source: str, lora: dict[str, Any], base: str, target: torch.dtype) -
     """The weights in the directory `base` with the adapters in them."""
     from safetensors import safe_open
 
-    files = sorted(glob.glob(os.path.join(base, "*.safetensors")))
+    index = _json(os.path.join(base, "model.safetensors.index.json"))
+    files = [os.path.join(base, name) for name in sorted(set(index.get("weight_map", {}).values()))]
+    files = files or sorted(glob.glob(os.path.join(base, "model*.safetensors")))
     if not files:
         raise UserError(f"{base}: holds no safetensors, and the adapters belong to the weights that were there; name "
                         "their directory with --base, or write the adapter alone with --adapter")  # fmt: skip
@@ -215,8 +222,12 @@ def _merged(source: str, lora: dict[str, Any], base: str, target: torch.dtype) -
             for name in weights.keys():  # noqa: SIM118, it is no dict
                 place[name] = file
                 sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
-    known = set(shapes(source))
     a, b = ".lora_A.default.weight", ".lora_B.default.weight"
+    own = [name.removeprefix(_MODEL) for name in shapes(source) if name.startswith(_MODEL)]
+    adapted = {f"{name.removesuffix(a)}.weight" for name in own if name.endswith(a)}
+    if not adapted <= set(place):
+        raise UserError(f"{base}: has no {sorted(adapted - set(place))[0]}, which has an adapter; its files name the "
+                        "weights in their own way, so write the adapter alone with --adapter")  # fmt: skip
     scale = lora["lora_alpha"] / lora["r"]
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
@@ -224,8 +235,8 @@ def _merged(source: str, lora: dict[str, Any], base: str, target: torch.dtype) -
         for name in names:
             with safe_open(place[name], framework="pt") as weights:
                 found[name] = weights.get_tensor(name)
-            layer = f"{_MODEL}{name.removesuffix('.weight')}"
-            if f"{layer}{a}" in known:
+            if name in adapted:
+                layer = f"{_MODEL}{name.removesuffix('.weight')}"
                 own = read(source, [f"{layer}{a}", f"{layer}{b}"])
                 found[name] = found[name].float() + scale * (own[f"{layer}{b}"] @ own[f"{layer}{a}"])
         return found

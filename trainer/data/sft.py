@@ -53,7 +53,11 @@ def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[list[En
     for i, (all_of_it, part) in enumerate(zip(encoded, kept, strict=True)):
         if not part:
             where = data.train_files[i] if sft.weights else "training"
-            if not all_of_it:  # rollouts alone can be none: a file without rows is an error of its own
+            if not all_of_it and sft.source == "examples":
+                raise UserError(
+                    f"data.train_size={data.train_size}: leaves no example of {where}, which sft.weights names"
+                )
+            if not all_of_it:
                 raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
             roles = ",".join(sft.train_on)
             raise UserError(f"sft.max_length={sft.max_length}: all {len(all_of_it)} {where} prompts fill it, or hold "
@@ -86,7 +90,7 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFT
     """
     messages = as_messages(example["prompt"], system_prompt)
     text = render_text(tokenizer, messages, add_generation_prompt=True)
-    spans = _spans(text, messages, sft.train_on)
+    spans = _spans(tokenizer, text, messages, sft.train_on)
     if spans:
         if not tokenizer.is_fast:
             raise UserError(f"sft.train_on={','.join(sft.train_on)}: the tokenizer cannot tell which tokens are whose; "
@@ -104,22 +108,35 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFT
     return Encoded((prompt + answer)[: sft.max_length], learn[: sft.max_length])
 
 
-def _spans(text: str, messages: Sequence[dict[str, str]], roles: Sequence[str]) -> list[tuple[int, int]]:
-    """Where in the rendered chat the contents of the messages of these roles are."""
-    spans, position = [], 0
+def _spans(
+    tokenizer: Any, text: str, messages: Sequence[dict[str, str]], roles: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Where in the rendered chat `text` the contents of the messages of these roles are.
+
+    What stands between the contents is known from rendering the same chat with other contents.
+    """
     if not any(message["role"] in roles for message in messages):
-        return spans
+        return []
+    marks = [f"[message {i} of the chat]" for i in range(len(messages))]
+    others = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+    rest = render_text(tokenizer, others, add_generation_prompt=True)
+    between = []
+    for mark in marks:
+        piece, _, rest = rest.partition(mark)
+        between.append(piece)
+    between.append(rest)
+    spans, position = [], len(between[0])
     for i, message in enumerate(messages):
-        content = message["content"].strip()
-        if content not in text[position:]:  # templates take the reasoning out of earlier turns
-            content = content.rpartition("</think>")[2].strip()
-        start = text.find(content, position)
-        if start < 0:
+        content, end = message["content"], between[i + 1]
+        # Templates strip, and take the reasoning out of earlier turns.
+        known_as = (content, content.strip(), content.rpartition("</think>")[2].strip())
+        shown = next((c for c in known_as if text.startswith(c + end, position)), None)
+        if shown is None or not text.startswith(between[0]):
             raise UserError(f"sft.train_on={','.join(roles)}: the chat template changes message {i + 1} "
                             f"({content[:40]!r}), so its tokens cannot be told from the others'")  # fmt: skip
-        position = start + len(content)
-        if message["role"] in roles and content:
-            spans.append((start, position))
+        if message["role"] in roles and shown:
+            spans.append((position, position + len(shown)))
+        position += len(shown) + len(end)
     return spans
 
 

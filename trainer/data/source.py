@@ -57,16 +57,20 @@ def check_ledger(state: dict[str, Any], own: dict[str, Any], what: str) -> None:
 class PromptSource:
     """Prompts in epochs, each a permutation keyed by (seed, epoch), or what the curriculum makes of it.
 
+    Args:
+        name: of the curriculum: a run goes on with no other.
+
     `take` looks ahead from the committed position and changes nothing; `commit` moves the position once
     the step that trained on the prompts is done. So a prompt in flight when a run dies comes again, and
     none is skipped or trained twice. A batch that reaches the end of an epoch goes on in the next.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, curriculum: Curriculum | None = None):
+    def __init__(self, prompts: Sequence[Prompt], seed: int, curriculum: Curriculum | None = None, name: str = ""):
         assert prompts
-        self.prompts = list(prompts)
+        self.prompts = tuple(prompts)
         self._seed = seed
         self._curriculum = curriculum
+        self._name = name
         self._epoch = 0
         self._position = 0  # prompts of this epoch that committed steps have consumed
         self._orders: dict[int, list[int]] = {}
@@ -112,7 +116,11 @@ class PromptSource:
             if self._curriculum is None:
                 order = permutation(len(self.prompts), self._seed, "epoch", epoch).tolist()
             else:
-                order = [int(place) for place in self._curriculum(self.prompts, epoch, dict(self._rewards))]
+                try:
+                    order = [int(place) for place in self._curriculum(self.prompts, epoch, dict(self._rewards))]
+                except Exception as error:  # the user's own code runs here
+                    problem = f"{type(error).__name__}: {error}"
+                    raise UserError(f"data.curriculum={self._name}: failed for epoch {epoch} ({problem})") from error
                 if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(self.prompts):
                     raise UserError(f"data.curriculum: for epoch {epoch} it gave {len(order)} places; it must give "
                                     f"at least one, each once, from 0 to {len(self.prompts) - 1}")  # fmt: skip
@@ -130,6 +138,7 @@ class PromptSource:
         }
         if self._curriculum is not None:
             state["curriculum"] = {
+                "name": self._name,
                 "order": self._order(self._epoch) if self._position else None,
                 "rewards": [self._rewards.get(place) for place in range(len(self.prompts))],
             }
@@ -143,9 +152,10 @@ class PromptSource:
         """
         check_ledger(state, self.state_dict(), "prompts")
         saved = state.get("curriculum")
-        if (saved is None) != (self._curriculum is None):
-            raise UserError("data.curriculum: the run was saved " + ("without" if saved is None else "with") + " one, "
-                            "and its place in the data means nothing otherwise; restore the key")  # fmt: skip
+        before, now = saved and saved["name"], None if self._curriculum is None else self._name
+        if before != now:
+            raise UserError(f"data.curriculum={now}: the run was saved with {before}, and its place in the data means "
+                            "nothing otherwise; restore the key")  # fmt: skip
         self._epoch, self._position, self._orders = state["epoch"], state["position"], {}
         if saved is not None:
             self._rewards = {place: reward for place, reward in enumerate(saved["rewards"]) if reward is not None}

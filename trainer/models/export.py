@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.models.lora import adapters_of, hugging_face_name
+from trainer.parallel.shard import reshard
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
                 torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
@@ -46,6 +47,7 @@ class Layout:
 
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
     """What belongs in a model file: parameters (tied ones once) and persistent buffers; adapters do not."""
+    reshard(module)
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         known_as = hugging_face_name(name)

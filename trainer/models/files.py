@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
-from trainer.durable import digest_bytes, digest_file
 from trainer.errors import UserError
 from trainer.hub import first_line, is_connection_error, with_retries
 
@@ -36,12 +34,6 @@ def resolve_model_path(path: str) -> str:
     except (HFValidationError, OSError) as error:  # the Hub's HTTP errors are OSErrors
         problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
         raise UserError(f"model.path={path}: no such directory, and {problem} ({first_line(error)})") from error
-
-
-def weights_digest(path: str) -> str:
-    """A fingerprint of the weight files of a model directory."""
-    files = sorted(file for pattern in ("*.safetensors", "*.bin") for file in glob.glob(os.path.join(path, pattern)))
-    return digest_bytes(" ".join(f"{os.path.basename(file)}:{digest_file(file)}" for file in files).encode())
 
 
 def load_config(model: ModelConfig, path: str) -> PretrainedConfig:

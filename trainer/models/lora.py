@@ -24,7 +24,7 @@ from trainer.config import LoraConfig
 from trainer.errors import UserError
 from trainer.keyed import key
 from trainer.models.files import ADAPTER_CONFIG
-from trainer.parallel.shard import transformer_blocks
+from trainer.parallel.shard import reshard, transformer_blocks
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -68,6 +68,8 @@ def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple
     from peft import inject_adapter_in_model
 
     linear = _linear_layers(module)
+    if not linear:
+        raise UserError(f"{where}.rank={config.rank}: the model's blocks have no linear layers that could get adapters")
     unknown = sorted(set(config.target_modules) - linear)
     if unknown:
         raise UserError(f"{where}.target_modules: the model has no linear layer {unknown[0]}; it has "
@@ -102,6 +104,7 @@ def hugging_face_name(name: str) -> str | None:
 
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
     """The adapters by the Hugging Face name of the weight they belong to; empty without LoRA."""
+    reshard(module)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     found = {}
     for name, a in parameters.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.config import FSDPConfig
 
@@ -42,6 +42,14 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     for block in transformer_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the parameters the shards: with `reshard_after_forward` off, a forward pass without a backward pass leaves
+    whole tensors in their place, which the next use of the module frees."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

@@ -67,7 +67,7 @@ class Rollout:
             self.pool.sleep()
 
     def start(self, version: int, fresh: bool) -> None:
-        """Wait for the engines; give them the policy's weights unless they hold them (`fresh`)."""
+        """Wait for the engines; give them the policy's weights, or adapters, unless they hold them (`fresh`)."""
         r = self.cfg.rollout
         rank_hosts = [place["host"] for place in self.ranks.policy.where()]
         hosts = {*rank_hosts, *(place["host"] for place in self._engines.where())}
@@ -80,7 +80,7 @@ class Rollout:
                 device=self._device,
                 timeout_s=self.cfg.trainer.worker_timeout_s,
             )
-        if fresh:
+        if fresh and not self.cfg.syncs_adapter:  # adapters that cannot be served should be known before a step is paid
             self.pool.set_version(version)
         else:
             self.sync_weights(version)

@@ -148,7 +148,14 @@ class VLLMEngine:
                 file.write(adapter.config)
             with open(os.path.join(directory, ADAPTER_WEIGHTS), "wb") as file:
                 file.write(adapter.weights)
-            self._llm.llm_engine.add_lora(LoRARequest(_ADAPTER, 1, directory, load_inplace=True))
+            try:
+                self._llm.llm_engine.add_lora(LoRARequest(_ADAPTER, 1, directory, load_inplace=True))
+            except ValueError as error:
+                raise UserError(f"rollout.lora_sync: vLLM refuses the adapters ({error}); choose merged") from error
+            unserved = self._llm.collective_rpc("unserved_layers", args=(1,))[0]
+            if unserved:
+                raise UserError(f"rollout.lora_sync: vLLM's model has no {unserved[0]} that could serve an adapter; "
+                                "choose merged")  # fmt: skip
             # Requests name it without `load_inplace`: it is there, and not read again.
             self._adapter = LoRARequest(_ADAPTER, 1, directory)
 

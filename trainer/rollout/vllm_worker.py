@@ -29,6 +29,11 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             repack_tied_head(self.model_runner.get_model())
 
+    def unserved_layers(self, adapter: int) -> list[str]:
+        """Layers of a loaded adapter that this worker's model has under no such name. vLLM passes over them."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        return sorted(set(manager.list_adapters()[adapter].loras) - set(manager.modules))
+
 
 def repack_tied_head(model: torch.nn.Module) -> None:
     """Bring the packed weights of a tied output head to the embedding's.

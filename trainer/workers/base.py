@@ -117,6 +117,7 @@ class ModelWorker:
         return state
 
     def _restore(self, state: dict[str, Any]) -> None:
+        self.before_weights_change()
         if "model" in state:
             set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=not self._adapted))
         rng = state.get(f"rng_rank{dist.get_rank()}")

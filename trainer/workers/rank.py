@@ -130,7 +130,8 @@ class Rank:
         return self.critic.values(batch)
 
     def update(self, role: str, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
-        """All optimizer steps of `role` on one step's experience; metrics are means over them.
+        """All optimizer steps of `role` on one step's experience; metrics are means over them, `kl` over their tokens
+        (and not there without any).
 
         Mini-batches are whole groups of completions, shuffled by a permutation keyed by (step, epoch).
 
@@ -142,11 +143,13 @@ class Rank:
         _, group = np.unique(batch["group_ids"], return_inverse=True)
         num_groups = int(group.max()) + 1
         metrics: list[dict[str, float]] = []
+        tokens: list[float] = []
         for epoch in range(cfg.trainer.update_epochs):
             order = permutation(num_groups, cfg.trainer.seed, "mini_batch", step, epoch)
             for start in range(0, num_groups, cfg.trainer.mini_batch_size):
                 chosen = order[start : start + cfg.trainer.mini_batch_size]
                 mini_batch = select(batch, np.flatnonzero(np.isin(group, chosen)))
+                tokens.append(float(mini_batch["response_mask"].sum()))
                 if role == "policy":
                     assert self.policy is not None
                     metrics.append(
@@ -158,6 +161,10 @@ class Rank:
                     assert self.critic is not None
                     metrics.append(self.critic.update(mini_batch, algorithm))
         means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        if "kl" in means:  # it steers a controller: what was left out of the losses must not count as 0
+            means.pop("kl")
+            if any(tokens):
+                means["kl"] = float(np.average([m["kl"] for m in metrics], weights=tokens))
         return {**means, "lr": metrics[-1]["lr"]}
 
     def supervised_update(self, batch: Batch, max_weight: float | None = None) -> dict[str, float]:
