@@ -132,6 +132,15 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     assert done.returncode == 0 and "resume verified: 1 replayed steps identical" in done.stdout, done.stdout
     assert comparable(metrics(tmp_path / "outputs/fork")) == comparable(rows)
 
+    # The weights alone, into a run of another kind, whose reference would be in its checkpoints.
+    done = run_job("rollout=transformers", "trainer.total_steps=1", "trainer.run_name=weights",
+                   "algorithm.kl_coef=0.01", "algorithm.ref_update_interval=1", "trainer.resume_load=[weights]",
+                   "trainer.resume_mode=from_path", "trainer.resume_path=outputs/whole/checkpoints/global_step_2",
+                   cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0 and "the checkpoint holds no reference: it starts anew" in done.stdout, done.stderr
+    saved = tmp_path / "outputs/weights/checkpoints/global_step_1"
+    assert {path.name for path in saved.iterdir() if path.is_dir()} == {"policy", "reference"}
+
 
 def test_an_export_is_the_trained_policy(tmp_path):
     done = run_job("rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2", cwd=tmp_path)
