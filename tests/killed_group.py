@@ -28,7 +28,7 @@ STEPS = 6
 class GroupRanks:
     """What `trainer.cluster.ranks.Ranks` is to the loop, over torch.distributed alone."""
 
-    roles = ["policy", "critic"]
+    saved_roles = ["policy", "critic"]
 
     def __init__(self, rank: Any):
         import torch.distributed as dist
@@ -59,7 +59,7 @@ class GroupRanks:
                 threading.Thread(target=self._answer, daemon=True).start()
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
-        self.call("begin_save", self.roles, files)
+        self.call("begin_save", self.saved_roles, files)
         return self._answer
 
     def _answer(self) -> list[dict]:
@@ -160,7 +160,7 @@ def drive(cfg: Any, ranks: GroupRanks) -> None:
                 directory.report(print)
                 if directory.schedule.due(step) or step == t.total_steps:
                     tracker.flush()
-                    directory.save(step, metrics, ranks.roles)
+                    directory.save(step, metrics, ranks.saved_roles)
             target = os.path.join(t.export_path, "final")
             ranks.call("write_weights", target, "float32")
             directory.finish(print)

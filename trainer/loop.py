@@ -364,9 +364,9 @@ class Trainer:
         cfg = self.cfg
         tracker = Tracker(cfg.trainer.run_dir, cfg.logger, cfg.trainer.run_name, dataclasses.asdict(cfg),
                           self.tracker_state.get("wandb_run_id"))  # fmt: skip
-        # A run that starts anew rewinds to before its first line: an earlier start may have died before
-        # its first checkpoint.
-        tracker.rewind(self.step if self.directory.resume else -1)
+        # A run that starts anew, be it with the weights of another, rewinds to before its first line: an earlier
+        # start may have died before its first checkpoint.
+        tracker.rewind(self.step or -1)
         return tracker
 
     def _open_progress(self) -> Progress:

@@ -72,7 +72,7 @@ class SupervisedTrainer:
         with Tracker(
             t.run_dir, cfg.logger, t.run_name, dataclasses.asdict(cfg), self.tracker_state.get("wandb_run_id")
         ) as self.tracker:
-            self.tracker.rewind(self.step if self.directory.resume else -1)
+            self.tracker.rewind(self.step or -1)
             history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
             with Progress(cfg.sft.steps, cfg.logger.progress, completed=self.step, history=history) as progress:
                 self.directory.report(progress.note)

@@ -53,7 +53,7 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, mod
         (  # adapters, served by vLLM; state that lives between steps
             "ppo",
             ["trainer.policy.lora.rank=4", "trainer.critic.lora.rank=4", "trainer.num_workers=2"],
-            ["save:shards_written,2", "save:published,2"],
+            ["save:shards_written,3", "logged,2"],
         ),
         (  # everything that remembers earlier steps
             "dapo",
