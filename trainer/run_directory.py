@@ -262,7 +262,7 @@ class RunDirectory:
             assert self.resume is not None
             for name, digest in digests.items():
                 known = state.get(name) if adapted or not self.resume.fork else None  # a fork has its own reference
-                allowed = any(name == key or name.startswith(f"{key}.") for key in t.allow_config_change)
+                allowed = config_diff.is_allowed(name, t.allow_config_change)
                 if known not in (None, digest.result()) and not allowed:
                     raise UserError(f"{name}={needed[name]}: its weights are not those that the run began with, and "
                                     f"the checkpoint builds on those; restore them, or allow others with "

@@ -80,9 +80,14 @@ def check(found: list[Change], allowed: list[str], harmless: tuple[str, ...] = (
         if reason is not None and (critic_changes or change.key != "algorithm.advantage_estimator"):
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
                             "restore the value, or start a new run")  # fmt: skip
-        if not any(change.key == key or change.key.startswith(f"{key}.") for key in allowed):
+        if not is_allowed(change.key, allowed):
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}; restore the "
                             f"value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
+
+
+def is_allowed(name: str, allowed: list[str]) -> bool:
+    """`trainer.allow_config_change` names this key, or a section that it is in."""
+    return any(name == key or name.startswith(f"{key}.") for key in allowed)
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -231,14 +231,14 @@ def _merged(source: str, lora: dict[str, Any], base: str, target: torch.dtype) -
     scale = lora["lora_alpha"] / lora["r"]
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
+        layers = {name: f"{_MODEL}{name.removesuffix('.weight')}" for name in names if name in adapted}
+        own = read(source, [f"{layer}{part}" for layer in layers.values() for part in (a, b)]) if layers else {}
         found = {}
         for name in names:
             with safe_open(place[name], framework="pt") as weights:
                 found[name] = weights.get_tensor(name)
-            if name in adapted:
-                layer = f"{_MODEL}{name.removesuffix('.weight')}"
-                own = read(source, [f"{layer}{a}", f"{layer}{b}"])
-                found[name] = found[name].float() + scale * (own[f"{layer}{b}"] @ own[f"{layer}{a}"])
+            if name in layers:
+                found[name] = found[name].float() + scale * (own[f"{layers[name]}{b}"] @ own[f"{layers[name]}{a}"])
         return found
 
     return _Source(sizes, fetch)

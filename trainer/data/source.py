@@ -57,12 +57,12 @@ def check_ledger(state: dict[str, Any], own: dict[str, Any], what: str) -> None:
 class PromptSource:
     """Prompts in epochs, each a permutation keyed by (seed, epoch), or what the curriculum makes of it.
 
-    Args:
-        name: of the curriculum: a run goes on with no other.
-
     `take` looks ahead from the committed position and changes nothing; `commit` moves the position once
     the step that trained on the prompts is done. So a prompt in flight when a run dies comes again, and
     none is skipped or trained twice. A batch that reaches the end of an epoch goes on in the next.
+
+    Args:
+        name: of the curriculum: a run goes on with no other.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, curriculum: Curriculum | None = None, name: str = ""):
@@ -93,8 +93,9 @@ class PromptSource:
             rewards: of each, the mean over its completions; for the curriculum.
         """
         assert [d.uid for d in drawn] == [d.uid for d in self.take(len(drawn))], "commit what was taken, in order"
-        for epoch, offset, _ in list(self._ahead(0, len(drawn)))[-1:]:
-            self._epoch, self._position = epoch, offset + 1
+        if drawn:
+            *_, (self._epoch, last, _) = self._ahead(0, len(drawn))
+            self._position = last + 1
         if self._position == len(self._order(self._epoch)):
             self._epoch, self._position = self._epoch + 1, 0
         if self._curriculum is not None:

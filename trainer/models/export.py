@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,13 @@ def export_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`export_tensors` one by one, each with its adapter in it. A collective where there are adapters."""
+    adapters = adapters_of(module)
+    for name, tensor in export_tensors(module).items():
+        yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
+
+
 def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> Layout:
     """Place the tensors, in order, in files of at most `max_file_bytes` of data (a larger tensor alone)."""
     groups: list[list[str]] = [[]]
@@ -99,8 +107,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
 
     All ranks must see the same directory. Returns the names of the files.
     """
-    tensors = export_tensors(module)
-    layout = plan_layout(tensors, dtype)
+    layout = plan_layout(export_tensors(module), dtype)
     if dist.get_rank() == 0:
         os.makedirs(directory, exist_ok=True)
         for file, header in layout.headers.items():
@@ -116,11 +123,8 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
                 json.dump(index, out, indent=2, sort_keys=True)
     dist.barrier()
     open_files: dict[str, int] = {}
-    adapters = adapters_of(module)
     try:
-        for name, tensor in tensors.items():
-            if name in adapters:
-                tensor = adapters[name].merged_into(tensor)
+        for name, tensor in merged_tensors(module):
             slot = layout.slots[name]
             part = _own_rows(tensor)
             if part is None:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
 from trainer.config import AlgorithmConfig, chosen_options
-from trainer.models.export import export_tensors, write_safetensors
+from trainer.models.export import export_tensors, merged_tensors, write_safetensors
 from trainer.models.logprobs import token_logprobs
-from trainer.models.lora import adapters_of, adapters_off
+from trainer.models.lora import adapters_off
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
 from trainer.parallel.mesh import sum_over_ranks
 from trainer.workers.base import ModelWorker, TrainedWorker
@@ -117,10 +117,7 @@ class PolicyWorker(TrainedWorker):
     @torch.no_grad()
     def stream_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; each `next` gathers one tensor from all ranks."""
-        adapters = adapters_of(self.module)
-        for name, tensor in export_tensors(self.module).items():
-            if name in adapters:
-                tensor = adapters[name].merged_into(tensor)
+        for name, tensor in merged_tensors(self.module):
             if tensor.dtype.is_floating_point:
                 tensor = tensor.to(dtype)  # before gathering: half the traffic in bfloat16
             if isinstance(tensor, DTensor):
@@ -154,9 +151,6 @@ class ReferenceWorker(ModelWorker):
         """Take over the weights of `policy`, adapters merged."""
         assert not self.of_policy, "a reference without weights of its own cannot move"
         self.before_weights_change()
-        adapters = adapters_of(policy)
         own = export_tensors(self.module)
-        for name, tensor in export_tensors(policy).items():
-            if name in adapters:
-                tensor = adapters[name].merged_into(tensor)
+        for name, tensor in merged_tensors(policy):
             own[name].copy_(tensor)
