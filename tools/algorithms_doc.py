@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, shaping
 from trainer.config import ADVANTAGE_OPTIONS, LOSS_OPTIONS, AlgorithmConfig, LoraConfig, field_docs
@@ -30,9 +30,16 @@ adapters is the reference. The frozen weights are held in the precision of the f
 job's own merged export has them so; `python -m trainer.checkpoint export` merges into the files of `model.path`."""
 
 
-def section(name: str, key: str, doc: str, options: Iterable[str] = ()) -> list[str]:
-    chosen = f"`{key}={name}`" + (f"; options {', '.join(f'`algorithm.{o}`' for o in options)}" if options else "")
+def section(name: str, key: str, doc: str, options: Iterable[str] = (), function: Callable | None = None) -> list[str]:
+    """One name with the keys it takes, and `function`'s defaults for those that are null in the schema."""
+    defaults = inspect.signature(function).parameters if function else {}
+    shown = [f"`algorithm.{o}`" + (f" ({_shown(defaults[o].default)})" if o in defaults else "") for o in options]
+    chosen = f"`{key}={name}`" + (f"; options, with their defaults: {', '.join(shown)}" if shown else "")
     return [f"### `{name}`", "", f"{chosen}.", "", *markdown(doc)]
+
+
+def _shown(value: object) -> object:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def markdown(doc: str) -> list[str]:
@@ -56,10 +63,11 @@ def module_doc(title: str, doc: str, names: Iterable[str], key: str) -> list[str
 def page() -> str:
     lines = [INTRO, "", "## Advantages", "", *markdown(inspect.getmodule(ADVANTAGES["grpo"]).__doc__ or "")]
     for name, function in ADVANTAGES.items():
-        lines += section(name, "algorithm.advantage_estimator", function.__doc__ or "", ADVANTAGE_OPTIONS[name])
+        key, options = "algorithm.advantage_estimator", ADVANTAGE_OPTIONS[name]
+        lines += section(name, key, function.__doc__ or "", options, function)
     lines += ["## Policy losses", "", *markdown(losses.__doc__ or "")]
     for name, function in POLICY_LOSSES.items():
-        lines += section(name, "algorithm.policy_loss", function.__doc__ or "", LOSS_OPTIONS[name])
+        lines += section(name, "algorithm.policy_loss", function.__doc__ or "", LOSS_OPTIONS[name], function)
     lines += module_doc("Aggregation", aggregation.__doc__ or "", aggregation.AGGREGATIONS, "algorithm.aggregation")
     lines += module_doc("KL", kl.kl_penalty.__doc__ or "", kl.KL_ESTIMATORS, "algorithm.kl_estimator")
     for name, controller in (("fixed", kl.FixedKL), ("adaptive", kl.AdaptiveKL)):
@@ -83,8 +91,7 @@ def keys(section: str, schema: type) -> list[str]:
     lines, defaults = ["| key | default | meaning |", "|---|---|---|"], schema()
     for name, meaning in field_docs(schema).items():
         value = getattr(defaults, name)
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-        lines.append(f"| `{section}.{name}` | `{shown}` | {meaning} |")
+        lines.append(f"| `{section}.{name}` | `{_shown(value)}` | {meaning} |")
     return [*lines, ""]
 
 

@@ -132,6 +132,16 @@ def add_advantages(
     return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
 
 
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - Var(return - value) / Var(return). Returns that are all equal leave nothing to explain: 1 for values that
+    miss them by a constant at most, else 0, as in scikit-learn."""
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    errors = returns - values
+    if returns.var() <= 1e-12 * np.square(returns).mean():  # equal but for rounding
+        return float(errors.max() == errors.min())
+    return float(1 - errors.var() / returns.var())
+
+
 def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
     """`batch` whose advantages are multiplied by the weights of `algorithm.rollout_correction`, and metrics.
 
@@ -179,6 +189,5 @@ def describe(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion
     shown = mismatch(*(torch.from_numpy(batch[n]) for n in ("old_logprobs", "rollout_logprobs", "response_mask")))
     metrics |= {f"rollout/{name}": value for name, value in shown.items()}
     if "values" in batch:
-        returns, errors = batch["returns"][mask], (batch["returns"] - batch["values"])[mask]
-        metrics["critic/explained_variance"] = 1 - errors.var() / max(returns.var(), 1e-8)
+        metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
     return {name: float(value) for name, value in metrics.items()}

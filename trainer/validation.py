@@ -207,6 +207,9 @@ def _algorithm(check: _Check) -> None:
         if r.temperature == 0:
             fail("rollout.temperature", "greedy completions of a prompt are all equal; "
                  f"{a.advantage_estimator} needs a value above 0")  # fmt: skip
+    if a.advantage_estimator == "grpo_passk" and (a.overlong_buffer > 0 or (a.kl_in == "reward" and a.kl_coef > 0)):
+        fail("algorithm.advantage_estimator", "grpo_passk asks whether a reward reaches 1, which one with a penalty "
+             "taken off does not; use algorithm.kl_in=loss and algorithm.overlong_buffer=0")  # fmt: skip
     if a.pass_k is not None and a.pass_k > r.n:
         fail("algorithm.pass_k", f"exceeds rollout.n={r.n}")
     if a.kl_in == "reward" and a.kl_estimator.endswith("+"):

@@ -31,8 +31,8 @@ def whiten(rows: list[Row], eps: float) -> list[Row]:
     if len(flat) < 2:
         return rows
     mean = fmean(flat)
-    std = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
-    return [[(x - mean) / (std + eps) for x in row] for row in rows]
+    variance = sum((x - mean) ** 2 for x in flat) / (len(flat) - 1)
+    return [[(x - mean) / math.sqrt(variance + eps) for x in row] for row in rows]
 
 
 def to_go(rewards: list[Row], gamma: float) -> list[Row]:
@@ -123,7 +123,7 @@ def grpo_passk(rewards, ids, pass_k):
 
 
 def ratio(new: float, old: float) -> float:
-    return math.exp(max(-20.0, min(20.0, new - old)))
+    return math.exp(new - old)
 
 
 def clamp(x: float, low: float, high: float) -> float:
@@ -153,7 +153,7 @@ def gspo(new, old, advantages, clip_low=3e-4, clip_high=4e-4):
         if not n:
             out.append([])
             continue
-        s = math.exp(fmean(clamp(x - y, -20.0, 20.0) for x, y in zip(n, o, strict=True)))
+        s = math.exp(fmean(x - y for x, y in zip(n, o, strict=True)))
         out.append([-min(s * x, clamp(s, 1 - clip_low, 1 + clip_high) * x) for x in a])
     return out
 
@@ -191,7 +191,7 @@ def kl_cov(new, old, advantages, cov_frac=2e-3, cov_kl_coef=1.0):
     chosen = {places[i] for i in order}
     out = per_token(lambda n, o, a: -ratio(n, o) * a, new, old, advantages)
     for i, t in chosen:
-        out[i][t] += cov_kl_coef * abs(clamp(new[i][t] - old[i][t], -20.0, 20.0))
+        out[i][t] += cov_kl_coef * abs(new[i][t] - old[i][t])
     return out
 
 
@@ -226,7 +226,7 @@ def kl(kind: str, new: float, ref: float) -> float:
 def correction_weights(ours, engine, kind, level, low, high):
     out = []
     for a, b in zip(ours, engine, strict=True):
-        logs = [clamp(x - y, -20.0, 20.0) for x, y in zip(a, b, strict=True)]
+        logs = [x - y for x, y in zip(a, b, strict=True)]
         if level == "token":
             ratios = [math.exp(x) for x in logs]
         elif not logs:
@@ -235,7 +235,7 @@ def correction_weights(ours, engine, kind, level, low, high):
             one = {
                 "arithmetic": lambda logs=logs: fmean(math.exp(x) for x in logs),
                 "geometric": lambda logs=logs: math.exp(fmean(logs)),
-                "product": lambda logs=logs: math.exp(clamp(sum(logs), -20.0, 20.0)),
+                "product": lambda logs=logs: math.exp(clamp(sum(logs), -177.0, 177.0)),
             }[level]()
             ratios = [one] * len(logs)
         out.append([min(r, high) if kind == "tis" else (r if low <= r <= high else 0.0) for r in ratios])

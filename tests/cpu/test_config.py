@@ -66,6 +66,10 @@ def test_the_default_composes_and_resume_is_spelled_any_way():
             ["algorithm.advantage_estimator=grpo_passk", "algorithm.pass_k=9", "algorithm.normalize_std=null"],
             "algorithm.pass_k=9: exceeds rollout.n=8",
         ),
+        (
+            ["algorithm.advantage_estimator=grpo_passk", "algorithm.normalize_std=null", "algorithm.overlong_buffer=2"],
+            "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
+        ),
         (["algorithm.rollout_correction=is"], "algorithm.rollout_correction=is: choose one of null, tis, mis"),
         (["algorithm=ppo", "algorithm.gamma=nan"], "algorithm.gamma=nan"),
         (["data.train_files=[a.jsonl]"], "data.generator.*data=files"),

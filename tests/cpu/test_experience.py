@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.config import AlgorithmConfig
-from trainer.experience import add_advantages, correct_rollouts, leave_out_rows
+from trainer.experience import add_advantages, correct_rollouts, explained_variance, leave_out_rows
 from trainer.rollout.engine import Completion
 
 
@@ -63,3 +63,12 @@ def test_rows_that_are_left_out_have_no_mask():
     assert kept.any(axis=1).tolist() == [False, False, True, True]
     kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(overlong_masking=True))["response_mask"]
     assert kept.any(axis=1).tolist() == [True, True, False, True]
+
+
+def test_explained_variance_is_that_of_scikit_learn():
+    values, returns = np.array([0.0, 1.0, 2.0]), np.array([0.5, 1.0, 2.5])
+    assert explained_variance(values, returns) == pytest.approx(1 - np.var(returns - values) / np.var(returns))
+    equal = np.full(1000, 0.3, dtype=np.float32)
+    equal[::2] += 1e-8  # rounding
+    assert explained_variance(np.linspace(0, 1, 1000), equal) == 0.0
+    assert explained_variance(np.full(3, 0.25), np.ones(3)) == 1.0

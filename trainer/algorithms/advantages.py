@@ -2,7 +2,9 @@
 
 `rewards` and `mask` are `(B, T)`, `group_ids` is `(B,)`, equal for completions of one prompt. R_i is the sum of
 completion i's token rewards, g its group, n the size of the group. What is returned is `(B, T)` and 0 where
-`mask` is 0. Without a critic nothing regresses on the returns; they equal the advantages then.
+`mask` is 0, in float32 at least, and has no gradient. Without a critic nothing regresses on the returns; they equal
+the advantages then. Whitening is (x - mean) / sqrt(variance + eps) over the completion tokens of the batch, with the
+unbiased variance; a single token is left as it is, and equal values become 0.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
+from trainer.algorithms.ratios import at_least_float32
 
 
+@torch.no_grad()
 def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0,
         normalize_std: bool = False, eps: float = 1e-8) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Generalised advantage estimation (Schulman et al., 2015, equations 11 and 16).
@@ -32,8 +36,9 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gam
     Returns:
         advantages, and returns: the advantage before whitening + value.
     """
-    rewards, values, active = masked(rewards, mask), masked(values, mask), mask > 0
-    next_value = torch.zeros_like(rewards[:, 0])
+    rewards, values = (masked(tensor, mask) for tensor in at_least_float32(rewards, values))
+    active = mask > 0
+    next_value = rewards.new_zeros(len(rewards))
     next_advantage = torch.zeros_like(next_value)
     advantages = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -46,6 +51,7 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gam
     return (_whiten(advantages, mask, eps) if normalize_std else advantages), returns
 
 
+@torch.no_grad()
 def grpo(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
@@ -63,6 +69,7 @@ def grpo(
     return _to_tokens(centered, mask)
 
 
+@torch.no_grad()
 def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """REINFORCE, leave one out (Kool et al., 2019; Ahmadian et al., Back to Basics, 2024).
 
@@ -75,12 +82,13 @@ def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tens
     return _to_tokens(group.centered(scores) * size / (size - 1).clamp(min=1), mask)
 
 
+@torch.no_grad()
 def reinforce_plus_plus(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, gamma: float = 1.0, eps: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu, 2025): the discounted reward to go, whitened over all tokens of the batch.
 
-        G_t = r_t + gamma G_{t+1}          A_t = (G_t - mean G) / (std G + eps)
+        G_t = r_t + gamma G_{t+1}          A_t = (G_t - mean G) / sqrt(var G + eps)
 
     Returns:
         advantages, and G.
@@ -89,6 +97,7 @@ def reinforce_plus_plus(
     return _whiten(returns, mask, eps), returns
 
 
+@torch.no_grad()
 def reinforce_plus_plus_baseline(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
@@ -99,6 +108,7 @@ def reinforce_plus_plus_baseline(
     return advantages, advantages
 
 
+@torch.no_grad()
 def remax(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, baselines: Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -110,10 +120,11 @@ def remax(
     Returns:
         advantages, and the reward to go.
     """
-    returns = _reward_to_go(rewards, mask, gamma)
-    return masked(returns - baselines.to(returns).unsqueeze(-1), mask), returns
+    returns, baselines = at_least_float32(_reward_to_go(rewards, mask, gamma), baselines)
+    return masked(returns - baselines.unsqueeze(-1), mask), returns
 
 
+@torch.no_grad()
 def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Maximum-likelihood RL (Tajwar et al., 2026): A_i = (R_i - mean_g R) / mean_g R.
 
@@ -127,6 +138,7 @@ def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6
     return _to_tokens(torch.where(mean > eps, scaled, torch.zeros_like(scaled)), mask)
 
 
+@torch.no_grad()
 def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """On-policy RL with the optimal baseline (Hao et al., 2025): A_i = R_i - sum_g(l R) / sum_g(l), with l_i the
     completion's length. A group of equal rewards, and a group of one, has advantage 0."""
@@ -138,6 +150,7 @@ def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tenso
     return _to_tokens(torch.where(group.flat(scores), torch.zeros_like(scores), centered - baseline[group.index]), mask)
 
 
+@torch.no_grad()
 def grpo_passk(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, pass_k: int = 2, eps: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
@@ -176,7 +189,7 @@ class _Groups:
 
     def __init__(self, group_ids: Tensor):
         _, self.index = torch.unique(group_ids, return_inverse=True)
-        self.count = int(self.index.max()) + 1
+        self.count = int(self.index.max()) + 1 if len(group_ids) else 0
         self.size = torch.zeros(self.count, dtype=torch.float64, device=group_ids.device)
         self.size.index_add_(0, self.index, torch.ones_like(self.index, dtype=torch.float64))
 
@@ -205,7 +218,7 @@ class _Groups:
 
 
 def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
-    return masked(rewards, mask).sum(dim=-1)
+    return masked(*at_least_float32(rewards), mask).sum(dim=-1)
 
 
 def _to_tokens(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,8 +227,8 @@ def _to_tokens(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    rewards, active = masked(rewards, mask), mask > 0
-    later = torch.zeros_like(rewards[:, 0])
+    rewards, active = masked(*at_least_float32(rewards), mask), mask > 0
+    later = rewards.new_zeros(len(rewards))
     returns = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
         here = rewards[:, t] + gamma * later
@@ -230,7 +243,7 @@ def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
         return values
     if kept.min() == kept.max():  # the mean of equal values rounds, and eps is no match for what that leaves
         return torch.zeros_like(values)
-    return masked((values - kept.mean()) / (kept.std() + eps), mask)
+    return masked((values - kept.mean()) * torch.rsqrt(kept.var() + eps), mask)
 
 
 ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {

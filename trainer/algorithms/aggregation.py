@@ -36,9 +36,10 @@ class Totals:
     @classmethod
     def of(cls, mask: Tensor, max_tokens: float | None = None) -> Totals:
         """Totals of the batch with this `mask` `(B, T)`; L is T unless given."""
+        active = mask > 0  # summed as integers: a sum of ones in the mask's own type may round
         return cls(
-            tokens=float(mask.sum()),
-            sequences=float((mask.sum(dim=-1) > 0).sum()),
+            tokens=float(active.sum()),
+            sequences=float(active.any(dim=-1).sum()),
             max_tokens=float(mask.shape[-1] if max_tokens is None else max_tokens),
         )
 
@@ -64,6 +65,6 @@ def aggregate(values: Tensor, mask: Tensor, kind: str = "token_mean", totals: To
         return kept.sum() / max(totals.tokens, 1.0)
     rows = kept.sum(dim=-1)
     if kind == "seq_mean_token_mean":
-        rows = rows / mask.sum(dim=-1).clamp(min=1)
+        rows = rows / (mask > 0).sum(dim=-1).clamp(min=1)
     scale = totals.max_tokens if kind == "seq_mean_token_sum_norm" else 1.0
     return rows.sum() / (max(totals.sequences, 1.0) * max(scale, 1.0))

@@ -10,39 +10,39 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
+from trainer.algorithms.ratios import bounded, log_ratio
 
 CORRECTIONS = ("tis", "mis")
 LEVELS = ("token", "arithmetic", "geometric", "product")
-_MAX_LOG_RATIO = 20.0
 
 
 @torch.no_grad()
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, kind: str, level: str = "token",
-    low: float = 0.0, high: float = 2.0,
+    low: float = 0.5, high: float = 2.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights for the token losses, `(B, T)`, 0 outside of the mask, and the tokens that a bound acts on.
 
     Args:
         old_logprobs, rollout_logprobs, mask: `(B, T)`: the trainer's, the engine's.
         kind: `tis`, truncated: min(rho, high) (low is not used); `mis`, masked: rho where low <= rho <= high, else 0
-            (the token, or at a sequence level the whole sequence, is left out).
+            (the token, or at a sequence level the whole sequence, teaches nothing; means still count it).
         level: of rho: `token`, rho_t; or one for the whole sequence: the `arithmetic` mean of rho_t, their `geometric`
-            mean, or their `product`.
+            mean, or their `product`. Its logarithm is cut off at +-22 (float64: +-177).
     """
-    log_ratio = _log_ratio(old_logprobs, rollout_logprobs, mask)
+    log_r = log_ratio(old_logprobs, rollout_logprobs, mask)
     count = (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
     if level == "token":
-        ratio = log_ratio.exp()
+        ratio = bounded(log_r).exp()
     elif level == "arithmetic":
-        ratio = masked(log_ratio.exp(), mask).sum(dim=-1, keepdim=True) / count
+        ratio = masked(bounded(log_r).exp(), mask).sum(dim=-1, keepdim=True) / count
     elif level == "geometric":
-        ratio = (log_ratio.sum(dim=-1, keepdim=True) / count).exp()
+        ratio = bounded(log_r.sum(dim=-1, keepdim=True) / count).exp()
     elif level == "product":
-        ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        ratio = bounded(log_r.sum(dim=-1, keepdim=True)).exp()
     else:
         raise ValueError(f"algorithm.rollout_correction_level={level}: choose one of {', '.join(LEVELS)}")
-    ratio = ratio.expand_as(log_ratio)
+    ratio = ratio.expand_as(log_r)
     if kind == "tis":
         weights, bound = ratio.clamp(max=high), ratio > high
     elif kind == "mis":
@@ -60,18 +60,18 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> di
     `kl` (k1 of engine to trainer, mean of -log rho), `k3_kl`, `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max` of
     rho, `ess` (effective sample size, (sum rho)^2 / (N sum rho^2)), `pearson` (correlation of the log-probs).
     """
-    log_ratio = _log_ratio(old_logprobs, rollout_logprobs, mask)[mask > 0].double()
-    if not log_ratio.numel():
+    ours, theirs = (masked(x, mask)[mask > 0].double() for x in (old_logprobs, rollout_logprobs))
+    if not ours.numel():
         return {}
-    ratio = log_ratio.exp()
+    log_r = bounded(log_ratio(ours, theirs))
+    ratio = log_r.exp()
     ordered = ratio.sort().values  # torch.quantile refuses more than 16M values
     points = [_quantile(ordered, q) for q in (0.01, 0.5, 0.99)]
-    ours, theirs = (masked(x, mask)[mask > 0].double() for x in (old_logprobs, rollout_logprobs))
     ours, theirs = ours - ours.mean(), theirs - theirs.mean()
     norm = float(ours.norm() * theirs.norm())
     return {
-        "kl": float(-log_ratio.mean()),
-        "k3_kl": float((torch.expm1(log_ratio) - log_ratio).mean()),
+        "kl": float(-log_r.mean()),
+        "k3_kl": float((torch.expm1(log_r) - log_r).mean()),
         "ratio_p1": points[0], "ratio_p50": points[1], "ratio_p99": points[2],
         "ratio_max": float(ratio.max()),
         "ess": float(ratio.sum().square() / (ratio.square().sum() * ratio.numel())),
@@ -85,8 +85,3 @@ def _quantile(ordered: Tensor, q: float) -> float:
     low = int(position)
     below, above = float(ordered[low]), float(ordered[min(low + 1, len(ordered) - 1)])
     return below + (position - low) * (above - below)
-
-
-def _log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-    difference = masked(old_logprobs, mask) - masked(rollout_logprobs, mask)
-    return difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.algorithms.aggregation import masked
+from trainer.algorithms.ratios import limit, log_ratio
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 
@@ -15,7 +15,8 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference), `(B, T)`.
 
-    Where `mask` `(B, T)` is 0 the estimate is 0, and so is its gradient, whatever the log-probs are there.
+    Where `mask` `(B, T)` is 0 the estimate is 0, and so is its gradient, whatever the log-probs are there. Only
+    `logprobs` are differentiated. In k3 the exponent is cut off at 22 (float64: 177).
 
     With d = log pi(x) - log pi_ref(x) (Schulman, Approximating KL divergence, 2020):
 
@@ -26,23 +27,18 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor |
         k1+, k3+                  straight through: the value of k1 or k3, the gradient of k2 (the gradients of k1
                                   and k3 as losses are not the KL's: Tang and Munos, 2025)
     """
-    if mask is not None:
-        # Before subtracting: an infinity there would leave NaN in the gradient.
-        logprobs, ref_logprobs = masked(logprobs, mask), masked(ref_logprobs, mask)
-    d = logprobs - ref_logprobs
+    d = log_ratio(logprobs, ref_logprobs.detach(), mask)
     if kind == "k1":
         return d
     if kind == "k2":
         return 0.5 * d.square()
     if kind == "k3":
-        # expm1 keeps the small KLs of training that exp(-d) - 1 loses to rounding. Beyond a log-ratio of
-        # 20 the estimate is linear in effect: clamping keeps one absurd token from overflowing.
-        clamped = d.clamp(-20.0, 20.0)
-        return torch.expm1(-clamped) + clamped
+        # expm1 keeps the small KLs of training that exp(-d) - 1 loses to rounding.
+        return torch.expm1((-d).clamp(max=limit(d.dtype))) + d
     if kind == "abs":
         return d.abs()
     if kind in ("k1+", "k3+"):
-        value, slope = kl_penalty(logprobs, ref_logprobs, kind[:-1]), 0.5 * d.square()
+        value, slope = kl_penalty(logprobs, ref_logprobs, kind[:-1], mask), 0.5 * d.square()
         return slope - slope.detach() + value.detach()
     raise ValueError(f"algorithm.kl_estimator={kind}: choose one of {', '.join(KL_ESTIMATORS)}")
 

@@ -2,8 +2,9 @@
 and the critic's.
 
 All tensors are `(B, T)`; `mask` is 1 for completion tokens. r_t = exp(logp_t - old_logp_t), sg[x] is x without its
-gradient. The loss is a scalar, this piece's share of the global mini-batch's (see `aggregation`), and so are the
-metrics: `clip_frac` (tokens whose gradient the bound takes away or changes) and `approx_kl` (k3 of old to new).
+gradient; only `logprobs` are differentiated. A log-ratio is cut off at +-22 (float64: +-177) before it is
+exponentiated. The loss is a scalar, this piece's share of the global mini-batch's (see `aggregation`), and so are the
+metrics: `clip_frac` (tokens whose gradient a bound takes away or changes) and `approx_kl` (k3 of old to new).
 Every function takes `aggregation` and `totals`; its other options are its own.
 """
 
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import Totals, aggregate, masked
-
-_MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far outside every clip range, and finite with its gradient
+from trainer.algorithms.ratios import at_least_float32, beyond, bounded, log_ratio
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -30,9 +30,9 @@ def clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
 
     With `dual_clip` = c, for A_t < 0 no larger than -c A_t (Ye et al., 2020).
     """
-    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
-    unclipped = -log_ratio.exp() * advantages
-    clipped = -log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = bounded(log_r).exp()
+    unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     losses, bound = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip is not None:
         if not dual_clip > 1:
@@ -40,7 +40,7 @@ def clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
         ceiling = -dual_clip * advantages
         bound = bound | ((advantages < 0) & (losses > ceiling))
         losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, bound, mask, totals)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, bound | beyond(log_r), mask, totals)
 
 
 def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
@@ -48,20 +48,18 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
          aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
     """Group sequence policy optimisation (Zheng et al., 2025, equations 7 and 13): one ratio a sequence.
 
-    s_i = exp(mean_t log r_it)          s_it = sg[s_i] exp(logp_it - sg[logp_it])
-    L_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
+        s_i = exp(mean_t log r_it)          s_it = sg[s_i] exp(logp_it - sg[logp_it])
+        L_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
 
     The paper aggregates with `seq_mean_token_mean`, and so does the preset.
     """
-    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
-    # Not from the clamped ratio: a token beyond the clamp still has its gradient in the paper's formula.
-    current = masked(logprobs, mask)
-    mean = log_ratio.detach().sum(dim=-1, keepdim=True) / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
-    ratio = mean.exp() * (current - current.detach()).exp()
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    mean = log_r.detach().sum(dim=-1, keepdim=True) / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = bounded(mean).exp() * (logprobs - logprobs.detach()).exp()
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     losses = torch.maximum(unclipped, clipped)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, clipped > unclipped, mask, totals)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, clipped > unclipped, mask, totals)
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
@@ -73,11 +71,11 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tens
 
     With the default `clip_low` = 1 there is no lower bound, as in the paper.
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio = log_ratio.detach().exp()
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = bounded(log_r.detach()).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = -weight * masked(advantages, mask) * masked(logprobs, mask)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, weight != ratio, mask, totals)
+    losses = -weight * advantages * logprobs
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, weight != ratio, mask, totals)
 
 
 def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
@@ -89,12 +87,12 @@ def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
 
     At r_t = 1 its gradient is that of r_t A_t. `clip_frac` counts tokens whose gate has lost half of its slope.
     """
-    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    gate = torch.sigmoid(tau * (bounded(log_r).exp() - 1))
     slope = 4 * gate.detach() * (1 - gate.detach())
     losses = -(4 / tau) * gate * advantages
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, slope < 0.5, mask, totals)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, slope < 0.5, mask, totals)
 
 
 def clip_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
@@ -109,16 +107,16 @@ def clip_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
     covariance go, so that a run can be repeated. Means and shares are those of the piece, so this loss depends on how
     a batch is split.
     """
-    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
-    unclipped = -log_ratio.exp() * advantages
-    clipped = -log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
-    bound = clipped > unclipped
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = bounded(log_r).exp()
+    unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    bound = (clipped > unclipped) | beyond(log_r)
     covariance = _covariance(logprobs, advantages, mask)
     open_to_it = (covariance > cov_low) & (covariance < cov_high) & ~bound
     chosen = _highest(torch.where(open_to_it, covariance, -torch.inf), cov_frac, mask) & open_to_it
     losses = torch.maximum(unclipped, clipped)
     losses = torch.where(chosen, losses.detach(), losses)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, bound | chosen, mask, totals)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, bound | chosen, mask, totals)
 
 
 def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
@@ -130,18 +128,18 @@ def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Ten
 
     The covariance and the share are those of the piece (see `clip_cov`), and at least one token of it is chosen.
     """
-    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     chosen = _highest(_covariance(logprobs, advantages, mask), cov_frac, mask)
-    losses = -log_ratio.exp() * advantages + torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, chosen, mask, totals)
+    losses = -bounded(log_r).exp() * advantages + torch.where(chosen, cov_kl_coef * log_r.abs(), 0.0)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, chosen | beyond(log_r), mask, totals)
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
               aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
     """REINFORCE (Williams, 1992): L_t = -A_t logp_t. Right for one optimizer step on fresh samples."""
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    losses = -masked(advantages, mask) * masked(logprobs, mask)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, log_ratio != log_ratio, mask, totals)
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    unbound = torch.zeros_like(log_r, dtype=torch.bool)
+    return aggregate(-advantages * logprobs, mask, aggregation, totals), _metrics(log_r, unbound, mask, totals)
 
 
 def importance_weighted_ce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
@@ -152,10 +150,10 @@ def importance_weighted_ce(logprobs: Tensor, old_logprobs: Tensor, advantages: T
     `old_logprobs` are the other policy's, `advantages` the weights of the examples (1: plain cross-entropy at r = 1).
     The truncated weight is that of V-trace (Espeholt et al., 2018).
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio = log_ratio.detach().exp()
-    losses = -ratio.clamp(max=max_weight) * masked(advantages, mask) * masked(logprobs, mask)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_ratio, ratio > max_weight, mask, totals)
+    logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = bounded(log_r.detach()).exp()
+    losses = -ratio.clamp(max=max_weight) * advantages * logprobs
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, ratio > max_weight, mask, totals)
 
 
 def value_loss(
@@ -172,12 +170,13 @@ def value_loss(
         L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2, mean over tokens
 
     Args:
-        values, old_values, returns, mask: `(B, T)`.
+        values, old_values, returns, mask: `(B, T)`; only `values` are differentiated.
 
     Returns:
         the loss (scalar, this piece's share) and metrics: `clip_frac`.
     """
-    values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
+    given = at_least_float32(values, old_values.detach(), returns.detach())
+    values, old_values, returns = (masked(tensor, mask) for tensor in given)
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), mask, "token_mean", totals)
@@ -188,17 +187,20 @@ def value_loss(
     return loss, metrics
 
 
-def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    # Masked before subtracting: infinities outside of the mask would leave NaN in the gradient.
-    difference = masked(logprobs, mask) - masked(old_logprobs, mask)
-    return difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprobs`, log r and `advantages`, in float32 at least and 0 outside of the mask; the last has no gradient."""
+    shapes = {tuple(tensor.shape) for tensor in (logprobs, old_logprobs, advantages, mask)}
+    if len(shapes) > 1:
+        raise ValueError(f"a policy loss takes four tensors of one shape (B, T), not of {sorted(shapes)}")
+    logprobs, old_logprobs, advantages = at_least_float32(logprobs, old_logprobs.detach(), advantages.detach())
+    return masked(logprobs, mask), log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
 
 
 @torch.no_grad()
-def _metrics(log_ratio: Tensor, bound: Tensor, mask: Tensor, totals: Totals | None) -> dict[str, Tensor]:
+def _metrics(log_r: Tensor, bound: Tensor, mask: Tensor, totals: Totals | None) -> dict[str, Tensor]:
     return {
-        "clip_frac": aggregate(bound.to(log_ratio.dtype), mask, "token_mean", totals),
-        "approx_kl": aggregate(torch.expm1(log_ratio) - log_ratio, mask, "token_mean", totals),
+        "clip_frac": aggregate(bound.to(log_r.dtype), mask, "token_mean", totals),
+        "approx_kl": aggregate(torch.expm1(bounded(log_r)) - bounded(log_r), mask, "token_mean", totals),
     }
 
 
@@ -207,7 +209,6 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     active = mask > 0
     if not active.any():
         return torch.zeros_like(advantages)
-    logprobs = masked(logprobs, mask)
     covariance = (advantages - advantages[active].mean()) * (logprobs - logprobs[active].mean())
     return torch.where(active, covariance, -torch.inf)
 

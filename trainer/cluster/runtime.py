@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -16,6 +17,7 @@ from trainer.config import Config
 from trainer.errors import UserError
 
 _PLACEMENT_TIMEOUT_S = 60.0
+_END_S = 10.0  # for actors to end by themselves once Ray is down; a second is usual
 _CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
 
 
@@ -30,11 +32,13 @@ class Cluster:
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[ActorGroup, PlacementGroup | None]] = []
+        self._daemons: list[psutil.Process] = []  # Ray's own, where this job has started it
 
     def __enter__(self) -> Cluster:
         address = self.cfg.trainer.ray_address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if address is None:
+            others = psutil.Process().children()
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # only this machine can reach it
             ray.init(
                 address="local",
@@ -45,6 +49,7 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
                 **({"object_store_memory": _CPU_OBJECT_STORE_BYTES} if self.device == "cpu" else {}),
             )
+            self._daemons = [child for child in psutil.Process().children() if child not in others]
         else:
             _probe(address)
             try:
@@ -59,11 +64,25 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        actors = self._actor_processes()
         for group, _ in list(self._groups):
             # The cluster may be what failed; then its actors and placement groups went with it.
             with contextlib.suppress(ray.exceptions.RayError):
                 self.release(group)
         ray.shutdown()
+        # Ray does not wait for them, and whoever comes next may want their memory, above all on a GPU.
+        _, late = psutil.wait_procs(actors, timeout=_END_S)
+        for process in late:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(late, timeout=_END_S)
+
+    def _actor_processes(self) -> list[psutil.Process]:
+        processes = []
+        for daemon in self._daemons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes += daemon.children(recursive=True)
+        return processes
 
     def release(self, group: ActorGroup) -> None:
         """End the group's processes and give back their place."""

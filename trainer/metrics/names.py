@@ -28,7 +28,7 @@ METRICS: dict[str, Metric] = {
     "policy/loss": Metric("Policy loss, all its terms, mean over the step's mini-batches.", "loss"),
     "policy/kl": Metric("KL to the reference; without one, of the old policy to the new.", "nats"),
     "policy/kl_coef": Metric("Weight of the KL, with `algorithm.kl_controller=adaptive`.", "1"),
-    "policy/clip_frac": Metric("Tokens whose ratio was clipped in the policy's favour.", "share"),
+    "policy/clip_frac": Metric("Tokens whose gradient a bound of the policy loss took away or changed.", "share"),
     "policy/entropy": Metric("Mean entropy of the policy's next-token distribution.", "nats"),
     "policy/grad_norm": Metric("Global norm of the policy's gradient before clipping.", "norm"),
     "policy/lr": Metric("Learning rate of the policy's last optimizer step.", "1"),
