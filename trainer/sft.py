@@ -159,18 +159,19 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
     )  # fmt: skip
     # Another job may be making the same model: then this one waits, and takes it.
     with RunDirectory(warm_start, supervised=True).open(wait=True) as directory:
-        if os.path.exists(os.path.join(target, "config.json")):
-            return target
-        start = os.path.join(run_dir, "start")
-        from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
+        if not os.path.exists(os.path.join(target, "config.json")):
+            start = os.path.join(run_dir, "start")
+            from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
 
-        build_tiny(cfg.model.tiny, start)
-        print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True)
-        trainer = SupervisedTrainer(warm_start, cluster, directory, start, stop)
-        trainer.fit()
-        trainer.export(target)
-        trainer.close()
-    shutil.rmtree(run_dir, ignore_errors=True)
+            build_tiny(cfg.model.tiny, start)
+            steps = cfg.sft.steps
+            print(f"warm start of the embedded model: {steps} supervised steps, once for this config", flush=True)
+            trainer = SupervisedTrainer(warm_start, cluster, directory, start, stop)
+            trainer.fit()
+            trainer.export(target)
+            trainer.close()
+            shutil.rmtree(warm_start.trainer.ckpt_path)  # while it is ours: who waits for the lock would look into it
+    shutil.rmtree(run_dir, ignore_errors=True)  # who waited makes it anew, and removes it too
     return target
 
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
 import pytest
 
 # Whole jobs first, so that no process of the test run is left with minutes of them at the end.
@@ -27,7 +36,38 @@ def marker(monkeypatch, tmp_path) -> str:
 def _own_cache(tmp_path_factory):
     """Embedded models are built once per test session, not taken from, or left in, the user's cache."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("TRAINER_CACHE", str(tmp_path_factory.mktemp("cache")))
+    base = tmp_path_factory.getbasetemp()
+    # One for all processes of the test run: who comes second waits for the first, and takes what it has made.
+    patch.setenv("TRAINER_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
     patch.setenv("OMP_NUM_THREADS", "1")
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def ray_address():
+    """A Ray cluster that jobs join, as on several nodes; it outlives them."""
+    directory = tempfile.mkdtemp(prefix="ray")  # Ray's sockets need a short path
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}",
+               "--node-ip-address=127.0.0.1", "--num-cpus=8", f"--object-store-memory={2**28}",
+               "--include-dashboard=false", f"--temp-dir={directory}"]  # fmt: skip
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    with open(f"{directory}/log", "w") as log:
+        cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                assert cluster.poll() is None and time.monotonic() < deadline, Path(f"{directory}/log").read_text()
+                time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        cluster.terminate()
+        cluster.wait(60)
+        shutil.rmtree(directory, ignore_errors=True)

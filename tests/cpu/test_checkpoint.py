@@ -397,6 +397,21 @@ def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path):
         lock.check()
 
 
+def test_who_waits_for_a_directory_that_its_owner_removes_gets_a_new_one(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    first, second = RunLock(str(run), 60), RunLock(str(run), 60)
+    first.acquire()
+    waiting = threading.Thread(target=second.acquire, kwargs={"wait": True})
+    waiting.start()
+    shutil.rmtree(run)
+    first.release()
+    waiting.join(10)
+    second.check()
+    shutil.rmtree(run)
+    second.release()
+
+
 def test_the_lock_of_a_silent_machine_dies_of_age_and_that_of_a_live_one_does_not(tmp_path):
     lock = RunLock(str(tmp_path), 3)
     lock.acquire()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -62,11 +63,11 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
     assert shared_memory() <= memory
 
 
-def test_presets_that_sample_in_their_own_way(tmp_path):
+def test_presets_that_sample_in_their_own_way(tmp_path, ray_address):
     """DAPO draws further prompts, ReMax a greedy completion for each; tokens are weighed by the engine's mismatch."""
     (tmp_path / "own.py").write_text(OWN_LOSS)
-    done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", "algorithm.rollout_correction=tis",
-                   "algorithm.policy_loss=own:loss", "+algorithm.options.factor=0",
+    done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", f"trainer.ray_address={ray_address}",
+                   "algorithm.rollout_correction=tis", "algorithm.policy_loss=own:loss", "+algorithm.options.factor=0",
                    "reward.name=tests.cpu.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     dapo, remax = (metrics(next((tmp_path / "outputs/default").glob(f"*algorithm={n}*"))) for n in ("dapo", "remax"))
@@ -99,10 +100,11 @@ def starts_with_a_vowel(completion: str, answer: str) -> float:
     return float(completion[:1] in "aeiou")
 
 
-def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
+def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path, ray_address):
     """The same prompts and, to rounding, the same losses; and it comes back as itself."""
     base = [
         "rollout=transformers",
+        f"trainer.ray_address={ray_address}",
         "trainer.total_steps=4",
         "trainer.num_workers=2",
         "algorithm=ppo",
@@ -133,7 +135,7 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     assert comparable(metrics(tmp_path / "outputs/fork")) == comparable(rows)
 
     # The weights alone, into a run of another kind, whose reference would be in its checkpoints.
-    done = run_job("rollout=transformers", "trainer.total_steps=1", "trainer.run_name=weights",
+    done = run_job(*base[:2], "trainer.total_steps=1", "trainer.run_name=weights",
                    "algorithm.kl_coef=0.01", "algorithm.ref_update_interval=1", "trainer.resume_load=[weights]",
                    "trainer.resume_mode=from_path", "trainer.resume_path=outputs/whole/checkpoints/global_step_2",
                    cwd=tmp_path)  # fmt: skip
@@ -142,13 +144,15 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     assert {path.name for path in saved.iterdir() if path.is_dir()} == {"policy", "reference"}
 
 
-def test_an_export_is_the_trained_policy(tmp_path):
-    done = run_job("rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2", cwd=tmp_path)
+def test_an_export_is_the_trained_policy(tmp_path, ray_address):
+    base = ["rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2",
+            f"trainer.ray_address={ray_address}"]  # fmt: skip
+    done = run_job(*base, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     export = tmp_path / "outputs/default/exports/global_step_2/policy"
     model = AutoModelForCausalLM.from_pretrained(export)
     tokenizer = AutoTokenizer.from_pretrained(export)
-    start = next(Path(done_cache()).glob("tiny-*/config.json")).parent
+    start = re.search(r"run default in .*?: (\S+),", done.stdout).group(1)
     assert any(
         not torch.equal(a, b)
         for a, b in zip(model.parameters(), AutoModelForCausalLM.from_pretrained(start).parameters(), strict=True)
@@ -177,8 +181,7 @@ def test_an_export_is_the_trained_policy(tmp_path):
     assert tool("rollback", str(run), "--to", "1", "--json")["step"] == 1
     assert tool("rollback", str(run), "--to", "2", status=1) == ""
     assert tool("ls", str(tmp_path), status=2) == ""
-    back = run_job("rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2",
-                   "trainer.resume_mode=latest", cwd=tmp_path)  # fmt: skip
+    back = run_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)
     assert back.returncode == 0 and "resume verified: 1 replayed steps identical" in back.stdout, back.stdout
     assert tool("prune", str(run), "--keep", "1", "--dry-run", "--json")["deleted"] == [1]
     assert tool("prune", str(run), "--keep", "1", "--json")["deleted"] == [1]
@@ -192,12 +195,6 @@ def tool(*args: str, status: int = 0):
     done = subprocess.run([sys.executable, "-m", "trainer.checkpoint", *args], capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in args else done.stdout
-
-
-def done_cache() -> str:
-    import os
-
-    return os.environ["TRAINER_CACHE"]
 
 
 def test_a_nan_stops_the_run_and_names_the_step_and_the_last_checkpoint(tmp_path, marker):
@@ -230,24 +227,25 @@ def test_a_killed_rank_ends_the_job_within_seconds_and_leaves_nothing(tmp_path, 
     assert left_running(marker) == []
 
 
-def test_real_gsm8k_trains_on_two_ranks(tmp_path):
+def test_real_gsm8k_trains_on_two_ranks(tmp_path, ray_address):
     data = Path(__file__).resolve().parents[2] / "../shared/data/gsm8k"
     if not data.exists():
         pytest.skip("the GSM8K files are not beside this checkout")
     done = run_job("data=gsm8k", f"data.train_files=[{data}/train.jsonl]", f"data.val_files=[{data}/test.jsonl]",
-                   "trainer.num_workers=2", "rollout.max_response_tokens=64", cwd=tmp_path)  # fmt: skip
+                   "trainer.num_workers=2", "rollout.max_response_tokens=64",
+                   f"trainer.ray_address={ray_address}", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics(tmp_path / "outputs/default")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
 
 
-def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path):
-    first = run_job("sft.steps=4", "trainer.num_workers=2", module="trainer.sft", cwd=tmp_path)
+def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path, ray_address):
+    on = f"trainer.ray_address={ray_address}"
+    first = run_job(on, "sft.steps=4", "trainer.num_workers=2", module="trainer.sft", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
-    more = run_job(
-        "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft", cwd=tmp_path
-    )
+    more = run_job(on, "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft",
+                   cwd=tmp_path)  # fmt: skip
     assert more.returncode == 0, more.stderr
     rows = metrics(tmp_path / "outputs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -257,12 +255,12 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     model = tmp_path / "outputs/default/exports/global_step_6/policy"
     AutoModelForCausalLM.from_pretrained(model)
 
-    sampled = run_job(f"model.path={model}", "trainer.run_name=sampler", "logger.rollouts=true", "rollout=transformers",
-                      "trainer.val_interval=-1", cwd=tmp_path)  # fmt: skip
+    sampled = run_job(on, f"model.path={model}", "trainer.run_name=sampler", "logger.rollouts=true",
+                      "rollout=transformers", "trainer.val_interval=-1", cwd=tmp_path)  # fmt: skip
     assert sampled.returncode == 0, sampled.stderr
     files = sorted((tmp_path / "outputs/sampler/rollouts").iterdir())
     assert [file.name for file in files] == ["step_1.jsonl", "step_2.jsonl"]
-    offline = run_job(f"model.path={model}", "trainer.run_name=offline", "sft.source=rollouts", "sft.max_weight=4",
+    offline = run_job(on, f"model.path={model}", "trainer.run_name=offline", "sft.source=rollouts", "sft.max_weight=4",
                       f"data.train_files=[{files[0]}]", "data.generator=null", "trainer.val_interval=-1", "sft.steps=3",
                       "trainer.policy.lora.rank=4", "trainer.hf_save_lora=adapter", module="trainer.sft",
                       cwd=tmp_path)  # fmt: skip

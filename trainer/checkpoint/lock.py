@@ -87,7 +87,8 @@ class RunLock:
             self._thread = None
         owner = self._read()
         if owner is not None and owner.get("token") == self._token:
-            os.remove(self.path)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.path)
 
     def __enter__(self) -> RunLock:
         return self
@@ -145,6 +146,7 @@ class RunLock:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Two that find the same dead owner must not both take its place."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)  # its last owner may have removed it
         with open(f"{self.path}.guard", "w") as guard:
             with contextlib.suppress(OSError):  # a file system without locks of its own: the window is small
                 fcntl.flock(guard, fcntl.LOCK_EX)
