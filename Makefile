@@ -4,6 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
+# Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-gpu lint lock docs
 

@@ -11,6 +11,7 @@ import numpy as np
 from trainer.cluster.actors import ActorGroup, Pending
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
+from trainer.models.files import resolve_model_path
 from trainer.parallel.batching import Batch
 
 ROLES = ("policy", "critic", "reference")
@@ -59,7 +60,8 @@ class Ranks:
         t = self.cfg.trainer
         a_step = (t.train_batch_size // t.mini_batch_size) * t.update_epochs
         steps = {"critic": t.total_steps * a_step, "policy": (t.total_steps - t.critic.warmup_steps) * a_step}
-        pending = [g.start("build", roles, model_path, steps) for g, roles in self._hosts()]
+        critic_path = resolve_model_path(t.critic.path) if t.critic.path else None
+        pending = [g.start("build", roles, model_path, steps, critic_path) for g, roles in self._hosts()]
         for one in pending:
             one.result()
 

@@ -17,7 +17,7 @@ _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.jinja", "tokenizer*"
 
 
 def resolve_model_path(path: str) -> str:
-    """The local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
+    """The local directory of a model, absolute: `path` itself, or the Hub snapshot of that id (downloaded once).
 
     Raises:
         UserError: neither exists.
@@ -25,7 +25,7 @@ def resolve_model_path(path: str) -> str:
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "config.json")):
             raise UserError(f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model")
-        return path
+        return os.path.abspath(path)  # ranks on a cluster that was there before have another working directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

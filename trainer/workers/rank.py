@@ -79,11 +79,14 @@ class Rank:
         np.random.seed(seed % 2**32)
         random.seed(seed)
 
-    def build(self, roles: list[str], model_path: str, optimizer_steps: dict[str, int]) -> None:
+    def build(
+        self, roles: list[str], model_path: str, optimizer_steps: dict[str, int], critic_path: str | None = None
+    ) -> None:
         """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`.
 
         Args:
             optimizer_steps: of the whole run, by trained role.
+            critic_path: where the critic's come from instead.
         """
         assert self.mesh is not None, "connect first"
         cfg, t = self.cfg, self.cfg.trainer
@@ -94,8 +97,8 @@ class Rank:
                 module, self.mesh, t.max_tokens_per_micro_batch, t.policy.optimizer, optimizer_steps["policy"]
             )
         if "critic" in roles:
-            critic_path = resolve_model_path(t.critic.path) if t.critic.path else path
-            module = load_critic(cfg.model, critic_path, self.mesh, t.critic.fsdp, t.critic.lora, t.seed)
+            start = resolve_model_path(critic_path or path)
+            module = load_critic(cfg.model, start, self.mesh, t.critic.fsdp, t.critic.lora, t.seed)
             self.critic = CriticWorker(
                 module, self.mesh, t.max_tokens_per_micro_batch, t.critic.optimizer, optimizer_steps["critic"]
             )
