@@ -46,29 +46,35 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, mod
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "algorithm, settings, places",
+    "algorithm, settings, places, joins",
     [
-        ("grpo", ["trainer.num_workers=2"], ["save:staged,1", "save:manifest_written,2", "time"]),
+        ("grpo", ["trainer.num_workers=2"], ["save:staged,1", "save:manifest_written,2", "time"], False),
         (  # adapters, served by vLLM, beside a critic that is trained whole
             "ppo",
             ["trainer.policy.lora.rank=4"],
             ["save:shards_written,3", "save:published,1", "logged,2"],
+            False,
         ),
-        (  # everything that remembers earlier steps
+        (  # everything that remembers earlier steps, on a cluster that outlives the job
             "dapo",
             ["rollout=transformers", "data.curriculum=tests.cpu.test_killed_jobs:hardest_first", "data.train_size=24",
              "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
              "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis", "logger.rollouts=true"],
             ["logged,2", "save:manifest_written,2"],
+            True,
         ),
     ],
     ids=["grpo", "ppo-lora", "dapo-curriculum"],
 )  # fmt: skip
-def test_a_job_killed_again_and_again_ends_as_if_never_killed(algorithm, settings, places, tmp_path, marker):
-    """SIGKILL to every process of it; then the same command again."""
+def test_a_job_killed_again_and_again_ends_as_if_never_killed(
+    algorithm, settings, places, joins, tmp_path, marker, request
+):
+    """SIGKILL to every process of it (on a cluster: to what runs the loop); then the same command again, at once."""
     base = [f"algorithm={algorithm}", *settings, f"trainer.total_steps={STEPS}",
             f"trainer.hf_save_interval={STEPS}", "trainer.max_ckpts_to_keep=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
+    if joins:
+        base.append(f"trainer.ray_address={request.getfixturevalue('ray_address')}")
     whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
 

@@ -49,13 +49,16 @@ class RunLock:
         taken_from = None
         deadline = time.monotonic() + self.timeout_s + 5
         while True:
-            with self._guarded():
-                owner = self._read()
-                if owner is None or (death := self._dead(owner)) is not None:
-                    if owner is not None:
-                        taken_from = f"took over the run directory from {_who(owner)}: {death}"
-                    self._write()
-                    break
+            try:
+                with self._guarded():
+                    owner = self._read()
+                    if owner is None or (death := self._dead(owner)) is not None:
+                        if owner is not None:
+                            taken_from = f"took over the run directory from {_who(owner)}: {death}"
+                        self._write()
+                        break
+            except FileNotFoundError:  # the last owner is removing the directory
+                continue
             overdue = not _same_place(owner) and self._age() > self.timeout_s / 2 and time.monotonic() < deadline
             if not (wait or overdue):
                 raise UserError(
@@ -146,7 +149,7 @@ class RunLock:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Two that find the same dead owner must not both take its place."""
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)  # its last owner may have removed it
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
         with open(f"{self.path}.guard", "w") as guard:
             with contextlib.suppress(OSError):  # a file system without locks of its own: the window is small
                 fcntl.flock(guard, fcntl.LOCK_EX)
