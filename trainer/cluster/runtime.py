@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from typing import Any
 
 import psutil
@@ -71,11 +72,9 @@ class Cluster:
                 self.release(group)
         ray.shutdown()
         # Ray does not wait for them, and whoever comes next may want their memory, above all on a GPU.
-        _, late = psutil.wait_procs(actors, timeout=_END_S)
-        for process in late:
+        for process in still_running(actors, _END_S):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(late, timeout=_END_S)
 
     def _actor_processes(self) -> list[psutil.Process]:
         processes = []
@@ -190,6 +189,24 @@ class Cluster:
         if needed > has:
             raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
                             f"{has}; use fewer, or let them share with rollout.colocate=true")  # fmt: skip
+
+
+def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended within so many seconds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # Not psutil's wait: in a container whose first process reaps nobody, what has ended stays a zombie.
+        processes = [process for process in processes if _runs(process)]
+        if not processes or time.monotonic() > deadline:
+            return processes
+        time.sleep(0.05)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _held() -> str:
