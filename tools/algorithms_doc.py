@@ -20,9 +20,24 @@ exp(logp_t - old_logp_t)), R_i the sum of completion i's token rewards, g its gr
 n the size of the group, A the advantage, V the value, sg[x] x without its gradient.
 
 A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that cites its paper. Any function below can be
-combined with any other by its key; an option that the chosen function does not take is an error. A function of your
-own goes in by import path, `algorithm.policy_loss=my_package.my_module:my_loss`, with the signature of those here;
-options that the schema does not know go into `algorithm.options`."""
+combined with any other by its key; an option that the chosen function does not take is an error.
+
+A function of your own goes in by import path, with the signature of those here: `algorithm.policy_loss=losses:mine` with
+`losses.py` in the working directory, for example
+
+```python
+from trainer.algorithms import POLICY_LOSSES
+
+def mine(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, sharpness=1.0):
+    bounded = (sharpness * advantages).tanh() / sharpness
+    return POLICY_LOSSES["clip"](
+        logprobs, old_logprobs, bounded, mask, aggregation=aggregation, totals=totals
+    )
+```
+
+Its options are its parameters that have a default or are keyword-only. Those that the schema does not know are written
+`+algorithm.options.sharpness=2`. Before anything starts it is called once, on four short completions; what it raises,
+and an option that nobody takes, end the job in a sentence."""
 
 LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
 nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.imports import options_of, takes_any_option
+
+OPEN_SECTIONS = ("algorithm.options", "data.generator_args", "rollout.engine_args")
+"""Sections whose keys the schema does not know."""
 
 # What each function of `trainer.algorithms` takes, by the names of the keys below. A test holds these tables
 # against the functions; they are here because nothing here may import torch.
@@ -517,13 +521,16 @@ class Config:
 
 
 def chosen_options(function: Any, algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The options of `function` (its keyword-only parameters) that the config sets."""
-    takes = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    named = {option for options in (*ADVANTAGE_OPTIONS.values(), *LOSS_OPTIONS.values()) for option in options}
-    chosen = {name: getattr(algorithm, name) for name in sorted(takes & named)}
-    return {n: v for n, v in chosen.items() if v is not None} | {
-        n: v for n, v in algorithm.options.items() if n in takes
-    }
+    """The options of `function` (see `options_of`) that the config sets."""
+    takes, takes_any = set(options_of(function)), takes_any_option(function)
+    own = {name: value for name, value in algorithm.options.items() if takes_any or name in takes}
+    return {name: value for name, value in named_options(algorithm).items() if name in takes} | own
+
+
+def named_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The options that the schema knows and the config sets."""
+    names = {option for options in (*ADVANTAGE_OPTIONS.values(), *LOSS_OPTIONS.values()) for option in options}
+    return {name: getattr(algorithm, name) for name in sorted(names) if getattr(algorithm, name) is not None}
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -35,3 +36,20 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     if not callable(function):
         raise UserError(f"{key}={path}: {module_name} has no function {function_name}")
     return function
+
+
+def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of its parameters that are keyword-only or have a default."""
+    return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+
+
+def takes_any_option(function: Callable[..., Any]) -> bool:
+    """It has a parameter `**options`."""
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except ValueError:  # some functions in C do not tell
+        return ()

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, AdaptiveKL, FixedKL
-from trainer.algorithms import resolve as resolve_function
+from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
-from trainer.data.datasets import load_prompts
+from trainer.data.datasets import check_files, load_prompts
 from trainer.data.rollouts import write_rollouts
 from trainer.data.source import DrawnPrompt, PromptSource
 from trainer.errors import NonFiniteError, UserError
@@ -27,6 +26,7 @@ from trainer.experience import (
     Rollouts,
     add_advantages,
     build_batch,
+    check_functions,
     choose_groups,
     correct_rollouts,
     describe,
@@ -158,6 +158,10 @@ class Trainer:
         rows = [group * n + i for group in groups for i in range(n)]
         metrics = {"reward/failures": failures, "sampling/batches": batch, "sampling/filtered": used - len(groups)}
         prompts = [drawn[i] for i in groups]
+        vain = sum(int(np.ptp(rewards[group * n : (group + 1) * n]) == 0) for group in groups)
+        if vain:
+            self.progress.note(f"WARNING: in {batch} batches, {wanted - vain} of the {wanted} prompts that step {step} "
+                               "needs had completions of different rewards; the others teach nothing")  # fmt: skip
         baselines = self._baselines(prompts, step)
         means = rewards.reshape(-1, n).mean(axis=1)[:used].tolist()
         return Rollouts(prompts, [completions[i] for i in rows], rewards[rows], drawn[:used], means, metrics, baselines)
@@ -171,7 +175,7 @@ class Trainer:
             greedy = self.rollout.generate(requests, self._sampling(0.0, 1.0, -1))
         with self.timer("reward"):
             rewards, _ = self._reward(greedy, [p.prompt.answer for p in prompts])
-        return np.repeat(rewards, self.cfg.rollout.n)
+        return np.repeat(shape_rewards(rewards, greedy, self.cfg), self.cfg.rollout.n)
 
     def generate(self, prompts: list[DrawnPrompt], step: int) -> list[Completion]:
         """`rollout.n` completions a prompt, those of one prompt together."""
@@ -396,22 +400,12 @@ class Trainer:
             UserError: it differs, and `trainer.on_resume_mismatch=stop`.
         """
         problem = self.audit.check(step, metrics, self.progress.note) if self.audit else None
-        if problem is None:
+        if problem is None or self.directory.accept(problem, self.progress.note):
             return True
-        choice = self.cfg.trainer.on_resume_mismatch
-        resume = self.directory.resume
-        assert resume is not None
-        if choice == "stop":
-            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {resume.path}, but {problem}")
-        self.progress.note(f"WARNING: resumed from {resume.path}, but {problem}")
-        if choice == "warn":
-            return True
-        self.directory.fall_back()
         self.load_checkpoint()
         self.tracker.rewind(self.step)
         self.rollout.sync_weights(version=self.step + 1)
         self.directory.report(self.progress.note)
-        self.progress.note(f"went back to {self.directory.resume.path}, step {self.step}")
         return False
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
@@ -456,16 +450,13 @@ def check_inputs(cfg: Config) -> None:
     """Find what the user must mend before anything expensive starts.
 
     Raises:
-        UserError: the reward or the model cannot be used as the config says.
+        UserError: the reward, a function of the user's, the data or the model cannot be used as the config says.
     """
     resolve(cfg.reward.name)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
-    for registry, key in ((ADVANTAGES, "advantage_estimator"), (POLICY_LOSSES, "policy_loss")):
-        try:
-            resolve_function(registry, getattr(cfg.algorithm, key), f"algorithm.{key}")
-        except ValueError as error:
-            raise UserError(str(error)) from error
+    check_functions(cfg.algorithm)
+    check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
     if cfg.model.path is not None:
         load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
 

@@ -13,7 +13,7 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from trainer.config import Config, conf_dir, register, to_config, valid_keys
+from trainer.config import OPEN_SECTIONS, Config, conf_dir, register, to_config, valid_keys
 from trainer.errors import NonFiniteError, UserError, WorkerError
 from trainer.stopping import EXIT_STATUS, Stopped
 
@@ -74,6 +74,8 @@ def explain(error: BaseException) -> str:
     for cause in chain:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
             section = cause.full_key.rpartition(".")[0]
+            if section in OPEN_SECTIONS:
+                return f"{cause.full_key}: {section} takes keys of your choice; write +{cause.full_key}=VALUE"
             valid = ", ".join(valid_keys(section))
             return f"{cause.full_key}: no such key" + (f"; valid are {valid}" if valid else "")
         if isinstance(cause, ValidationError) and cause.full_key:

@@ -187,6 +187,8 @@ class RunDirectory:
         if "weights" not in restored:
             found = [change for change in found if ".lora." not in change.key]
         saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
+        if not (saved_critic and cfg.has_critic):  # nothing of a critic is restored
+            found = [change for change in found if not change.key.startswith("trainer.critic.")]
         config_diff.check(found, cfg.trainer.allow_config_change, self._meaningless(), saved_critic != cfg.has_critic)
         shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
         return [f"config changed since the checkpoint: {change}" for change in shown]
@@ -302,12 +304,25 @@ class RunDirectory:
         same_layout = (manifest["ranks"], manifest["replicas"]) == (t.num_workers, t.replicas)
         return ResumeAudit(t.run_dir, step, t.resume_tolerance, same_layout)
 
-    def fall_back(self) -> None:
-        """Go to the checkpoint before the one that was resumed from, and put that one aside.
+    def accept(self, problem: str, note: Callable[[str], None]) -> bool:
+        """What is to be done about a replayed step that differs from what was logged; False: the checkpoint before
+        the one that was resumed from has taken its place, and is to be loaded.
 
         Raises:
-            UserError: there is none.
+            UserError: the run is to stop, or has no checkpoint to fall back to.
         """
+        assert self.resume is not None
+        choice = self.cfg.trainer.on_resume_mismatch
+        if choice == "stop":
+            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {self.resume.path}, but {problem}")
+        note(f"WARNING: resumed from {self.resume.path}, but {problem}")
+        if choice == "warn":
+            return True
+        self._fall_back()
+        note(f"going back to {self.resume.path}, step {self.resume.step}")
+        return False
+
+    def _fall_back(self) -> None:
         assert self.resume is not None
         self.checkpoints.wait()  # a save of the steps that are given up must not appear after they were put aside
         before = self._newest(before=self.resume.step)

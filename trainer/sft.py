@@ -12,15 +12,15 @@ from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
+from trainer.data.datasets import check_files
 from trainer.data.sft import PackedSource, load_train, load_val, pack_all
-from trainer.errors import UserError
 from trainer.exports import export_policy, export_target
 from trainer.keyed import key
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
-from trainer.models.files import resolve_model_path
+from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run_directory import RunDirectory
 from trainer.stopping import StopRequest
@@ -44,7 +44,8 @@ class SupervisedTrainer:
         self.model_path = resolve_model_path(model_path)
         self.tokenizer = load_tokenizer(self.model_path, cfg.model.chat_template, cfg.model.trust_remote_code)
         s, pad = cfg.sft, self.tokenizer.pad_token_id
-        parts = load_train(cfg.data, s, self.tokenizer)
+        vocab_size = load_config(cfg.model, self.model_path).get_text_config().vocab_size
+        parts = load_train(cfg.data, s, self.tokenizer, vocab_size)
         self.source = PackedSource(parts, s.weights, t.seed, s.batch_size, s.max_length, pad)
         self.val_batch = None
         if t.val_interval > 0:
@@ -96,10 +97,11 @@ class SupervisedTrainer:
             if self.val_batch is not None and (step % t.val_interval == 0 or step == steps):
                 metrics["val/loss"] = self.ranks.supervised_loss(self.val_batch)
             problem = self.audit.check(step, metrics, progress.note) if self.audit else None
-            if problem:
-                if t.on_resume_mismatch != "warn":
-                    raise UserError(f"trainer.on_resume_mismatch={t.on_resume_mismatch}: {problem}")
-                progress.note(f"WARNING: {problem}")
+            if problem and not self.directory.accept(problem, progress.note):
+                self.load_checkpoint()
+                self.tracker.rewind(self.step)
+                self.directory.report(progress.note)
+                continue
             self.tracker.log(step, metrics)
             progress.update(step, metrics)
             self.directory.report(progress.note)
@@ -181,18 +183,22 @@ def run(cfg: Config, device: str) -> None:
 
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    with RunDirectory(cfg, supervised=True).open() as directory, Cluster(cfg, device) as cluster:
+    check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        target, resume = export_target(cfg, cfg.sft.steps), directory.resume
+        if resume and not resume.fork and resume.step >= cfg.sft.steps and os.path.exists(target):
+            print(f"finished step {resume.step} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
+            return
         path = cfg.model.path
         if path is None:
             from trainer.models.tiny import build_tiny
 
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path)
-        with stop.listening(), directory.settling():
+        with Cluster(cfg, device) as cluster, stop.listening(), directory.settling():
             trainer = SupervisedTrainer(cfg, cluster, directory, path, stop)
             trainer.fit()
-        target = export_target(cfg, trainer.step)
-        trainer.export(target)
+            trainer.export(target)
     print(f"finished supervised step {trainer.step} of {cfg.sft.steps}; model: {target}")
     if cfg.logger.plot:
         print(f"report: {write_report(t.run_dir)}")

@@ -168,6 +168,12 @@ def _trainer(check: _Check) -> None:
         fail("trainer.master_port", "must be a port number, at most 65535 (0 takes a free one)")
     if t.train_batch_size % t.mini_batch_size:
         fail("trainer.train_batch_size", f"must be a multiple of trainer.mini_batch_size={t.mini_batch_size}")
+    for optimizer in _OPTIMIZERS:
+        betas = check.value(f"{optimizer}.betas")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            fail(f"{optimizer}.betas", "must be two numbers, each at least 0 and below 1")
+        if not check.value(f"{optimizer}.eps") > 0:
+            fail(f"{optimizer}.eps", "must be above 0")
     if t.num_workers % t.replicas:
         fail("trainer.num_workers", f"must be a multiple of trainer.replicas={t.replicas}")
     if t.ckpt_interval != "auto":
@@ -207,6 +213,13 @@ def _algorithm(check: _Check) -> None:
         if r.temperature == 0:
             fail("rollout.temperature", "greedy completions of a prompt are all equal; "
                  f"{a.advantage_estimator} needs a value above 0")  # fmt: skip
+    if a.rollout_correction == "mis" and a.rollout_correction_low > a.rollout_correction_high:
+        fail("algorithm.rollout_correction_low", "exceeds algorithm.rollout_correction_high="
+             f"{a.rollout_correction_high}, which leaves no token to learn from")  # fmt: skip
+    low, high = (1.0 if a.cov_low is None else a.cov_low), (5.0 if a.cov_high is None else a.cov_high)
+    if low > high:
+        key = "algorithm.cov_low" if a.cov_high is None else "algorithm.cov_high"
+        fail(key, f"leaves no room from cov_low={low} to cov_high={high}")
     if a.advantage_estimator == "grpo_passk" and (a.overlong_buffer > 0 or (a.kl_in == "reward" and a.kl_coef > 0)):
         fail("algorithm.advantage_estimator", "grpo_passk asks whether a reward reaches 1, which one with a penalty "
              "taken off does not; use algorithm.kl_in=loss and algorithm.overlong_buffer=0")  # fmt: skip
@@ -224,6 +237,9 @@ def _algorithm(check: _Check) -> None:
         fail("algorithm.overlong_buffer", f"exceeds rollout.max_response_tokens={r.max_response_tokens}")
     if a.dynamic_sampling and r.n < 2:
         fail("rollout.n", "algorithm.dynamic_sampling compares completions of a prompt and needs at least 2")
+    if a.dynamic_sampling and r.temperature == 0:
+        fail("rollout.temperature", "greedy completions of a prompt are all equal, and algorithm.dynamic_sampling "
+             "would pass over every one")  # fmt: skip
 
 
 def _options(check: _Check) -> None:

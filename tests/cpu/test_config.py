@@ -70,6 +70,25 @@ def test_the_default_composes_and_resume_is_spelled_any_way():
             ["algorithm.advantage_estimator=grpo_passk", "algorithm.normalize_std=null", "algorithm.overlong_buffer=2"],
             "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
         ),
+        (
+            ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=3"],
+            "rollout_correction_low=3.0: exceeds algorithm.rollout_correction_high=2.0",
+        ),
+        (
+            ["algorithm.policy_loss=clip_cov", "algorithm.cov_high=0.5"],
+            "algorithm.cov_high=0.5: leaves no room from cov_low=1.0",
+        ),
+        (
+            [
+                "algorithm=dapo",
+                "algorithm.advantage_estimator=reinforce_plus_plus",
+                "algorithm.normalize_std=null",
+                "rollout.temperature=0",
+            ],
+            "rollout.temperature=0.0: .*dynamic_sampling",
+        ),
+        (["trainer.policy.optimizer.betas=[0.9,5]"], "trainer.policy.optimizer.betas=.*: must be two numbers"),
+        (["sft.optimizer.eps=0"], "sft.optimizer.eps=0.0: must be above 0"),
         (["algorithm.rollout_correction=is"], "algorithm.rollout_correction=is: choose one of null, tis, mis"),
         (["algorithm=ppo", "algorithm.gamma=nan"], "algorithm.gamma=nan"),
         (["data.train_files=[a.jsonl]"], "data.generator.*data=files"),
@@ -124,6 +143,11 @@ def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
     [
         (["trainer.nub_workers=2"], "trainer.nub_workers: no such key; valid are .*trainer.num_workers"),
         (["trainer.num_workers=two"], "trainer.num_workers: .*'two'"),
+        (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
+        (
+            ["data=files", "data.train_files=[no.jsonl]", "trainer.val_interval=-1"],
+            r"data.train_files=no.jsonl: no such file",
+        ),
         (["algorithm=gppo"], "algorithm/gppo.*grpo.* ppo"),
         (["trainer.device=cuda"], "trainer.num_workers=1: more ranks than CUDA devices"),
         (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),

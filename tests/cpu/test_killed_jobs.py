@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path, mark
     ours, theirs = ((run / "exports/global_step_8/policy/model.safetensors").read_bytes() for run in runs)
     assert ours == theirs
     assert "resume verified" in last.stdout + (tmp_path / "log1").read_text()
+    assert "nothing is left to do" in run_job(*job, module="trainer.sft", cwd=tmp_path).stdout
+
+    # What was logged is not what the replay gives: the checkpoint before takes over.
+    shutil.rmtree(runs[1] / "checkpoints/global_step_8")
+    lines = metrics(runs[1])
+    lines[6]["sft/loss"] += 1.0
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    back = run_job(*job, "trainer.on_resume_mismatch=fallback", module="trainer.sft", cwd=tmp_path)
+    assert back.returncode == 0 and "checkpoints/global_step_4, step 4" in back.stdout, back.stdout + back.stderr
+    assert comparable(metrics(runs[1])) == rows[0]
 
 
 def hardest_first(prompts, epoch: int, rewards) -> list[int]:

@@ -63,7 +63,7 @@ def test_a_job_leaves_when_told_and_minds_what_it_comes_back_to(tmp_path, ray_ad
         file.write(json.dumps(row) + "\n")
     back = run_job(*base, "trainer.on_resume_mismatch=fallback", cwd=tmp_path)
     assert back.returncode == 0, back.stdout + back.stderr
-    assert f"went back to {run}/checkpoints/global_step_{done}" in back.stdout, back.stdout
+    assert f"going back to {run}/checkpoints/global_step_{done}" in back.stdout, back.stdout
     assert [r["step"] for r in metrics(run)] == list(range(1, STEPS + 1))
 
     # The newest checkpoint rots: the one before it takes its place, and the run ends where it had ended.

@@ -71,6 +71,13 @@ def test_a_key_that_the_older_version_did_not_have_counts_as_its_default():
     assert str(change) == "algorithm.value_clip: 0.2 -> 0.5"
 
 
+def test_an_option_of_the_users_own_that_is_gone_is_a_change():
+    saved, now = dataclasses.asdict(Config()), dataclasses.asdict(Config())
+    saved["algorithm"]["options"] = {"beta": 5}
+    (change,) = config_diff.changes(saved, now, dataclasses.asdict(Config()))
+    assert str(change) == "algorithm.options: {'beta': 5} -> {}"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # The run directory
 
@@ -171,6 +178,22 @@ def test_a_fork_may_take_the_weights_and_leave_the_rest(tmp_path):
         run.checkpoints.register(json_part("trainer_state", lambda: state, state.update))
         run.load()
         assert state == {"step": 0} and run.restored == {"weights"}
+
+
+@pytest.mark.parametrize("estimators", [("gae", "grpo"), ("grpo", "gae")])
+def test_the_weights_of_a_policy_go_where_there_is_no_such_critic(tmp_path, estimators):
+    parent, fork = (settings(tmp_path / name) for name in ("parent", "fork"))
+    for cfg, estimator in zip((parent, fork), estimators, strict=True):
+        cfg.algorithm.advantage_estimator = estimator
+        cfg.trainer.critic.lora.rank = 4 if estimator == "gae" else None
+    state = {"step": 2}
+    with directory(parent, state) as run:
+        run.save(2, {}, [])
+        run.finish(print)
+    fork.trainer.resume_mode, fork.trainer.resume_load = "from_path", ["weights"]
+    fork.trainer.resume_path = str(tmp_path / "parent/checkpoints/global_step_2")
+    with RunDirectory(fork).open() as run:
+        assert run.resume.fork
 
 
 def weights_file(path, content: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -255,7 +256,7 @@ def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_
     assert [
         len(p) for p in load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)
     ] == [4]
-    with pytest.raises(UserError, match="data.train_size=3: leaves no example of .*b.jsonl"):
+    with pytest.raises(UserError, match="data.train_size=3: leaves nothing of .*b.jsonl"):
         load_train(DataConfig(train_files=files, messages_key="chat", train_size=3), sft(weights=[1, 2]), tokenizer)
     with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must hold a list of chat messages"):
         load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
@@ -283,11 +284,18 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     row = json.loads(Path(file).read_text().splitlines()[0])
     for change, problem in (
         ({"logprobs": [0.0]}, "is no rollout"),
+        ({"logprobs": [math.nan, 0.0, 0.0]}, "is no rollout"),
+        ({"reward": math.inf}, "is no rollout"),
         ({"completion": "xx"}, "another tokenizer"),
+        ({"prompt_ids": [320]}, "holds token 320, and model.path knows 320; it was written with another model"),
     ):
         (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))
         with pytest.raises(UserError, match=problem):
-            load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer)
+            load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer, 320)
+    with pytest.raises(UserError, match="data.train_size=1: leaves nothing of .*step_5.jsonl, which sft.weights names"):
+        load_train(
+            DataConfig(train_files=[file, file], train_size=1), sft(source="rollouts", weights=[1, 1]), tokenizer
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 2])

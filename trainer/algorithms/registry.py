@@ -1,8 +1,7 @@
-"""Functions by name, or by import path, and the options that each takes."""
+"""Functions by name, or by import path."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +20,3 @@ def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> 
     if name in registry:
         return registry[name]
     return import_function(name, key, known=registry)
-
-
-def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of its keyword-only parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)

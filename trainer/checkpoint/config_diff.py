@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from trainer.config import OPEN_SECTIONS
 from trainer.errors import UserError
 
 # Where the run lives, how it is spread over machines, what it prints, saves and keeps: none of it changes
@@ -94,7 +95,7 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and name not in ("generator_args", "engine_args"):
+        if isinstance(value, Mapping) and key not in OPEN_SECTIONS:
             flat.update(_flatten(value, f"{key}."))
         else:
             flat[key] = value

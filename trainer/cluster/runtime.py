@@ -176,9 +176,13 @@ class Cluster:
         return self.cfg.trainer.num_workers * self._rank_groups() + self.cfg.rollout.num_engines
 
     def _check_resources(self) -> None:
-        if self.device != "cuda":
-            return
         t, r = self.cfg.trainer, self.cfg.rollout
+        if self.device != "cuda":
+            slots, cpus = self._slots_needed(), int(ray.cluster_resources().get("CPU", 0))
+            if slots > cpus:
+                raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
+                                f"cluster of trainer.ray_address={t.ray_address} has {cpus}")  # fmt: skip
+            return
         has = int(ray.cluster_resources().get("GPU", 0))
         ranks = t.num_workers * self._rank_groups()
         engines = r.num_engines * r.tensor_parallel_size

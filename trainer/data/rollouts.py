@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -40,16 +41,25 @@ def write_rollouts(run_dir: str, step: int, prompts: Sequence[DrawnPrompt], comp
     write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines))
 
 
-def read_rollouts(file: str, tokenizer: Any, min_reward: float | None) -> list[dict[str, Any]]:
+def read_rollouts(
+    file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None
+) -> list[dict[str, Any]]:
     """The rollouts of a file that `write_rollouts` wrote, those with at least `min_reward`.
 
+    Args:
+        vocab_size: of the model that learns from them.
+
     Raises:
-        UserError: it is no such file, or was written with another tokenizer.
+        UserError: it is no such file, or was written with another tokenizer or model.
     """
     kept = []
     for where, row in read_rows(file, "data.train_files"):
         if not _is_rollout(row):
             raise UserError(f"sft.source=rollouts: {where} is no rollout; logger.rollouts=true makes a run write them")
+        highest = max(row["prompt_ids"] + row["completion_ids"], default=0)
+        if vocab_size is not None and highest >= vocab_size:
+            raise UserError(f"sft.source=rollouts: {where} holds token {highest}, and model.path knows "
+                            f"{vocab_size}; it was written with another model")  # fmt: skip
         if tokenizer.decode(row["completion_ids"], skip_special_tokens=True) != row["completion"]:
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         if min_reward is None or row["reward"] >= min_reward:
@@ -62,6 +72,10 @@ def _is_rollout(row: Any) -> bool:
         isinstance(row, dict)
         and all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
         and isinstance(row.get("logprobs"), list) and len(row["logprobs"]) == len(row["completion_ids"])
-        and all(isinstance(x, (int, float)) for x in row["logprobs"])
-        and isinstance(row.get("reward"), (int, float)) and isinstance(row.get("completion"), str)
+        and all(map(_is_number, row["logprobs"])) and _is_number(row.get("reward"))
+        and isinstance(row.get("completion"), str)
     )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

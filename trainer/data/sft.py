@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
     """Under the policy that sampled it; 0 where it sampled nothing. None: nobody sampled it."""
 
 
-def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[list[Encoded]]:
+def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any, vocab_size: int | None = None) -> list[list[Encoded]]:
     """The training examples, one list a data set: a file each with `sft.weights`, else all in one.
 
     Examples of which nothing is left to learn are left out: the answer is cut off whole, or the reward too low.
@@ -42,7 +42,7 @@ def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[list[En
         left = None if data.train_size < 0 else data.train_size
         encoded = []
         for file in data.train_files:
-            part = read_rollouts(file, tokenizer, sft.min_reward)[:left]
+            part = read_rollouts(file, tokenizer, sft.min_reward, vocab_size)[:left]
             encoded.append([_encode_rollout(row, sft) for row in part])
             left = None if left is None else left - len(part)
     else:
@@ -53,9 +53,9 @@ def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[list[En
     for i, (all_of_it, part) in enumerate(zip(encoded, kept, strict=True)):
         if not part:
             where = data.train_files[i] if sft.weights else "training"
-            if not all_of_it and sft.source == "examples":
+            if not all_of_it and (sft.source == "examples" or sum(map(len, encoded)) == data.train_size):
                 raise UserError(
-                    f"data.train_size={data.train_size}: leaves no example of {where}, which sft.weights names"
+                    f"data.train_size={data.train_size}: leaves nothing of {where}, which sft.weights names"
                 )
             if not all_of_it:
                 raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
