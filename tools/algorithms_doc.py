@@ -22,8 +22,8 @@ n the size of the group, A the advantage, V the value, sg[x] x without its gradi
 A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that cites its paper. Any function below can be
 combined with any other by its key; an option that the chosen function does not take is an error.
 
-A function of your own goes in by import path, with the signature of those here: `algorithm.policy_loss=losses:mine` with
-`losses.py` in the working directory, for example
+A function of your own goes in by import path, with the signature of those here: `algorithm.policy_loss=losses:mine`
+with `losses.py` in the working directory, for example
 
 ```python
 from trainer.algorithms import POLICY_LOSSES

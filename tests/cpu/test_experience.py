@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trainer.config import AlgorithmConfig
+from trainer.config import AlgorithmConfig, compose
 from trainer.errors import UserError
 from trainer.experience import add_advantages, check_functions, correct_rollouts, explained_variance, leave_out_rows
 from trainer.rollout.engine import Completion
@@ -127,3 +129,11 @@ def test_functions_of_the_users_own_are_tried_before_anything_starts(settings, p
         with pytest.raises(UserError, match=problem) as error:
             check_functions(AlgorithmConfig(**settings))
         assert "\n" not in str(error.value)
+
+
+def test_the_function_of_ones_own_in_the_documents_works(tmp_path, monkeypatch):
+    text = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
+    (tmp_path / "losses.py").write_text(re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["algorithm.clip_high=null", "+algorithm.options.sharpness=2"]
+    check_functions(compose(["algorithm.policy_loss=losses:mine", *options]).algorithm)
