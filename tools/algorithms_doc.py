@@ -28,11 +28,10 @@ with `losses.py` in the working directory, for example
 ```python
 from trainer.algorithms import POLICY_LOSSES
 
+
 def mine(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, sharpness=1.0):
     bounded = (sharpness * advantages).tanh() / sharpness
-    return POLICY_LOSSES["clip"](
-        logprobs, old_logprobs, bounded, mask, aggregation=aggregation, totals=totals
-    )
+    return POLICY_LOSSES["clip"](logprobs, old_logprobs, bounded, mask, aggregation=aggregation, totals=totals)
 ```
 
 Its options are its parameters that have a default or are keyword-only. Those that the schema does not know are written

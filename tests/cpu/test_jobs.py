@@ -182,6 +182,7 @@ def test_an_export_is_the_trained_policy(tmp_path, ray_address):
     assert tool("rollback", str(run), "--to", "1", "--json")["step"] == 1
     assert tool("rollback", str(run), "--to", "2", status=1) == ""
     assert tool("ls", str(tmp_path), status=2) == ""
+    assert tool("show", str(tmp_path / "global_step_9"), status=2) == ""
     back = run_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)
     assert back.returncode == 0 and "resume verified: 1 replayed steps identical" in back.stdout, back.stdout
     assert tool("prune", str(run), "--keep", "1", "--dry-run", "--json")["deleted"] == [1]

@@ -60,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     back.add_argument("--to", type=int, required=True, help="step to go back to")
     args = parser.parse_args(argv)
     try:
+        for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
+            if path is not None and not os.path.isdir(path):
+                raise UserError(f"{path}: no such checkpoint")
         result, lines, status = _COMMANDS[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -35,6 +35,9 @@ IMPOSSIBLE = {
     "trainer.*.lora.target_modules": "the saved adapters belong to other layers",
 }
 
+# Why a value that may change if the user says so does not change by itself, where that is not plain.
+REASONS = {"trainer.total_steps": "the schedule of the learning rate goes by it"}
+
 
 @dataclass(frozen=True)
 class Change:
@@ -82,8 +85,9 @@ def check(found: list[Change], allowed: list[str], harmless: tuple[str, ...] = (
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
                             "restore the value, or start a new run")  # fmt: skip
         if not is_allowed(change.key, allowed):
-            raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}; restore the "
-                            f"value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
+            why = f", and {REASONS[change.key]}" if change.key in REASONS else ""
+            raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}{why}; restore "
+                            f"the value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
 
 
 def is_allowed(name: str, allowed: list[str]) -> bool:

@@ -128,8 +128,9 @@ def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_p
 
 def _example(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: must be an object with "
-                        + (data.messages_key or f"{data.prompt_key} and {data.answer_key}"))  # fmt: skip
+        keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
+        name = "messages_key" if data.messages_key else "prompt_key"
+        raise UserError(f"data.{name}={getattr(data, name)}: {where} must be an object with {keys}")
     if data.messages_key is not None:
         chat = row.get(data.messages_key)
         if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):
