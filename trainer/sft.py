@@ -185,8 +185,9 @@ def run(cfg: Config, device: str) -> None:
     stop = StopRequest(t.stop_at)
     check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
     with RunDirectory(cfg, supervised=True).open() as directory:
-        target, resume = export_target(cfg, cfg.sft.steps), directory.resume
-        if resume and not resume.fork and resume.step >= cfg.sft.steps and os.path.exists(target):
+        resume = directory.resume
+        done = resume is not None and not resume.fork and resume.step >= cfg.sft.steps
+        if done and os.path.exists(export_target(cfg, resume.step)):
             print(f"finished step {resume.step} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
             return
         path = cfg.model.path
@@ -198,6 +199,7 @@ def run(cfg: Config, device: str) -> None:
         with Cluster(cfg, device) as cluster, stop.listening(), directory.settling():
             trainer = SupervisedTrainer(cfg, cluster, directory, path, stop)
             trainer.fit()
+            target = export_target(cfg, trainer.step)
             trainer.export(target)
     print(f"finished supervised step {trainer.step} of {cfg.sft.steps}; model: {target}")
     if cfg.logger.plot:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.datasets import load_prompts, read_examples
+from trainer.data.datasets import check_files, load_prompts, read_examples
 from trainer.data.generators import generate
 from trainer.data.sft import load_train
 from trainer.errors import UserError
@@ -339,3 +339,19 @@ def test_generated_examples_do_not_change():
 def test_generators_refuse_what_they_cannot_make(name, args, message):
     with pytest.raises(UserError, match=message):
         generate(name, args, 100, "train")
+
+
+def test_files_are_looked_into_before_they_are_needed(tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' * 3 + "{\n")
+    data = DataConfig(train_files=[str(file)], val_files=[str(tmp_path / "none.jsonl")], val_size=4)
+    with pytest.raises(UserError, match="data.train_files: .*few.jsonl:4 is not JSON"):
+        check_files(data)
+    data.train_size = 3  # the rest is not read
+    with pytest.raises(UserError, match="data.val_files=.*none.jsonl: no such file"):
+        check_files(data)
+    check_files(data, validation=False)
+    data.prompt_key = "question"
+    with pytest.raises(UserError, match="data.prompt_key=question: .*few.jsonl:1 has no such key"):
+        check_files(data, validation=False)
+    check_files(data, examples=False, validation=False)

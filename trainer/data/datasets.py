@@ -92,12 +92,13 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
     """
     if data.generator:
         return
-    for split, files in (("train", data.train_files), ("val", data.val_files if validation else [])):
-        for file in files:
-            if not file.startswith("hf://"):
-                for where, row in itertools.islice(read_rows(file, f"data.{split}_files"), 10):
-                    if examples or split == "val":
-                        _example(row, where, data)
+    val_files = data.val_files if validation else []
+    for split, files, limit in (("train", data.train_files, data.train_size), ("val", val_files, data.val_size)):
+        first = 10 if limit < 0 else min(10, limit)
+        for file in (file for file in files if not file.startswith("hf://")):
+            for where, row in itertools.islice(read_rows(file, f"data.{split}_files"), first):
+                if examples or split == "val":
+                    _example(row, where, data)
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
