@@ -21,7 +21,7 @@ from trainer.config import Config
 from trainer.data.datasets import check_files, load_prompts
 from trainer.data.rollouts import write_rollouts
 from trainer.data.source import DrawnPrompt, PromptSource
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import NonFiniteError
 from trainer.experience import (
     Rollouts,
     add_advantages,
@@ -220,13 +220,7 @@ class Trainer:
                     result = self.ranks.update(role, stored, step, self.kl.coef)
                     metrics |= {f"{role}/{name}": value for name, value in result.items()}
             except NonFiniteError as error:
-                self.directory.finish(self.progress.note)  # the state before this step is good
-                last = self.directory.last_checkpoint
-                raise UserError(
-                    f"step {step}: {error}; nothing was overwritten, "
-                    + (f"the last good checkpoint is {last}" if last else "there is no checkpoint yet")
-                    + ". A lower learning rate or trainer.policy.optimizer.max_grad_norm may help."
-                ) from error
+                raise self.directory.not_finite(step, error, self.progress.note) from error
         if saving:
             blocked = self.ranks.take_blocked()
             self.timer.add("checkpoint_blocked", blocked)

@@ -26,7 +26,7 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.storage import Storage
 from trainer.config import RESUME_LOAD, Config
 from trainer.durable import digest_bytes, digest_weights, write_file
-from trainer.errors import UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import METRICS_FILE
@@ -321,6 +321,18 @@ class RunDirectory:
         self._fall_back()
         note(f"going back to {self.resume.path}, step {self.resume.step}")
         return False
+
+    def not_finite(self, step: int, error: NonFiniteError, note: Callable[[str], None]) -> UserError:
+        """What to tell the user, once the state before this step, which is good, is safe."""
+        self.finish(note)
+        kept = (
+            f"the last good checkpoint is {self.last_checkpoint}"
+            if self.last_checkpoint
+            else "there is no checkpoint yet"
+        )
+        optimizer = "sft.optimizer" if self._supervised else "trainer.policy.optimizer"
+        return UserError(f"step {step}: {error}; nothing was overwritten, {kept}. A lower {optimizer}.lr or "
+                         f"{optimizer}.max_grad_norm may help.")  # fmt: skip
 
     def _fall_back(self) -> None:
         assert self.resume is not None

@@ -14,6 +14,7 @@ from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
 from trainer.data.datasets import check_files
 from trainer.data.sft import PackedSource, load_train, load_val, pack_all
+from trainer.errors import NonFiniteError
 from trainer.exports import export_policy, export_target
 from trainer.keyed import key
 from trainer.metrics.audit import ResumeAudit
@@ -88,7 +89,10 @@ class SupervisedTrainer:
             step = self.step + 1
             with timer("step"):
                 batch = self.source.take()
-                result = self.ranks.supervised_update(batch, self.cfg.sft.max_weight)
+                try:
+                    result = self.ranks.supervised_update(batch, self.cfg.sft.max_weight)
+                except NonFiniteError as error:
+                    raise self.directory.not_finite(step, error, progress.note) from error
             self.step = step
             self.source.commit()
             metrics = {f"{'sft' if name in _SFT_METRICS else 'policy'}/{name}": x for name, x in result.items()}

@@ -274,3 +274,8 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     assert (adapter / "tokenizer.json").exists() and not (adapter / "config.json").exists()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
+
+    burst = run_job(on, f"model.path={model}", "trainer.run_name=burst", "sft.optimizer.lr=1e30",
+                    "sft.optimizer.warmup_steps=0", module="trainer.sft", cwd=tmp_path)  # fmt: skip
+    sentence = burst.stderr.strip().splitlines()[-1]
+    assert burst.returncode == 2 and "the last good checkpoint is" in sentence and "sft.optimizer.lr" in sentence
