@@ -158,7 +158,7 @@ class Trainer:
         rows = [group * n + i for group in groups for i in range(n)]
         metrics = {"reward/failures": failures, "sampling/batches": batch, "sampling/filtered": used - len(groups)}
         prompts = [drawn[i] for i in groups]
-        vain = sum(int(np.ptp(rewards[group * n : (group + 1) * n]) == 0) for group in groups)
+        vain = int((np.ptp(rewards.reshape(-1, n)[groups], axis=1) == 0).sum())
         if vain:
             self.progress.note(f"WARNING: in {batch} batches, {wanted - vain} of the {wanted} prompts that step {step} "
                                "needs had completions of different rewards; the others teach nothing")  # fmt: skip
