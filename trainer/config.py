@@ -153,6 +153,12 @@ class TrainerConfig:
     """Port at which the ranks meet, on rank 0's machine; 0 takes a free one."""
     worker_timeout_s: float = 1800.0
     """Seconds that one collective may take before the ranks give up."""
+    silence_timeout_s: float = 300.0
+    """Seconds for which a rank or engine may answer nothing, not even a pulse, before the job ends with status 1. A
+    process that is stopped, or whose machine stands still, is silent; one that computes is not."""
+    call_timeout_s: float = 14400.0
+    """Longest time, in seconds, that one call of the ranks or engines may take: a generation of the step's
+    completions, an update, a start. Past it the job ends with status 1."""
     train_batch_size: int = 64
     """Prompts a step."""
     mini_batch_size: int = 32

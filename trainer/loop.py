@@ -52,7 +52,7 @@ from trainer.rollout.launch import Rollout
 from trainer.rollout.seeds import request_seed
 from trainer.run_directory import RunDirectory
 from trainer.sft import prepare_model
-from trainer.stopping import StopRequest
+from trainer.stopping import SIGNALS, StopRequest
 
 
 class Trainer:
@@ -113,7 +113,7 @@ class Trainer:
             self.rollout.start(version=self.step + 1, fresh=self.directory.resume is None)
             if self.step == 0 and self.cfg.trainer.val_before_train and self.val_prompts:
                 self._log(0, self.validate(0))
-            with self.stop.between_steps():
+            with SIGNALS.between_steps():
                 while self.step < self.cfg.trainer.total_steps:
                     step = self.step + 1
                     with self.timer("step"):
@@ -464,8 +464,7 @@ def run(cfg: Config, device: str) -> None:
         if _is_finished(cfg, directory):
             print(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
             return
-        # The listener comes inside: Ray has handlers of its own.
-        with Cluster(cfg, device) as cluster, stop.listening(), directory.settling():
+        with Cluster(cfg, device) as cluster, directory.settling():
             trainer = Trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
     path = trainer.report()

@@ -6,24 +6,41 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from trainer.stopping import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
-from trainer.config import OPEN_SECTIONS, Config, conf_dir, register, to_config, valid_keys
-from trainer.errors import NonFiniteError, UserError, WorkerError
-from trainer.stopping import EXIT_STATUS, Stopped
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from trainer.config import Config
+
+# Hydra and everything else is imported where it is used: signals are handled from the first moment on.
 
 
 def run_app(job: Callable[[Config, str], None]) -> None:
     """Compose the config from the command line and hand it, with the device, to `job`; then exit.
 
     Exit status: 0 done, 2 the user must mend something (one sentence on stderr), 1 anything else (with a
-    traceback), 75 stopped early with everything saved (see `trainer.stopping`), 130 interrupted.
+    traceback), 75 stopped early (see `trainer.stopping`), 130 interrupted by a second signal.
     """
+    with SIGNALS.listening():
+        try:
+            _compose_and_run(job)
+        except Stopped as stopped:
+            print(stopped, flush=True)
+            sys.exit(EXIT_STATUS)
+        except KeyboardInterrupt:
+            print("interrupted; the last checkpoint is as it was", file=sys.stderr)
+            sys.exit(INTERRUPTED_STATUS)
+
+
+def _compose_and_run(job: Callable[[Config, str], None]) -> None:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from trainer.config import conf_dir, register, to_config
+
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 
@@ -47,6 +64,11 @@ def run_app(job: Callable[[Config, str], None]) -> None:
 
 @contextlib.contextmanager
 def _errors_as_sentences() -> Iterator[None]:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from trainer.errors import NonFiniteError, UserError, WorkerError
+
     try:
         yield
     except (UserError, HydraException, OmegaConfBaseException) as error:
@@ -55,16 +77,16 @@ def _errors_as_sentences() -> Iterator[None]:
     except (WorkerError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except Stopped as stopped:
-        print(stopped, flush=True)
-        sys.exit(EXIT_STATUS)
-    except KeyboardInterrupt:
-        print("interrupted; the last checkpoint is as it was", file=sys.stderr)
-        sys.exit(130)
 
 
 def explain(error: BaseException) -> str:
     """One sentence for an error of the config: what is wrong, where, what is valid."""
+    from hydra.errors import ConfigCompositionException, OverrideParseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+
+    from trainer.config import OPEN_SECTIONS, valid_keys
+    from trainer.errors import UserError
+
     if isinstance(error, UserError):
         return str(error)
     chain: list[BaseException] = [error]
@@ -87,6 +109,8 @@ def explain(error: BaseException) -> str:
 
 
 def _make_run_dir(cfg: Config) -> None:
+    from trainer.errors import UserError
+
     run_dir = cfg.trainer.run_dir
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -103,6 +127,8 @@ def _check_devices(cfg: Config, device: str) -> None:
     if device != "cuda" or cfg.trainer.ray_address is not None:
         return
     import torch
+
+    from trainer.errors import UserError
 
     has = torch.cuda.device_count()
     if cfg.trainer.num_workers > has:

@@ -109,7 +109,7 @@ class RunDirectory:
         """If the block fails, let a save that is under way end while the ranks still live: its state is good."""
         try:
             yield
-        except Exception:
+        except (Exception, Stopped):
             self.checkpoints.wait(_SETTLE_S)
             raise
 

@@ -24,7 +24,7 @@ from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run_directory import RunDirectory
-from trainer.stopping import StopRequest
+from trainer.stopping import SIGNALS, StopRequest
 
 _SFT_METRICS = ("loss", "kl", "clip_frac")
 
@@ -78,7 +78,7 @@ class SupervisedTrainer:
             history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
             with Progress(cfg.sft.steps, cfg.logger.progress, completed=self.step, history=history) as progress:
                 self.directory.report(progress.note)
-                with self.stop.between_steps():
+                with SIGNALS.between_steps():
                     self._steps(progress)
                 self.directory.finish(progress.note)
 
@@ -200,7 +200,7 @@ def run(cfg: Config, device: str) -> None:
 
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path)
-        with Cluster(cfg, device) as cluster, stop.listening(), directory.settling():
+        with Cluster(cfg, device) as cluster, directory.settling():
             trainer = SupervisedTrainer(cfg, cluster, directory, path, stop)
             trainer.fit()
             target = export_target(cfg, trainer.step)

@@ -1,14 +1,18 @@
-"""Leaving early with everything saved: signals and deadlines.
+"""Stopping early: signals and deadlines.
 
-The first SIGTERM, SIGUSR1 or Ctrl-C lets the step that is under way finish; then the run saves and exits with
-status 75 (`EX_TEMPFAIL`: the same command goes on). A second one leaves at once, which is as safe as a kill.
+The first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and exits with status 75
+(`EX_TEMPFAIL`: the same command continues). A second signal stops the run without a save, which is as safe as a
+kill. A third one ends the process on the spot. Before the first step, and after the last, there is nothing to
+save, and the first signal stops the run directly.
+
+Nothing here imports more than the standard library: the handlers are installed before anything else is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,65 +20,144 @@ from contextlib import contextmanager
 from datetime import datetime
 
 EXIT_STATUS = 75
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+INTERRUPTED_STATUS = 130
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_AGAIN = "the same command with trainer.resume_mode=latest continues the run"
 
 
-class Stopped(Exception):
-    """The run has stopped early, as asked, with everything saved."""
+class Stopped(BaseException):
+    """The run stopped early because a signal or a deadline asked for it.
 
-
-class StopRequest:
-    """Whether, and why, the run should stop after the current step.
-
-    Args:
-        stop_at: ISO 8601 time; None takes Slurm's end of the job, where there is one.
+    Not an `Exception`: a signal can arrive inside library code that handles every `Exception`.
     """
 
-    def __init__(self, stop_at: str | None):
-        self.reason: str | None = None
+
+class Signals:
+    """The signals that this process has received. One object serves the process: `SIGNALS`."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        """Name of the first signal; None: there was none."""
+        self._count = 0
+        self._raised = 0  # signals that an exception was raised for
+        self._held = 0
         self._in_steps = False
-        self._deadline: float | None = None
-        slurm = os.environ.get("SLURM_JOB_END_TIME")
-        if stop_at is not None:
-            self._deadline, self._source = datetime.fromisoformat(stop_at).timestamp(), f"trainer.stop_at={stop_at}"
-        elif slurm and slurm.isdigit():
-            self._deadline, self._source = float(slurm), "the end of the Slurm job"
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch the signals, in the main thread, while the block runs."""
+        """Handle the signals while the block runs. Only the main thread can; elsewhere this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            self.first, self._count, self._raised = None, 0, 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While the block runs, a signal is recorded and raises nothing; it is raised after the block.
+
+        For calls that an exception must not leave halfway, such as Ray's: there it becomes a SystemError.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        self.check()
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Deliver signals only after the block, to the handlers that were there before it.
+
+        For `ray.init`, which installs a handler of its own that ends the process.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in HANDLED}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """While the block runs a signal waits for the end of a step. Outside there is nothing to save yet, or
-        nothing left to, and the first signal leaves at once."""
+        """While the block runs, the first signal waits for the end of the step (see `StopRequest`)."""
         self._in_steps = True
         try:
             yield
         finally:
             self._in_steps = False
 
+    def check(self) -> None:
+        """Raise what a signal asks for, once for each signal. Does nothing on other threads.
+
+        Raises:
+            Stopped: a first signal came outside of the steps.
+            KeyboardInterrupt: a second one came.
+        """
+        if self._held or threading.current_thread() is not threading.main_thread():
+            return
+        if self._count <= self._raised or (self._count == 1 and self._in_steps):
+            return
+        self._raised = self._count
+        if self._count > 1:
+            raise KeyboardInterrupt(self.first)
+        raise Stopped(f"stopped by {self.first} outside of training; {_AGAIN}")
+
     def _on_signal(self, number: int, _: object) -> None:
-        name = signal.Signals(number).name
-        if self.reason is not None:
-            raise KeyboardInterrupt(name)
-        self.reason = name
-        if not self._in_steps:
-            raise Stopped(f"stopped by {name} outside of training; the same command with trainer.resume_mode=latest "
-                          "goes on")  # fmt: skip
-        print(f"{name}: finishing this step, then saving and leaving; once more to leave at once", file=sys.stderr,
-              flush=True)  # fmt: skip
+        self._count += 1
+        self.first = self.first or signal.Signals(number).name
+        if self._count > 2:
+            _say(f"{signal.Signals(number).name} for the third time: ending without cleaning up")
+            os._exit(INTERRUPTED_STATUS)
+        if self._count == 1 and self._in_steps:
+            _say(f"{self.first}: finishing this step, then saving and stopping; once more to stop without a save")
+        self.check()
+
+
+SIGNALS = Signals()
+
+
+class StopRequest:
+    """Whether, and why, the run should stop after the current step.
+
+    Args:
+        stop_at: ISO 8601 time; None takes the end of the Slurm job, where there is one.
+    """
+
+    def __init__(self, stop_at: str | None):
+        self._deadline: float | None = None
+        self._overdue: str | None = None
+        slurm = os.environ.get("SLURM_JOB_END_TIME")
+        if stop_at is not None:
+            self._deadline, self._source = datetime.fromisoformat(stop_at).timestamp(), f"trainer.stop_at={stop_at}"
+        elif slurm and slurm.isdigit():
+            self._deadline, self._source = float(slurm), "the end of the Slurm job"
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run should stop; None: it should not."""
+        return SIGNALS.first or self._overdue
 
     def consider_deadline(self, seconds_needed: float) -> None:
         """Ask to stop if another step and a save, `seconds_needed`, would not end before the deadline."""
-        if self.reason is None and self._deadline is not None and time.time() + seconds_needed > self._deadline:
-            self.reason = self._source
+        if self._deadline is not None and time.time() + seconds_needed > self._deadline:
+            self._overdue = self._source
+
+
+def _say(text: str) -> None:
+    """Print from a signal handler, where the buffered streams may be in use."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())

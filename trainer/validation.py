@@ -49,7 +49,8 @@ AT_LEAST: dict[float, tuple[str, ...]] = {
         *(f"{optimizer}.{name}" for optimizer in _OPTIMIZERS
           for name in ("lr", "weight_decay", "max_grad_norm", "warmup_steps", "min_lr_ratio")),
     ),
-    0.001: ("trainer.worker_timeout_s", "reward.timeout_s", "trainer.mean_time_between_failures"),
+    0.001: ("trainer.worker_timeout_s", "trainer.silence_timeout_s", "trainer.call_timeout_s", "reward.timeout_s",
+            "trainer.mean_time_between_failures"),
     _POSITIVE: (
         "algorithm.tau_pos", "algorithm.tau_neg", "algorithm.max_weight", "algorithm.kl_target",
         "algorithm.kl_horizon", "algorithm.rollout_correction_high", "sft.max_weight", "trainer.policy.lora.alpha",

@@ -19,6 +19,7 @@ HARMLESS = (
     "trainer.resume_*", "trainer.verify_checkpoint", "trainer.allow_config_change", "trainer.on_resume_mismatch",
     "trainer.mean_time_between_failures", "trainer.lock_timeout_s", "trainer.num_workers", "trainer.replicas",
     "trainer.device", "trainer.colocate", "trainer.ray_address", "trainer.master_port", "trainer.worker_timeout_s",
+    "trainer.silence_timeout_s", "trainer.call_timeout_s",
     "trainer.max_tokens_per_micro_batch", "trainer.*.fsdp.reshard_after_forward", "trainer.*.fsdp.cpu_offload",
     "trainer.*.fsdp.activation_checkpointing", "rollout.num_engines", "rollout.tensor_parallel_size",
     "rollout.colocate", "rollout.val_n", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.enforce_eager",

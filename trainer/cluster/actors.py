@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from trainer.errors import UserError, WorkerError
+from trainer.stopping import SIGNALS, Stopped
+
+LOG = logging.getLogger(__name__)
 
 # How long to listen to the other members once one has failed: when a rank dies, its peers fail too, with
 # a closed connection, and may be heard first. The user should read the cause, not an echo of it.
 _ECHO_S = 2.0
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
+_LOOK_S = 0.5  # between two looks at signals, at Ray and at the members' pulses, while a call runs
+_PULSE_S = 2.0  # between two pulses
+_SAY_S = 20.0  # silence after which the user is told
+_LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
 
 
 class _Member:
-    """An actor that hosts one object of any class."""
+    """An actor that hosts one object of any class. Calls, calls aside and pulses have a thread each."""
 
     def __init__(self, factory: Callable[..., Any], args: tuple, kwargs: dict):
+        _stay_on_the_interface_of(ray.util.get_node_ip_address())
         self._object = factory(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._object, method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="aside")
+    def call_aside(self, method: str) -> Any:
+        """Run `method` beside other calls."""
+        return getattr(self._object, method)()
+
+    @ray.method(concurrency_group="pulse")
+    def pulse(self) -> str:
+        """Answer at any time, also during a call; returns what this process is."""
+        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def where(self) -> dict[str, Any]:
         """Node address and GPU ids of this actor."""
@@ -33,21 +55,77 @@ class _Member:
         return {"host": ray.util.get_node_ip_address(), "node": context.get_node_id(), "gpus": gpus}
 
 
-class _MemberAside(_Member):
-    """An actor with a second thread."""
+def _stay_on_the_interface_of(address: str) -> None:
+    """Keep the process groups of this process to the network interface that has `address`.
 
-    @ray.method(concurrency_group="aside")
-    def call_aside(self, method: str) -> Any:
-        """Run `method` beside other calls."""
-        return getattr(self._object, method)()
+    What the user has set stays.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    os.environ.setdefault("VLLM_HOST_IP", address)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the driver waits for actors."""
+
+    silence_s: float
+    """An actor that answers no pulse for so long counts as dead."""
+    call_s: float
+    """Longest time that one call may take."""
+    lost: Callable[[], str | None] = lambda: None
+    """Which part of Ray itself has died, if one has."""
+
+
+class _Handle:
+    """One actor as the driver sees it: its calls, and whether it still answers."""
+
+    def __init__(self, name: str, actor: Any):
+        self.name = name
+        self.actor = actor
+        self._pulse: Any = None  # under way
+        self._asked = 0.0
+        self._who: str | None = None
+        self._said = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self._who})" if self._who else self.name
+
+    def silence_s(self) -> float:
+        """Seconds that a pulse has been without an answer; 0 while the actor starts."""
+        now = time.monotonic()
+        if self._pulse is not None and ray.wait([self._pulse], timeout=0)[0]:
+            self._hear()
+        if self._pulse is None and now - self._asked > _PULSE_S:
+            self._pulse, self._asked = self.actor.pulse.remote(), now
+        return now - self._asked if self._pulse is not None and self._who is not None else 0.0
+
+    def _hear(self) -> None:
+        try:
+            self._who = ray.get(self._pulse)
+        except ray.exceptions.RayError:
+            pass  # it died: the call under way says so
+        else:
+            if self._said:
+                LOG.warning("%s answers again", self)
+        self._pulse, self._said = None, False
+
+    def say_silent(self, silence_s: float, limit_s: float) -> None:
+        """Tell the user, once for each silence."""
+        if not self._said:
+            self._said = True
+            LOG.warning("%s does not answer since %.0f s; the job ends after %g s of silence", self, silence_s, limit_s)
 
 
 class ActorGroup:
     """Actors of one kind. A call goes to all members; the first failure is raised as itself."""
 
-    def __init__(self, name: str, actors: Sequence[Any]):
+    def __init__(self, name: str, actors: Sequence[Any], patience: Patience):
         self.name = name
-        self._actors = list(actors)
+        self._members = [_Handle(f"{name} {i}", actor) for i, actor in enumerate(actors)]
+        self._patience = patience
 
     @classmethod
     def launch(
@@ -57,24 +135,19 @@ class ActorGroup:
         member_args: Sequence[tuple],
         options: Sequence[dict[str, Any]],
         env: dict[str, str],
-        aside: bool = False,
+        patience: Patience,
     ) -> ActorGroup:
-        """Start one actor for each entry of `member_args`, with these Ray `options`; returns at once.
-
-        Args:
-            aside: give each actor a second thread, for `start_aside`.
-        """
-        groups: dict[str, Any] = {"concurrency_groups": {"aside": 1}} if aside else {}
-        remote = ray.remote(max_restarts=0, max_task_retries=0, **groups)(_MemberAside if aside else _Member)
+        """Start one actor for each entry of `member_args`, with these Ray `options`; returns at once."""
+        remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1, "pulse": 1})(_Member)
         actors = []
         for args, extra in zip(member_args, options, strict=True):
             merged = {**extra, "runtime_env": {"env_vars": {**env, **extra.get("env", {})}}}
             merged.pop("env", None)
             actors.append(remote.options(**merged).remote(factory, args, {}))
-        return cls(name, actors)
+        return cls(name, actors, patience)
 
     def __len__(self) -> int:
-        return len(self._actors)
+        return len(self._members)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on all members with the same arguments; results in member order."""
@@ -82,79 +155,120 @@ class ActorGroup:
 
     def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
         """Call `method` on all members, each with its own arguments."""
-        refs = [a.call.remote(method, *own) for a, own in zip(self._actors, args, strict=True)]
-        return Pending(self.name, refs).result()
+        pairs = list(zip(self._members, args, strict=True))
+        return self._begin([(member, member.actor.call, (method, *own), {}) for member, own in pairs]).result()
 
     def call_one(self, member: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one member."""
-        return Pending(self.name, [self._actors[member].call.remote(method, *args, **kwargs)], member).result()[0]
+        handle = self._members[member]
+        return self._begin([(handle, handle.actor.call, (method, *args), kwargs)]).result()[0]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         """Begin calling `method` on all members; `result()` of what this returns waits for it."""
-        return Pending(self.name, [actor.call.remote(method, *args, **kwargs) for actor in self._actors])
+        return self._begin([(member, member.actor.call, (method, *args), kwargs) for member in self._members])
 
     def start_aside(self, method: str) -> Pending:
         """Begin `method` on all members, on a thread beside the one that other calls share."""
-        return Pending(self.name, [actor.call_aside.remote(method) for actor in self._actors])
+        return self._begin([(member, member.actor.call_aside, (method,), {}) for member in self._members], aside=True)
 
     def where(self) -> list[dict[str, Any]]:
         """Host, node id and GPU ids of each member."""
-        return Pending(self.name, [actor.where.remote() for actor in self._actors]).result()
+        return self._begin([(member, member.actor.where, (), {}) for member in self._members]).result()
 
     def kill(self) -> None:
         """End the members' processes."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._actors = []
+        for member in self._members:
+            ray.kill(member.actor, no_restart=True)
+        self._members = []
+
+    def _begin(self, calls: Sequence[tuple[_Handle, Any, tuple, dict]], aside: bool = False) -> Pending:
+        with SIGNALS.held():
+            refs = [method.remote(*args, **kwargs) for _, method, args, kwargs in calls]
+        return Pending([member for member, *_ in calls], refs, self._patience, aside)
 
 
 class Pending:
-    """Calls under way on the members of a group."""
+    """Calls under way on the members of a group.
 
-    def __init__(self, name: str, refs: Sequence[Any], first_member: int = 0):
-        self._name = name
+    Args:
+        aside: the result is awaited beside the loop, which hears a request to stop by itself.
+    """
+
+    def __init__(self, members: Sequence[_Handle], refs: Sequence[Any], patience: Patience, aside: bool = False):
+        self._members = list(members)
         self._refs = list(refs)
-        self._first_member = first_member
+        self._patience = patience
+        self._aside = aside
 
-    def result(self, timeout_s: float | None = None) -> list[Any]:
+    def result(self) -> list[Any]:
         """Wait for all members; results in member order.
 
         Raises:
             the exception of the member that failed, with its rank in a note, within seconds of the failure
-            and without waiting for the others; WorkerError when a member's process died; TimeoutError.
+            and without waiting for the others; WorkerError: a member's process died, does not answer, or the call
+            takes too long, or Ray died; Stopped: a signal asks to stop, and a member does not answer.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        started = time.monotonic()
+        deadline = float("inf")  # of the echoes, once a member has failed
         results: dict[int, Any] = {}
         waiting = {ref: i for i, ref in enumerate(self._refs)}
         failures: list[Exception] = []
-        while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+        while waiting and time.monotonic() < deadline:
+            with SIGNALS.held():
+                done, _ = ray.wait(list(waiting), num_returns=1, timeout=_LOOK_S)
             if not done:
-                if failures:
-                    break
-                raise TimeoutError(f"{self._name} did not answer within {timeout_s} s")
-            member = waiting.pop(done[0])
+                if not failures:
+                    self._look([self._members[i] for i in waiting.values()], time.monotonic() - started)
+                continue
+            i = waiting.pop(done[0])
             try:
-                results[member] = ray.get(done[0])
+                with SIGNALS.held():
+                    results[i] = ray.get(done[0])
             except (RayTaskError, RayActorError, GetTimeoutError) as error:
-                failures.append(self._as_itself(error, member + self._first_member))
-                deadline = min(deadline or float("inf"), time.monotonic() + _ECHO_S)
+                failures.append(_as_itself(error, self._members[i].name))
+                deadline = min(deadline, time.monotonic() + _ECHO_S)
         if failures:
             raise min(failures, key=_echo_rank)
         return [results[i] for i in range(len(self._refs))]
 
-    def _as_itself(self, error: Exception, member: int) -> Exception:
-        where = f"{self._name} {member}"
-        if isinstance(error, RayTaskError):
-            cause = error.cause
-            if isinstance(cause, UserError):
-                return cause
-            if isinstance(cause, Exception):
-                cause.add_note(f"in {where}; its own traceback:\n{error}")
-                return cause
-            return WorkerError(f"{where} failed: {error}")
-        return WorkerError(f"{where} died: {str(error).strip()}")
+    def _look(self, members: Sequence[_Handle], elapsed_s: float) -> None:
+        """While nothing comes: does Ray live, does everybody answer, is it taking too long?"""
+        patience = self._patience
+        if lost := patience.lost():
+            raise WorkerError(f"Ray's {lost} died, and the job with it; restart it with the same command")
+        for member in members:
+            with SIGNALS.held():
+                silence_s = member.silence_s()
+            if silence_s > _LEAVE_S and SIGNALS.first and not self._aside:
+                raise Stopped(
+                    f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
+                    "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
+                )
+            if silence_s > patience.silence_s:
+                raise WorkerError(
+                    f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or its "
+                    "machine stands still; restart the job with the same command"
+                )
+            if silence_s > _SAY_S:
+                member.say_silent(silence_s, patience.silence_s)
+        if elapsed_s > patience.call_s:
+            raise WorkerError(
+                f"{', '.join(map(str, members))}: no result after {elapsed_s:.0f} s (trainer.call_timeout_s); "
+                "restart the job with the same command, or raise the limit"
+            )
+
+
+def _as_itself(error: Exception, where: str) -> Exception:
+    """The exception that a member raised, in place of Ray's around it."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, UserError):
+            return cause
+        if isinstance(cause, Exception):
+            cause.add_note(f"in {where}; its own traceback:\n{error}")
+            return cause
+        return WorkerError(f"{where} failed: {error}")
+    return WorkerError(f"{where} died: {str(error).strip()}")
 
 
 def _echo_rank(error: Exception) -> int:

@@ -49,11 +49,9 @@ class Ranks:
 
     def connect(self) -> None:
         """Form the process groups."""
+        port = self.cfg.trainer.master_port
         for i, (group, _) in enumerate(self._hosts()):
-            host = group.where()[0]["host"]
-            port = self.cfg.trainer.master_port
-            address = group.call_one(0, "find_address", host, port + i if port else 0)
-            group.call("connect", address)
+            group.call("connect", self.cluster.meeting_place(group, port + i if port else 0))
 
     def build(self, model_path: str) -> None:
         """Load the start weights of every role."""

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
-import time
 from typing import Any
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trainer.cluster.actors import ActorGroup
+from trainer.cluster.actors import ActorGroup, Patience
+from trainer.cluster.local_ray import LocalRay
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.stopping import SIGNALS, Stopped
 
 _PLACEMENT_TIMEOUT_S = 60.0
-_END_S = 10.0  # for actors to end by themselves once Ray is down; a second is usual
+RAY_LOGS = "ray_logs"
+"""Directory below the run directory for Ray's logs of a job that failed."""
 _CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
 
 
@@ -33,55 +35,62 @@ class Cluster:
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[ActorGroup, PlacementGroup | None]] = []
-        self._daemons: list[psutil.Process] = []  # Ray's own, where this job has started it
+        self._local: LocalRay | None = None  # where this job has started Ray
+        self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
 
     def __enter__(self) -> Cluster:
         address = self.cfg.trainer.ray_address
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if address is None:
-            others = psutil.Process().children()
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # only this machine can reach it
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, self._slots_needed()),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address="127.0.0.1",
-                **({"object_store_memory": _CPU_OBJECT_STORE_BYTES} if self.device == "cpu" else {}),
-            )
-            self._daemons = [child for child in psutil.Process().children() if child not in others]
-        else:
-            _probe(address)
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"trainer.ray_address={address}: {str(error).splitlines()[0]}") from error
         try:
+            if address is None:
+                slots = max(os.cpu_count() or 1, self._slots_needed())
+                self._local = LocalRay(slots, _CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None)
+                address = self._local.connect()
+            else:
+                _probe(address)
+            self._join(address)
             self._check_resources()
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        actors = self._actor_processes()
-        for group, _ in list(self._groups):
-            # The cluster may be what failed; then its actors and placement groups went with it.
-            with contextlib.suppress(ray.exceptions.RayError):
-                self.release(group)
-        ray.shutdown()
-        # Ray does not wait for them, and whoever comes next may want their memory, above all on a GPU.
-        for process in still_running(actors, _END_S):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+    def _join(self, address: str) -> None:
+        try:
+            with SIGNALS.held(), SIGNALS.blocked():
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if self._local is not None:
+                raise
+            reason = str(error).splitlines()[0]
+            raise UserError(f"trainer.ray_address={self.cfg.trainer.ray_address}: {reason}") from error
 
-    def _actor_processes(self) -> list[psutil.Process]:
-        processes = []
-        for daemon in self._daemons:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes += daemon.children(recursive=True)
-        return processes
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        with SIGNALS.held():
+            if not self._lost():
+                for group, _ in list(self._groups):
+                    # The cluster may be what failed; then its actors and placement groups went with it.
+                    with contextlib.suppress(ray.exceptions.RayError):
+                        self.release(group)
+            if self._local is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
+                self._local.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
+            if self._local is not None:
+                # First, since this ends every process, and waits for that: whoever comes next may want their memory,
+                # above all on a GPU. Ray's own shutdown does not wait.
+                self._local.close()
+            ray.shutdown()
+
+    def _lost(self) -> str | None:
+        return self._local.lost() if self._local is not None else None
+
+    def meeting_place(self, group: ActorGroup, port: int = 0) -> str:
+        """Where the members of a process group whose first rank is that of `group` find each other.
+
+        Args:
+            port: on that rank's machine; 0: a free one, or no port at all where all members are on this machine.
+        """
+        if self._local is not None and not port:
+            return f"file://{self._local.directory}/store-{secrets.token_hex(8)}"
+        return group.call_one(0, "find_address", group.where()[0]["host"], port)
 
     def release(self, group: ActorGroup) -> None:
         """End the group's processes and give back their place."""
@@ -105,7 +114,7 @@ class Cluster:
             for i in range(count)
         ]
         args = [(self.cfg, rank, count, self.device) for rank in range(count)]
-        return self._keep(ActorGroup.launch(name, factory, args, options, env, aside=True), placement)
+        return self._keep(ActorGroup.launch(name, factory, args, options, env, self._patience), placement)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: ActorGroup) -> ActorGroup:
         """Start `rollout.num_engines` actors `factory(*args)`.
@@ -127,7 +136,8 @@ class Cluster:
                 }
                 for i in range(r.num_engines)
             ]
-        return self._keep(ActorGroup.launch("engine", factory, [args] * r.num_engines, options, env), placement)
+        group = ActorGroup.launch("engine", factory, [args] * r.num_engines, options, env, self._patience)
+        return self._keep(group, placement)
 
     def _colocated_options(self, ranks: ActorGroup) -> list[dict[str, Any]]:
         """The ranks own their GPUs as far as Ray knows; an engine sees the same ones by their ids."""
@@ -152,15 +162,18 @@ class Cluster:
     @staticmethod
     def put(value: Any) -> Any:
         """A reference to `value` in the object store; actors get the value, arrays without a copy."""
-        return ray.put(value)
+        with SIGNALS.held():
+            return ray.put(value)
 
     def _keep(self, group: ActorGroup, placement: PlacementGroup | None) -> ActorGroup:
         self._groups.append((group, placement))
         return group
 
     def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
-        placement = placement_group(bundles, strategy="PACK")
-        if not placement.wait(_PLACEMENT_TIMEOUT_S):
+        with SIGNALS.held():
+            placement = placement_group(bundles, strategy="PACK")
+            placed = placement.wait(_PLACEMENT_TIMEOUT_S)
+        if not placed:
             remove_placement_group(placement)
             raise UserError(
                 f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
@@ -193,24 +206,6 @@ class Cluster:
         if needed > has:
             raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
                             f"{has}; use fewer, or let them share with rollout.colocate=true")  # fmt: skip
-
-
-def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended within so many seconds."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        # Not psutil's wait: in a container whose first process reaps nobody, what has ended stays a zombie.
-        processes = [process for process in processes if _runs(process)]
-        if not processes or time.monotonic() > deadline:
-            return processes
-        time.sleep(0.05)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _held() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -16,14 +17,66 @@ def pick_device(device: str) -> str:
     return device
 
 
+_listening: dict[str, socket.socket] = {}
+
+
+def listen(host: str, port: int = 0) -> str:
+    """Reserve the port on which this process will host a store; returns its address, `host:port`.
+
+    torch alone would listen on all interfaces of the machine; this socket is bound to that of `host`.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, port))
+    except OSError:
+        reserved.close()
+        raise
+    address = f"{host}:{reserved.getsockname()[1]}"
+    _listening[address] = reserved
+    return address
+
+
+def open_store(address: str, is_host: bool, world_size: int, timeout_s: float) -> dist.Store:
+    """The key-value store through which the members of a group find each other.
+
+    Args:
+        address: `file:///path`, for members on one machine: it has no port that others could reach; or
+            `host:port`, which the host listens on (`listen` reserves one that is free).
+    """
+    if address.startswith("file://"):
+        store = dist.FileStore(address.removeprefix("file://"), world_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+    host, _, port = address.rpartition(":")
+    if is_host and address not in _listening:
+        listen(host, int(port))
+    reserved = {"master_listen_fd": _listening.pop(address).detach()} if is_host else {}
+    return dist.TCPStore(
+        host,
+        int(port),
+        is_master=is_host,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        **reserved,
+    )
+
+
 def init_process_group(rank: int, world_size: int, address: str, device: str, timeout_s: float) -> None:
-    """Join the ranks' process group at `address` (`host:port`).
+    """Join the ranks' process group, whose store is at `address` (see `open_store`).
 
     On CUDA tensors in host memory (offloaded shards, small metrics) go over gloo, the rest over NCCL.
     """
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{address}",
+        store=open_store(address, rank == 0, world_size, timeout_s),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

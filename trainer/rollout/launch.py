@@ -75,7 +75,7 @@ class Rollout:
             pass  # small enough to travel with the call
         elif choose(r.weight_sync, r.engine, same_node=len(hosts) == 1, colocate=r.colocate) == "broadcast":
             self._broadcast = Broadcast(
-                self.ranks.policy.call_one(0, "find_address", rank_hosts[0]),
+                self.ranks.cluster.meeting_place(self.ranks.policy),
                 receivers=r.num_engines * (r.tensor_parallel_size if self._device == "cuda" else 1),
                 device=self._device,
                 timeout_s=self.cfg.trainer.worker_timeout_s,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.parallel.mesh import open_store
 
 
 def choose(weight_sync: str, engine: str, same_node: bool, colocate: bool = False) -> str:
@@ -60,7 +61,7 @@ class Broadcast:
     """Weights sent by rank 0. Ranks get this object to `send`, engines to receive, at the same time."""
 
     address: str
-    """`host:port` on which rank 0 listens."""
+    """Where the group's store is (see `trainer.parallel.mesh.open_store`); rank 0 hosts it."""
     receivers: int
     """Workers of all engines together, each of which takes one place in the group."""
     device: str
@@ -99,9 +100,8 @@ class Channel:
     """
 
     def __init__(self, group: Broadcast, sender: bool):
-        host, _, port = group.address.rpartition(":")
         timeout = timedelta(seconds=group.timeout_s)
-        self._store = dist.TCPStore(host, int(port), is_master=sender, wait_for_workers=False, timeout=timeout)
+        self._store = open_store(group.address, sender, 1 + group.receivers, group.timeout_s)
         rank = 0 if sender else self._store.add("receivers", 1)
         assert rank <= group.receivers, f"more than {group.receivers} workers receive weights at {group.address}"
         self._device = group.device

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 from collections.abc import Collection
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.parallel.batching import Batch, select
-from trainer.parallel.mesh import build_mesh, init_process_group
+from trainer.parallel.mesh import build_mesh, init_process_group, listen
 from trainer.parallel.shard import param_dtype
 from trainer.workers.base import SHARDING_FILE, ModelWorker
 from trainer.workers.critic import CriticWorker
@@ -54,20 +53,17 @@ class Rank:
         self.reference: ReferenceWorker | None = None
 
     def find_address(self, host: str, port: int = 0) -> str:
-        """A `host:port` on which rank 0 can listen; `port` 0 takes a free one."""
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise UserError(
-                    f"trainer.master_port={port}: cannot be used on {host} ({error.strerror}); "
-                    "choose another, or 0 for a free one"
-                ) from error
-            return f"{host}:{probe.getsockname()[1]}"
+        """Reserve a port of this rank for a store; returns `host:port`. `port` 0 takes a free one."""
+        try:
+            return listen(host, port)
+        except OSError as error:
+            raise UserError(
+                f"trainer.master_port={port}: cannot be used on {host} ({error.strerror}); "
+                "choose another, or 0 for a free one"
+            ) from error
 
     def connect(self, address: str, local_rank: int = 0) -> None:
-        """Join the process group and seed this rank's generators (for what user code draws)."""
+        """Join the process group, whose store is at `address`, and seed this rank's generators (for user code)."""
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
