@@ -99,6 +99,7 @@ class Signals:
             yield
         finally:
             self._in_steps = False
+            self._raised = max(self._raised, min(self._count, 1))  # the steps have dealt with it
 
     def check(self) -> None:
         """Raise what a signal asks for, once for each signal. Does nothing on other threads.

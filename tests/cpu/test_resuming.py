@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import time
-from datetime import datetime, timedelta
 
 import pytest
 
@@ -18,7 +16,6 @@ from trainer.errors import UserError
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit, first_difference, jumps
 from trainer.run_directory import RunDirectory
-from trainer.stopping import Stopped, StopRequest
 
 # ----------------------------------------------------------------------------------------------------------
 # Config
@@ -352,35 +349,3 @@ def test_auto_follows_young(monkeypatch):
     assert not schedule.due(2)
     now[0] = 800.0
     assert schedule.due(2)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_the_first_signal_waits_for_the_step_and_the_second_does_not(number):
-    stop = StopRequest(None)
-    before = signal.getsignal(number)
-    with stop.listening():
-        with stop.between_steps():
-            os.kill(os.getpid(), number)
-            assert stop.reason == signal.Signals(number).name
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), number)
-                time.sleep(1)
-    assert signal.getsignal(number) == before
-
-
-def test_outside_of_the_steps_a_signal_leaves_at_once():
-    with StopRequest(None).listening(), pytest.raises(Stopped, match="SIGTERM"):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
-
-
-def test_a_deadline_leaves_room_for_a_step_and_a_save(monkeypatch):
-    soon = datetime.now() + timedelta(seconds=60)
-    for stop in (StopRequest(soon.isoformat()), None):
-        if stop is None:
-            monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(soon.timestamp())))
-            stop = StopRequest(None)
-        stop.consider_deadline(30)
-        assert stop.reason is None
-        stop.consider_deadline(90)
-        assert stop.reason is not None

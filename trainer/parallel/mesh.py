@@ -36,6 +36,7 @@ def listen(host: str, port: int = 0) -> str:
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((host, port))
+        reserved.listen()  # else another process could take it as well; who connects early waits
     except OSError:
         reserved.close()
         raise

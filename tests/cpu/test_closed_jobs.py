@@ -1,0 +1,197 @@
+"""Whole jobs that strangers reach for, that lose a part, or that are signalled at any moment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cpu.jobs import environment, family, kill_all, left_running, metrics, start_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+BASE = ["rollout=transformers", "trainer.val_interval=-1", "logger.plot=false", "trainer.total_steps=500", "trainer.ckpt_interval=-1"]
+INTRUDER = """
+import sys, ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False)
+except ConnectionError:
+    sys.exit(7)
+ray.get(ray.remote(lambda: 0).remote(), timeout=20)
+"""
+
+
+def reach(job: subprocess.Popen, text: str) -> str:
+    """Read the job's output up to a line that holds `text`; returns all of it."""
+    output = ""
+    for line in job.stdout:
+        output += line
+        if text in " ".join(line.split()):
+            return output
+    raise AssertionError(output)
+
+
+def end(job: subprocess.Popen, output: str, timeout: float = 60) -> tuple[int, str]:
+    try:
+        output += job.communicate(timeout=timeout)[0]
+        return job.returncode, output
+    finally:
+        if job.poll() is None:
+            kill_all(family(job.pid))
+
+
+def listeners(job: subprocess.Popen) -> dict[tuple[str, int], str]:
+    """Addresses on which any process of the job listens, with the process's name."""
+    found = {}
+    for process in family(job.pid):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found[(connection.laddr.ip, connection.laddr.port)] = process.name()
+    return found
+
+
+def ray_directory(job: subprocess.Popen) -> Path:
+    """What holds the sockets and logs of the job's Ray."""
+    raylet = next(p for p in family(job.pid) if p.name() == "raylet")
+    socket = next(arg for arg in raylet.cmdline() if arg.startswith("--raylet_socket_name="))
+    return Path(socket.partition("=")[2].partition("/ray/")[0])
+
+
+def intrude(port: int, **env: str) -> subprocess.Popen:
+    """A Ray client of the same machine that wants to run a task."""
+    without = {name: value for name, value in environment().items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", INTRUDER, f"127.0.0.1:{port}"],
+        env={**without, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_job_listens_on_loopback_alone_and_refuses_clients_without_its_token(tmp_path, marker):
+    job = start_job(*BASE, "trainer.num_workers=2", cwd=tmp_path)
+    output = reach(job, "step 1/500")
+    try:
+        found = listeners(job)
+        assert {"gcs_server", "raylet"} <= set(found.values())
+        outside = {ip for ip, _ in found if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback}
+        assert outside == set(), found
+        port = next(port for (_, port), name in found.items() if name == "gcs_server")
+        intruders = [
+            intrude(port, RAY_AUTH_MODE="disabled"),
+            intrude(port, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64),
+        ]
+        for intruder in intruders:
+            text, _ = intruder.communicate(timeout=120)
+            assert intruder.returncode == 7 and "InvalidAuthToken" in text, text
+        assert ray_directory(job).stat().st_mode & 0o077 == 0, "other users can enter it"
+    finally:
+        job.send_signal(signal.SIGTERM)
+        status, output = end(job, output)
+    assert status == 75, output
+    assert left_running(marker) == []
+
+
+def test_an_engine_that_stands_still_ends_the_job_with_its_name(tmp_path, marker):
+    job = start_job(*BASE, "trainer.silence_timeout_s=3", cwd=tmp_path)
+    output = reach(job, "step 1/500")
+    members = [p for p in family(job.pid) if "ray::_Member" in " ".join(p.cmdline())]
+    assert len(members) == 2, "a rank and an engine"
+    members[1].send_signal(signal.SIGSTOP)
+    status, output = end(job, output, timeout=120)
+    assert status == 1, output
+    sentence = output.strip().splitlines()[-1]
+    assert f"process {members[1].pid} on" in sentence and "trainer.silence_timeout_s" in sentence, output
+    assert "Traceback" not in output
+    assert left_running(marker) == []
+
+
+def test_a_request_to_stop_is_heard_while_a_rank_stands_still(tmp_path, marker):
+    job = start_job(*BASE, "trainer.num_workers=2", cwd=tmp_path)
+    output = reach(job, "step 1/500")
+    rank = [p for p in family(job.pid) if "ray::_Member" in " ".join(p.cmdline())][0]
+    rank.send_signal(signal.SIGSTOP)
+    job.send_signal(signal.SIGTERM)
+    status, output = end(job, output, timeout=120)
+    assert status == 75, output
+    assert "did not answer" in output.strip().splitlines()[-1] and f"process {rank.pid} on" in output
+    assert left_running(marker) == []
+
+
+def test_sigterm_to_the_process_group_saves_the_step_and_exits_75(tmp_path, marker):
+    """As `timeout` and schedulers send it: every process that shares the driver's group gets the signal."""
+    job = start_job(*BASE, cwd=tmp_path)
+    output = reach(job, "step 1/500")
+    os.killpg(job.pid, signal.SIGTERM)
+    status, output = end(job, output)
+    assert status == 75 and "stopped after step" in output.strip().splitlines()[-1], output
+    last = metrics(tmp_path / "outputs/default")[-1]
+    assert last["reward/failures"] == 0
+    assert (tmp_path / f"outputs/default/checkpoints/global_step_{last['step']}/manifest.json").exists()
+    assert left_running(marker) == []
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_the_death_of_ray_ends_the_job_with_one_sentence(name, tmp_path, marker):
+    job = start_job(*BASE, cwd=tmp_path)
+    output = reach(job, "step 1/500")
+    next(p for p in family(job.pid) if p.name() == name).kill()
+    status, output = end(job, output, timeout=120)
+    assert status == 1, output
+    assert f"Ray's {name} died" in output.strip().splitlines()[-1] and "Traceback" not in output, output
+    assert left_running(marker) == []
+
+
+def test_a_killed_driver_takes_every_process_of_ray_with_it(tmp_path, marker):
+    job = start_job(*BASE, cwd=tmp_path)
+    reach(job, "step 1/500")
+    everything, directory = family(job.pid), ray_directory(job)
+    assert directory.exists()
+    job.kill()
+    job.wait()
+    _, alive = psutil.wait_procs(everything[1:], timeout=30)
+    assert alive == []
+    assert left_running(marker) == []
+    assert not directory.exists()
+
+
+def handles_signals(job: subprocess.Popen) -> bool:
+    caught = next(line for line in Path(f"/proc/{job.pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def runs(job: subprocess.Popen, name: str) -> bool:
+    return any(name in " ".join([p.name(), *p.cmdline()]) for p in family(job.pid))
+
+
+MOMENTS = {
+    "the first one": (signal.SIGUSR1, handles_signals),
+    "ray starts": (signal.SIGTERM, lambda job: runs(job, "gcs_server")),
+    "a rank starts": (signal.SIGINT, lambda job: runs(job, "ray::_Member")),
+    "an engine starts": (signal.SIGTERM, lambda job: runs(job, "ray::_Member.where")),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_while_the_job_starts_exits_75_with_one_sentence(moment, tmp_path, marker):
+    number, has_come = MOMENTS[moment]
+    job = start_job(*BASE, cwd=tmp_path)
+    deadline = time.monotonic() + 240
+    try:
+        while not has_come(job):
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        job.send_signal(number)
+        status, output = end(job, "")
+    assert status == 75, output
+    assert "stopped by" in output.strip().splitlines()[-1] and "Traceback" not in output, output
+    assert left_running(marker) == []

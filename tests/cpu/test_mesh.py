@@ -1,0 +1,74 @@
+"""Where the members of a process group meet, and who else could reach them there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.parallel.mesh import listen, open_store
+
+
+def listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections("inet")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_store_listens_on_the_given_interface_alone():
+    before = listening()
+    address = listen("127.0.0.1")
+    with pytest.raises(OSError):
+        listen("127.0.0.1", int(address.rpartition(":")[2]))
+    host = open_store(address, is_host=True, world_size=1, timeout_s=30)
+    assert listening() - before == {("127.0.0.1", int(address.rpartition(":")[2]))}
+    member = open_store(address, is_host=False, world_size=1, timeout_s=30)
+    member.set("name", "value")
+    assert host.get("name") == b"value"
+
+
+def test_on_one_machine_a_store_is_a_file_and_listens_nowhere(tmp_path):
+    before = listening()
+    stores = [open_store(f"file://{tmp_path}/store", is_host, 2, timeout_s=30) for is_host in (True, False)]
+    stores[1].set("name", "value")
+    assert stores[0].get("name") == b"value"
+    assert stores[0].add("receivers", 1) == 1 and stores[1].add("receivers", 1) == 2
+    assert listening() == before
+
+
+def _sum(rank: int, address: str, results: multiprocessing.Queue) -> None:
+    from trainer.parallel.mesh import init_process_group
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    init_process_group(rank, 2, address, "cpu", 60)
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    results.put((float(tensor), sorted(ip for ip, _ in listening())))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["file", "port"])
+def test_ranks_meet_and_compute_over_loopback(kind, tmp_path):
+    if kind == "file":
+        address = f"file://{tmp_path}/store"
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_sum, args=(rank, address, results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for _ in ranks:
+        total, hosts = results.get(timeout=120)
+        assert total == 3.0
+        assert set(hosts) == {"127.0.0.1"}
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0

@@ -1,0 +1,131 @@
+"""Signals and deadlines, in this process and in one that does nothing but listen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime, timedelta
+
+import pytest
+
+from trainer.stopping import EXIT_STATUS, HANDLED, SIGNALS, Stopped, StopRequest
+
+
+def send(number: int) -> None:
+    """The signal is handled before this returns."""
+    signal.raise_signal(number)
+
+
+def test_the_exit_status_tells_schedulers_to_try_again():
+    assert EXIT_STATUS == 75, "EX_TEMPFAIL: scripts of users look for this number"
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
+    before = signal.getsignal(number)
+    stop = StopRequest(None)
+    with SIGNALS.listening():
+        with SIGNALS.between_steps():
+            send(number)
+            assert stop.reason == signal.Signals(number).name
+            SIGNALS.check()
+            with pytest.raises(KeyboardInterrupt):
+                send(number)
+        SIGNALS.check()
+    assert signal.getsignal(number) == before
+    assert stop.reason is None, "the next run in this process starts without it"
+
+
+def test_a_signal_that_the_steps_have_dealt_with_is_not_raised_after_them():
+    with SIGNALS.listening():
+        with SIGNALS.between_steps():
+            send(signal.SIGTERM)
+        with SIGNALS.held():
+            pass
+        SIGNALS.check()
+
+
+def test_outside_of_the_steps_a_signal_stops_at_once():
+    with SIGNALS.listening(), pytest.raises(Stopped, match="SIGTERM"):
+        send(signal.SIGTERM)
+
+
+def test_a_stop_is_no_exception_that_libraries_swallow():
+    assert not issubclass(Stopped, Exception)
+
+
+def test_a_held_signal_is_raised_after_the_outermost_block_and_once():
+    with SIGNALS.listening():
+        with pytest.raises(Stopped):
+            with SIGNALS.held():
+                with SIGNALS.held():
+                    send(signal.SIGTERM)
+                reached = True
+        assert reached
+        with SIGNALS.held():
+            pass
+        SIGNALS.check()
+
+
+def test_code_that_installs_handlers_of_its_own_keeps_neither_them_nor_the_signal():
+    def other(*_: object) -> None:
+        raise AssertionError("the signal went to the other handler")
+
+    with SIGNALS.listening():
+        with pytest.raises(Stopped):
+            with SIGNALS.held(), SIGNALS.blocked():
+                signal.signal(signal.SIGTERM, other)
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) != other
+
+
+def test_other_threads_hold_nothing_and_raise_nothing():
+    outcome = []
+
+    def wait() -> None:
+        with SIGNALS.held():
+            SIGNALS.check()
+        outcome.append("went on")
+
+    with SIGNALS.listening():
+        with pytest.raises(Stopped):
+            with SIGNALS.held():
+                send(signal.SIGTERM)
+                thread = threading.Thread(target=wait)
+                thread.start()
+                thread.join()
+        assert outcome == ["went on"]
+
+
+def test_a_third_signal_ends_a_process_that_does_not_come_back():
+    code = (
+        "import time, signal\n"
+        "from trainer.stopping import SIGNALS\n"
+        "with SIGNALS.listening(), SIGNALS.held():\n"
+        "    print('up', flush=True)\n"
+        "    while True: time.sleep(0.01)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # signals of one kind that are pending at a time count once
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+
+
+def test_a_deadline_leaves_room_for_a_step_and_a_save(monkeypatch):
+    soon = datetime.now() + timedelta(seconds=60)
+    for stop in (StopRequest(soon.isoformat()), None):
+        if stop is None:
+            monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(soon.timestamp())))
+            stop = StopRequest(None)
+        stop.consider_deadline(30)
+        assert stop.reason is None
+        stop.consider_deadline(90)
+        assert stop.reason is not None
