@@ -7,7 +7,7 @@ import sys
 
 import psutil
 
-from trainer.cluster.local_ray import end_all, is_running
+from trainer.cluster.supervisor import end_all, is_running
 
 
 def test_a_zombie_has_ended():

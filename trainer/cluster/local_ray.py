@@ -1,8 +1,8 @@
 """A Ray cluster on this machine for one run, closed to everybody else and gone with the run.
 
-A supervisor process (`main` below) starts Ray and waits. It has a session of its own, so that a signal to the
-driver's process group does not reach Ray. It ends when the driver closes the pipe between them, which also
-happens when the driver is killed, and then ends everything that Ray has started and removes Ray's files.
+A supervisor process (`trainer.cluster.supervisor`) starts Ray and waits. It has a session of its own, so that a
+signal to the driver's process group does not reach Ray. It ends when the driver closes the pipe between them, which
+also happens when the driver is killed, and then ends everything that Ray has started and removes Ray's files.
 
 Ray executes what its clients send. So it listens on the loopback interface alone, every call must carry a random
 token of this run, and its sockets and logs are below a directory that only this user can enter.
@@ -11,13 +11,11 @@ token of this run, and its sockets and logs are below a directory that only this
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,23 +24,22 @@ from typing import Any
 
 import psutil
 
+from trainer.cluster import supervisor
+from trainer.cluster.supervisor import end_all, is_running
+from trainer.errors import WorkerError
+
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray takes the loopback address for this node
 _START_S = 180.0
 _CLOSE_S = 20.0
 _LONGEST_BASE = 40  # characters; a Unix socket's path may have 107, of which Ray's own part takes up to 60
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class LocalRay:
-    """Start the cluster; `address` is where the driver joins it.
+    """Begin to start the cluster; `connect` waits for it. Whatever happens then, `close` ends it.
 
     Args:
         num_cpus: logical CPUs.
         object_store_bytes: None: Ray's default.
-
-    Raises:
-        RuntimeError: Ray does not start; the message holds Ray's reason.
     """
 
     def __init__(self, num_cpus: int, object_store_bytes: int | None):
@@ -54,7 +51,7 @@ class LocalRay:
         if object_store_bytes is not None:
             options["object_store_memory"] = object_store_bytes
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-P", os.path.abspath(__file__), json.dumps(options)],
+            [sys.executable, "-P", supervisor.__file__, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -62,11 +59,14 @@ class LocalRay:
         self._daemons: dict[str, psutil.Process] = {}
 
     def connect(self) -> str:
-        """Wait until Ray is up; returns its address."""
+        """Wait until Ray is up; returns the address at which the driver joins it.
+
+        Raises:
+            WorkerError: Ray does not start; the message holds Ray's reason.
+        """
         answer = self._answer()
         if "error" in answer:
-            self.close()
-            raise RuntimeError(f"Ray does not start on this machine: {answer['error']}")
+            raise WorkerError(f"Ray does not start on this machine: {answer['error']}")
         for name, pid in answer["daemons"].items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._daemons[name] = psutil.Process(pid)
@@ -83,6 +83,8 @@ class LocalRay:
         assert self._supervisor.stdin is not None
         with contextlib.suppress(OSError):
             self._supervisor.stdin.close()
+        if not self._daemons:
+            self._supervisor.terminate()  # it still starts Ray, and does not look at the pipe
         try:
             self._supervisor.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -114,21 +116,6 @@ class LocalRay:
         return json.loads(line) if line else {"error": "its supervisor ended; the reason is in the output above"}
 
 
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process still runs. A zombie has ended, whoever should reap it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def end_all(processes: list[psutil.Process]) -> None:
-    """Kill the processes that still run."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def _set_environment() -> dict[str, str | None]:
     """Set what Ray reads in this process and all that it starts; returns the values that were there before."""
     wanted = {
@@ -156,67 +143,3 @@ def _follow_environment(local: bool) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = not local
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The supervisor
-
-
-def main() -> None:
-    """Start Ray, tell the driver where it is, wait for the driver's end, and end everything."""
-    options = json.loads(sys.argv[1])
-    directory = options.pop("directory")
-    libc = ctypes.CDLL(None)
-    # What Ray's processes leave behind when they die becomes a child of this process, and is found.
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # A process that the driver has forked may hold the pipe open; its death is noticed all the same.
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    try:
-        _tell(_start_ray(os.path.join(directory, "ray"), options))
-        _wait_for_the_driver()
-    finally:
-        _end_descendants()
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)  # Ray's own shutdown could wait for processes that are gone
-
-
-def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
-    import ray
-
-    try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=directory,
-            **options,
-        )
-    except Exception as error:
-        return {"error": " ".join(str(error).split())[:1000]}
-    daemons = {child.name(): child.pid for child in psutil.Process().children()}
-    wanted = {name: pid for name, pid in daemons.items() if name in ("gcs_server", "raylet")}
-    return {"address": ray.get_runtime_context().gcs_address, "daemons": wanted}
-
-
-def _tell(answer: dict[str, Any]) -> None:
-    os.write(1, json.dumps(answer).encode() + b"\n")
-
-
-def _wait_for_the_driver() -> None:
-    while os.read(0, 1024):
-        pass
-
-
-def _end_descendants() -> None:
-    for _ in range(100):  # a process that is being killed may just have started another
-        children = [child for child in psutil.Process().children(recursive=True) if is_running(child)]
-        if not children:
-            return
-        end_all(children)
-        psutil.wait_procs(children, timeout=0.1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,95 @@
+"""The process that starts Ray for one run and ends everything that Ray has started (see `local_ray`).
+
+It runs as a script: nothing of `trainer` is imported, and nothing but Ray and psutil is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+from typing import Any
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> None:
+    """Start Ray, tell the driver where it is, wait for the driver's end, and end everything."""
+    options = json.loads(sys.argv[1])
+    directory = options.pop("directory")
+    libc = ctypes.CDLL(None)
+    # What Ray's processes leave behind when they die becomes a child of this process, and is found.
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # A process that the driver has forked may hold the pipe open; its death is noticed all the same.
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        _tell(_start_ray(os.path.join(directory, "ray"), options))
+        _wait_for_the_driver()
+    finally:
+        _end_descendants()
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)  # Ray's own shutdown could wait for processes that are gone
+
+
+def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=directory,
+            **options,
+        )
+    except Exception as error:
+        return {"error": " ".join(str(error).split())[:1000]}
+    daemons = {child.name(): child.pid for child in psutil.Process().children()}
+    wanted = {name: pid for name, pid in daemons.items() if name in ("gcs_server", "raylet")}
+    return {"address": ray.get_runtime_context().gcs_address, "daemons": wanted}
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _wait_for_the_driver() -> None:
+    while os.read(0, 1024):
+        pass
+
+
+def _end_descendants() -> None:
+    for _ in range(100):  # a process that is being killed may just have started another
+        children = [child for child in psutil.Process().children(recursive=True) if is_running(child)]
+        if not children:
+            return
+        end_all(children)
+        psutil.wait_procs(children, timeout=0.1)
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process still runs. A zombie has ended, whoever should reap it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_all(processes: list[psutil.Process]) -> None:
+    """Kill the processes that still run."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+if __name__ == "__main__":
+    main()
