@@ -17,7 +17,13 @@ from tests.cpu.jobs import environment, family, kill_all, left_running, metrics,
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BASE = ["rollout=transformers", "trainer.val_interval=-1", "logger.plot=false", "trainer.total_steps=500", "trainer.ckpt_interval=-1"]
+BASE = [
+    "rollout=transformers",
+    "trainer.val_interval=-1",
+    "logger.plot=false",
+    "trainer.total_steps=500",
+    "trainer.ckpt_interval=-1",
+]
 INTRUDER = """
 import sys, ray
 try:
