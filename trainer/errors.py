@@ -1,5 +1,7 @@
 """What goes wrong, in the words a user reads."""
 
+_LONGEST_TEXT = 200
+
 
 class UserError(ValueError):
     """Something the user can mend: bad input, a missing file, a setting that cannot work.
@@ -16,3 +18,20 @@ class WorkerError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """Loss or gradient norm became NaN or infinite. The weights were not updated with it."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return `Type: text` as one short printable line. Made for errors of user code, whose text may itself raise."""
+    try:
+        # The slice also makes a plain str of a subclass, whose methods could do anything.
+        text = str.__getitem__(str(error), slice(10 * _LONGEST_TEXT))
+    except BaseException:
+        text = "its text cannot be read"
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def one_line(text: str) -> str:
+    """Return `text` as one printable line of at most 200 characters."""
+    words = " ".join(text[: 10 * _LONGEST_TEXT].split())
+    line = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 1] + "…"

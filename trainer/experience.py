@@ -23,7 +23,7 @@ from trainer.algorithms import (
 )
 from trainer.config import AlgorithmConfig, Config, chosen_options, named_options
 from trainer.errors import UserError
-from trainer.imports import takes_any_option
+from trainer.imports import takes_any_option, user_code
 from trainer.parallel.batching import Batch, stack_padded
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ def check_functions(a: AlgorithmConfig) -> None:
         except ValueError as error:
             raise UserError(str(error)) from error
         if name not in registry:
-            try:
+            message = (
+                f"algorithm.{key}={name}: on four completions of three tokens, with the arguments that "
+                "docs/algorithms.md names, it ended in {}"
+            )
+            with user_code(message):
                 (_try_estimator if key == "advantage_estimator" else _try_loss)(function, a)
-            except Exception as error:  # the user's code runs here
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                raise UserError(f"algorithm.{key}={name}: on four completions of three tokens, with the arguments that "
-                                f"docs/algorithms.md names, it ended in {reason}") from error  # fmt: skip
     taken = {option for function in functions.values() for option in options_of(function)}
     open_to_any = any(takes_any_option(function) for function in functions.values())
     for name in (*named_options(a), *(() if open_to_any else (f"options.{name}" for name in a.options))):

@@ -6,10 +6,13 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from trainer.errors import UserError
+from trainer import stopping
+from trainer.errors import UserError, describe_error
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
@@ -28,14 +31,27 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         raise UserError(f"{key}={path}: {instead} an import path package.module:function")
     if os.getcwd() not in sys.path:  # a file beside where the command was given
         sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code runs here
-        raise UserError(f"{key}={path}: cannot be imported ({type(error).__name__}: {error})") from error
-    function = getattr(module, function_name, None)
+    with user_code(f"{key}={path}: cannot be imported ({{}})"):
+        function = getattr(importlib.import_module(module_name), function_name, None)
     if not callable(function):
         raise UserError(f"{key}={path}: {module_name} has no function {function_name}")
     return function
+
+
+@contextmanager
+def user_code(message: str) -> Iterator[None]:
+    """Turn all that user code in the block raises, SystemExit and KeyboardInterrupt too, into a UserError.
+
+    Args:
+        message: the sentence, with `{}` where the error in short comes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == stopping.__name__:  # a signal has come meanwhile
+            raise
+        raise UserError(message.format(describe_error(error))) from error
 
 
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:

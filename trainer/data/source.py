@@ -11,6 +11,7 @@ import xxhash
 
 from trainer.data.datasets import Prompt
 from trainer.errors import UserError
+from trainer.imports import user_code
 from trainer.keyed import permutation
 
 _FORMAT = 1  # of `state_dict`
@@ -117,11 +118,8 @@ class PromptSource:
             if self._curriculum is None:
                 order = permutation(len(self.prompts), self._seed, "epoch", epoch).tolist()
             else:
-                try:
+                with user_code(f"data.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
                     order = [int(place) for place in self._curriculum(self.prompts, epoch, dict(self._rewards))]
-                except Exception as error:  # the user's own code runs here
-                    problem = f"{type(error).__name__}: {error}"
-                    raise UserError(f"data.curriculum={self._name}: failed for epoch {epoch} ({problem})") from error
                 if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(self.prompts):
                     raise UserError(f"data.curriculum: for epoch {epoch} it gave {len(order)} places; it must give "
                                     f"at least one, each once, from 0 to {len(self.prompts) - 1}")  # fmt: skip
