@@ -118,7 +118,7 @@ def main() -> None:
     pip = make_venv()
     run(*pip, "install", "--quiet", f"uv=={locked()['uv']}")
     install(extra, *uv_options(pip_settings(pip)))
-    check = "import datasets, hydra, math_verify, pebble, ray, torch, transformers, vllm, wandb, trainer"
+    check = "import datasets, hydra, math_verify, ray, torch, transformers, vllm, wandb, trainer"
     run(PYTHON, "-c", check, env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"))
     (VENV / f".installed-{extra}").touch()
 

@@ -388,7 +388,8 @@ class RewardConfig:
     """`gsm8k`, `math`, `arithmetic`, `reverse_text`, or an import path `package.module:function` of a
     function (completion: str, answer: str) -> float."""
     timeout_s: float = 10.0
-    """Seconds one completion's reward may take; after that it is zero and counted."""
+    """Seconds one completion's reward may take; after that it is zero and counted. Rewards that fail may take 30
+    times this in each process, whenever completions are scored; the rest is then not tried, zero and counted."""
     num_processes: int = 1
     """Processes that compute rewards."""
 

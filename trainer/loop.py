@@ -351,8 +351,8 @@ class Trainer:
 
     def _reward(self, completions: list[Completion], answers: list[str]) -> tuple[np.ndarray, int]:
         rewards, failures = self.rewards.score(self._texts(completions), answers)
-        if failures.count:
-            self.progress.note(f"{failures.count} rewards failed and count as 0; the first: {failures.first}")
+        for line in failures.lines():
+            self.progress.note(line)
         return np.asarray(rewards, dtype=np.float64), failures.count
 
     def _texts(self, completions: list[Completion]) -> list[str]:

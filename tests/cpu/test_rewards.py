@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -274,7 +275,7 @@ def test_a_bad_reward_costs_one_completion(custom):
         "raise": "raised KeyError: 'oh'",
         "exit": "raised SystemExit: 3",
         "nan": "is nan",
-        "text": "raised ValueError",
+        "text": "returned str, which is not a number",
         "hang": "took longer than reward.timeout_s=1",
         "die": "ended its process",
     }
@@ -301,6 +302,8 @@ def test_the_time_limit_leaves_imports_out(custom):
 def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
     with RewardPool(custom("many_rewards"), timeout_s=1, num_processes=2) as pool:
         pool.score(["1"], ["0"])
+        while len(_processes()) < 4:  # two, each with its guard
+            time.sleep(0.05)
         started = {p.pid: p.create_time() for p in _processes()}
         rewards, failures = pool.score(["pid"] * 60, ["0"] * 60)  # 3 s, three times the limit of one
         assert failures.count == 0
@@ -339,7 +342,7 @@ def _others() -> None:
 
 def _processes() -> list[psutil.Process]:
     children = set(psutil.Process().children(recursive=True)) - _BEFORE
-    return [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+    return [p for p in children if "trainer.rewards.worker" in " ".join(p.cmdline())]
 
 
 def test_pool_refuses_an_unknown_reward():
@@ -381,10 +384,18 @@ def test_processes_end_with_a_killed_driver(custom):
 
 
 def test_leaving_the_pool_ends_a_reward_that_hangs(custom):
-    before = set(psutil.Process().children(recursive=True))
-    with RewardPool(custom("hanging_rewards"), timeout_s=60, num_processes=1) as pool:
-        pool.score(["1"], ["0"])
-        pool._schedule(["hang"], ["0"])
-        time.sleep(0.2)
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert [p.cmdline() for p in left if "spawn_main" in " ".join(p.cmdline())] == []
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardPool(custom("hanging_rewards"), timeout_s=60, num_processes=1) as pool:
+            pool.score(["1"], ["0"])
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(["hang"], ["0"])
+            assert pool.score(["2"], ["0"])[0] == [2.0]
+            assert len(_processes()) == 2  # one, with its guard
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert _processes() == []

@@ -2,37 +2,140 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
+import contextlib
+import json
 import multiprocessing
 import os
 import signal
+import socket
+import struct
+import subprocess
+import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from trainer.errors import WorkerError, one_line
+from trainer.rewards.functions import resolve
 
-from trainer.errors import WorkerError
-from trainer.rewards.functions import REWARDS, resolve
-
+LOST_LIMITS = 30
+"""A step may lose this many times `reward.timeout_s`, for each process, to rewards that fail."""
 _CHUNK = 64
-_PR_SET_PDEATHSIG = 1
+_TRIES = 2
+"""A completion whose process dies is tried once more: the process may have been killed for another reason."""
+_STARTS = 3
+"""Processes that die one after the other before they are ready."""
+_START_S = 600.0
+"""Longest time for the imports of a process."""
+_STOP_S = 10.0
+"""Longest time for the guard to end what a reward function has started."""
+_DEATH_S = 1.0
+"""Longest time between the end of a worker's pipe and its own."""
+_PIPE_S = 10
+"""Longest time for a message that has begun."""
+_LINES = 20
+_OUTPUT_BYTES = 4000
 
 
 @dataclass
 class RewardFailures:
-    """Completions whose reward could not be computed and counts as 0."""
+    """Completions whose reward could not be computed and counts as 0, and what reward functions have printed."""
 
     count: int = 0
     first: str = ""
+    skipped: int = 0
+    """Of these, completions that were not tried: the step had lost too much time to others."""
+    output: list[str] = field(default_factory=list)
 
     def add(self, reason: str) -> None:
         self.first = self.first or reason
         self.count += 1
+
+    def lines(self) -> list[str]:
+        """Return what the user should read."""
+        lines = list(self.output)
+        if self.count:
+            lines.append(f"{self.count} rewards failed and count as 0; the first: {self.first}")
+        if self.skipped:
+            lines.append(
+                f"{self.skipped} of them were not tried: failed rewards had already taken {LOST_LIMITS} times "
+                "reward.timeout_s for each process"
+            )
+        return lines
+
+
+class _Died(Exception):
+    """A worker process cannot be used any more."""
+
+
+class _Worker:
+    """One process that computes the reward `name`, with its guard (see `trainer.rewards.worker`)."""
+
+    def __init__(self, name: str, environment: dict[str, str]):
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.output, output = os.pipe()
+        os.set_blocking(self.output, False)
+        with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may hold or garble the other end
+                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PIPE_S, 0))
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from trainer.rewards.worker import main; "
+            f"main({os.getpid()}, {theirs.fileno()}, {name!r})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            start_new_session=True,  # signals to the job are for the driver to handle
+        )
+        theirs.close()
+        os.close(output)
+        self.ready = False
+        self.work: deque[int] = deque()
+        """Completions it was given and has not answered, in order."""
+        self.since = time.monotonic()
+        """When it was started, or began with the first of `work`."""
+        self.replaces_failed = False
+
+    def send(self, chunk: list[tuple[str, str]]) -> None:
+        self.since = time.monotonic()
+        try:
+            self.pipe.send_bytes(json.dumps(chunk).encode())
+        except OSError as error:
+            raise _Died from error
+
+    def receive(self) -> Any:
+        try:
+            return json.loads(self.pipe.recv_bytes(maxlength=1 << 16))
+        except (EOFError, OSError, ValueError) as error:
+            raise _Died from error
+
+    def end(self, died: bool = False) -> str:
+        """End the process and all that it has started. Returns how it ended.
+
+        Args:
+            died: it is about to end by itself; wait for that, to learn how.
+        """
+        self.pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_DEATH_S if died else 0)
+        self.process.terminate()
+        try:
+            code = self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        if code > 128:
+            with contextlib.suppress(ValueError):
+                hint = ", perhaps because memory ran out" if code - 128 == signal.SIGKILL else ""
+                return f"killed by {signal.Signals(code - 128).name}{hint}"
+        return f"exit status {code}"
 
 
 class RewardPool:
@@ -50,112 +153,179 @@ class RewardPool:
         self._name = name
         self._timeout_s = timeout_s
         self._num_processes = num_processes
-        self._pool = self._new_pool()
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the cores are for ranks and engines
+        self._workers: list[_Worker] = []
+        self._bad_starts = 0
+        self._output = bytearray()
+        self._output_left_out = 0
 
     def __enter__(self) -> RewardPool:
-        self._warm_up()  # the processes import their modules while engines and ranks start
+        # The processes import their modules while engines and ranks start.
+        self._workers = [_Worker(self._name, self._environment) for _ in range(self._num_processes)]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        for worker in self._workers:
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.end()
+            os.close(worker.output)
+        self._workers = []
 
     def score(self, completions: Sequence[str], answers: Sequence[str]) -> tuple[list[float], RewardFailures]:
-        """Rewards in order; a completion whose reward raises, hangs or is not finite gets 0 and is counted.
+        """Return the rewards in order; a completion whose reward raises, hangs or is no sane number gets 0 and is
+        counted.
 
         Raises:
             WorkerError: the processes cannot start.
         """
-        self._restart_if_broken()
-        completions, answers = list(completions), list(answers)
-        results: list[float | str] = [0.0] * len(completions)
-        size = min(_CHUNK, max(1, -(-len(completions) // self._num_processes)))
+        call = _Call(list(zip(completions, answers, strict=True)))
+        self._bad_starts = 0
+        size = min(_CHUNK, max(1, -(-len(call.items) // self._num_processes)))
+        limit_s = LOST_LIMITS * self._timeout_s * self._num_processes
+        try:
+            while call.missing and call.lost_s <= limit_s:
+                for worker in self._workers:
+                    if worker.ready and not worker.work and call.todo:
+                        self._give(call, worker, size)
+                self._listen(call)
+        finally:  # what is still at work must not answer the next call
+            for worker in [worker for worker in self._workers if worker.work]:
+                self._replace(call, worker, failed=False)
+            for worker in self._workers:
+                self._read_output(worker)
+        return call.rewards(self._take_output())
 
-        def schedule(span: range) -> tuple[range, ProcessFuture]:
-            part = slice(span.start, span.stop)
-            return span, self._schedule(completions[part], answers[part])
+    def _give(self, call: _Call, worker: _Worker, size: int) -> None:
+        indices = [call.todo.popleft() for _ in range(min(size, len(call.todo)))]
+        worker.work.extend(indices)
+        try:
+            worker.send([call.items[i] for i in indices])
+        except _Died:
+            self._replace(call, worker, failed=False)
 
-        pending = deque(schedule(range(len(completions))[i : i + size]) for i in range(0, len(completions), size))
-        while pending:
-            span, future = pending.popleft()
-            try:
-                part = future.result()
-            except (FutureTimeout, ProcessExpired, BrokenProcessPool) as error:
-                if isinstance(error, BrokenProcessPool):  # whatever else was scheduled is lost with it
-                    self._restart_if_broken()
-                    pending = deque(schedule(lost) for lost, _ in pending)
-                if len(span) > 1:  # something in there hangs or kills its process: find out which, one by one
-                    pending.extend(schedule(span[i : i + 1]) for i in range(len(span)))
-                    continue
-                part = [f"took longer than reward.timeout_s={self._timeout_s:g}" if isinstance(error, FutureTimeout)
-                        else f"ended its process ({error})"]  # fmt: skip
-            results[span.start : span.start + len(part)] = part
-            if len(part) < len(span):
-                pending.append(schedule(span[len(part) :]))
-        failures = RewardFailures()
-        for result in results:
+    def _listen(self, call: _Call) -> None:
+        """Wait for something to happen, at most until a time limit is reached, and act on it."""
+        begin = time.monotonic()
+        patience = max(0.0, min(self._deadline(worker) for worker in self._workers) - begin)
+        heard = set(wait([end for worker in self._workers for end in (worker.pipe, worker.output)], patience))
+        stopped = time.monotonic() > begin + patience + 1  # with the whole job, perhaps: the clocks start again
+        for worker in list(self._workers):
+            if stopped:
+                worker.since = time.monotonic()
+            if worker.output in heard:
+                self._read_output(worker)
+            if worker.pipe in heard:
+                self._hear(call, worker)
+            elif time.monotonic() > self._deadline(worker):
+                if not worker.ready:
+                    raise WorkerError(f"a process of reward.name={self._name} has not started after {_START_S:g} s")
+                call.fail(worker.work.popleft(), f"took longer than reward.timeout_s={self._timeout_s:g}")
+                self._replace(call, worker, failed=True)
+
+    def _deadline(self, worker: _Worker) -> float:
+        if not worker.ready:
+            return worker.since + _START_S
+        return worker.since + self._timeout_s if worker.work else float("inf")
+
+    def _hear(self, call: _Call, worker: _Worker) -> None:
+        try:
+            match worker.receive():
+                case [float() | str() as result, bool() as last] if worker.work:
+                    self._answer(call, worker, result, last)
+                case {"ready": True}:
+                    if worker.replaces_failed:
+                        call.lost_s += time.monotonic() - worker.since
+                    worker.ready, self._bad_starts = True, 0
+                case {"cannot_start": str() as reason}:
+                    raise WorkerError(f"the processes of reward.name={self._name} die as they start: {reason}")
+                case _:  # user code has written into the pipe
+                    raise _Died
+        except _Died:
+            self._bury(call, worker)
+
+    def _answer(self, call: _Call, worker: _Worker, result: float | str, last: bool) -> None:
+        """Take the result of the first of the worker's completions; `last`: this process will answer no more."""
+        index, now = worker.work.popleft(), time.monotonic()
+        if isinstance(result, str):
+            call.lost_s += now - worker.since
+            call.fail(index, result)
+        else:
+            call.results[index] = result
+        worker.since = now
+        if last:
+            self._replace(call, worker, failed=isinstance(result, str))
+
+    def _bury(self, call: _Call, worker: _Worker) -> None:
+        """A process has died: of its first completion, as far as can be known, or before it was ready."""
+        index = worker.work[0] if worker.work else None
+        failed = index is not None
+        ending = self._replace(call, worker, failed, died=True)
+        if failed:
+            call.deaths[index] += 1
+            if call.deaths[index] >= _TRIES:
+                call.todo.remove(index)
+                call.fail(index, f"ended its process ({ending})")
+        elif not worker.ready:
+            self._bad_starts += 1
+            if self._bad_starts >= _STARTS:
+                said = self._output.decode(errors="replace").strip().splitlines()
+                raise WorkerError(f"the processes of reward.name={self._name} die as they start ({ending})"
+                                  + (f"; the last output: {one_line(said[-1])}" if said else ""))  # fmt: skip
+
+    def _replace(self, call: _Call, worker: _Worker, failed: bool, died: bool = False) -> str:
+        """Start another process in place of this one; its completions are due again. Returns how it ended."""
+        if failed:
+            call.lost_s += time.monotonic() - worker.since
+        call.todo.extendleft(reversed(worker.work))
+        worker.work.clear()
+        ending = worker.end(died)
+        self._read_output(worker)
+        os.close(worker.output)
+        new = _Worker(self._name, self._environment)
+        new.replaces_failed = failed
+        self._workers[self._workers.index(worker)] = new
+        return ending
+
+    def _read_output(self, worker: _Worker) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(worker.output, 1 << 20)
+            kept = data[: max(0, _OUTPUT_BYTES - len(self._output))]
+            self._output += kept
+            self._output_left_out += len(data) - len(kept)
+
+    def _take_output(self) -> list[str]:
+        """Return what reward functions have printed since the last call, shortened."""
+        lines = [one_line(line) for line in self._output.decode(errors="replace").splitlines() if line.strip()]
+        more = self._output_left_out + sum(len(line) for line in lines[_LINES:])
+        self._output, self._output_left_out = bytearray(), 0
+        shown = [f"[reward] {line}" for line in lines[:_LINES]]
+        return [*shown, f"[reward] … {more} more bytes of output are not shown"] if more else shown
+
+
+class _Call:
+    """The state of one call of `RewardPool.score`."""
+
+    def __init__(self, items: list[tuple[str, str]]):
+        self.items = items
+        self.todo = deque(range(len(items)))
+        self.results: dict[int, float | str] = {}
+        self.deaths: Counter[int] = Counter()
+        self.lost_s = 0.0
+        """Process time that completions which failed have taken."""
+
+    @property
+    def missing(self) -> bool:
+        return len(self.results) < len(self.items)
+
+    def fail(self, index: int, reason: str) -> None:
+        self.results[index] = reason
+
+    def rewards(self, output: list[str]) -> tuple[list[float], RewardFailures]:
+        failures = RewardFailures(skipped=len(self.items) - len(self.results), output=output)
+        for index in range(len(self.items)):
+            result = self.results.get(index, "was not tried")
             if isinstance(result, str):
                 failures.add(result)
-        return [0.0 if isinstance(result, str) else result for result in results], failures
-
-    def _schedule(self, completions: list[str], answers: list[str]) -> ProcessFuture:
-        args = (self._name, completions, answers, self._timeout_s / 10)
-        return self._pool.schedule(_score_chunk, args=args, timeout=self._timeout_s)
-
-    def _new_pool(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self._num_processes,
-            context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(os.getpid(), self._name),
-        )
-
-    def _warm_up(self) -> ProcessFuture:
-        return self._pool.schedule(_score_chunk, args=(self._name, [], [], 0.0))
-
-    def _restart_if_broken(self) -> None:
-        """Pebble gives a pool up when a process dies between two tasks (the kernel ran out of memory, say)."""
-        if self._pool.active:
-            return
-        self._stop()
-        self._pool = self._new_pool()
-        try:
-            self._warm_up().result()
-        except BrokenProcessPool as error:
-            raise WorkerError(f"the processes of reward.name={self._name} die as they start; "
-                              "the reason is in the output above") from error  # fmt: skip
-
-    def _stop(self) -> None:
-        self._pool.stop()
-        self._pool.join()
-
-
-def _start_worker(driver: int, name: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed takes this one along
-    if os.getppid() != driver:  # it died before that took effect
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    os.environ["OMP_NUM_THREADS"] = "1"  # the cores are for ranks and engines
-    # Imports take their time here, where the time limit of a completion does not run.
-    function = resolve(name)
-    if name in REWARDS:  # math imports more at its first call
-        function("0", "1")
-
-
-def _score_chunk(name: str, completions: list[str], answers: list[str], budget_s: float) -> list[float | str]:
-    """The reward of each completion, or why there is none, as far as `budget_s` seconds go but at least of one.
-
-    A chunk has the time limit of one completion. Stopping early leaves nearly all of it to whichever
-    completion is the slow one, and rewards that are merely slow are not cut off for being many.
-    """
-    function = resolve(name)
-    results: list[float | str] = []
-    end = time.monotonic() + budget_s
-    for completion, answer in zip(completions, answers, strict=True):
-        try:
-            value = float(function(completion, answer))
-            results.append(value if math.isfinite(value) else f"is {value}")
-        except (Exception, SystemExit) as error:  # user code may raise anything; it costs this completion only
-            results.append(f"raised {type(error).__name__}: {error}")
-        if time.monotonic() > end:
-            break
-    return results
+                self.results[index] = 0.0
+        return [float(self.results[index]) for index in range(len(self.items))], failures

@@ -1,0 +1,211 @@
+"""A reward function that fails, in whatever way, costs its own completion a zero and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cpu.bad_rewards import BAD, CARELESS, NUMBERS
+from trainer.algorithms import ADVANTAGES
+from trainer.imports import options_of
+from trainer.rewards.pool import LOST_LIMITS, RewardPool
+
+NAME = "copied_rewards:score"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The working directory, with a copy of the reward's module: it writes beside itself."""
+    path = tmp_path_factory.mktemp("rewards")
+    shutil.copy(Path(__file__).with_name("bad_rewards.py"), path / "copied_rewards.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setattr(sys, "path", sys.path[:])
+        yield path
+
+
+@pytest.fixture(scope="module")
+def pool(directory):
+    with RewardPool(NAME, timeout_s=1, num_processes=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def single(directory):
+    """With one process, so that every completion follows on the one before."""
+    with RewardPool(NAME, timeout_s=5, num_processes=1) as pool:
+        yield pool
+
+
+def score(pool: RewardPool, *completions: str):
+    return pool.score(completions, [""] * len(completions))
+
+
+def children_of(directory: Path) -> list[int]:
+    file = directory / "pids.txt"
+    pids = [int(line) for line in file.read_text().split()] if file.exists() else []
+    file.unlink(missing_ok=True)
+    return pids
+
+
+def end_of(pids: list[int]) -> list[int]:
+    """Those of `pids` that still run after some seconds."""
+    for _ in range(200):
+        pids = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not pids:
+            break
+        time.sleep(0.05)
+    return pids
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name):
+    children_of(directory)
+    rewards, failures = score(pool, "1", name, "2", "3")
+    assert rewards == [1.0, 0.0, 2.0, 3.0]
+    assert (failures.count, failures.skipped) == (1, 0)
+    assert failures.first.startswith(BAD[name][1])
+    (line,) = [line for line in failures.lines() if not line.startswith("[reward]")]
+    assert line.startswith("1 rewards failed and count as 0; the first: ")
+    assert len(line) < 300
+    assert line.isprintable()
+    left = children_of(directory)
+    assert bool(left) == name.startswith("leaves")
+    assert end_of(left) == []
+
+
+@pytest.mark.parametrize("name", CARELESS)
+def test_a_careless_reward_counts_and_changes_no_other(single, name):
+    rewards, failures = score(single, "state", name, "state", "2")
+    assert failures.count == 0
+    assert rewards == [rewards[0], 1.0, rewards[0], 2.0]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_all_kinds_of_numbers_are_rewards(single, name):
+    rewards, failures = score(single, name)
+    assert (rewards, failures.count) == ([1.0], 0)
+
+
+def test_processes_with_many_threads_left_are_replaced(single):
+    rewards, failures = score(single, *["leaves a thread"] * 100)
+    assert (rewards, failures.count) == ([1.0] * 100, 0)
+    worker = [p for p in psutil.Process().children(recursive=True) if NAME in " ".join(p.cmdline())]
+    assert max(process.num_threads() for process in worker) < 50
+
+
+def test_output_is_shown_shortened_and_not_on_the_terminal(single, capfd):
+    _, failures = score(single, "prints", "1")
+    assert failures.lines() == ["[reward] hello?[2J"]
+    _, failures = score(single, "prints 50 MB", "1")
+    shown = failures.lines()
+    assert len(shown) <= 22
+    assert all(len(line) < 250 and line.isprintable() for line in shown)
+    assert shown[-1].endswith("more bytes of output are not shown")
+    assert score(single, "1")[1].lines() == []
+    assert capfd.readouterr() == ("", "")
+
+
+good = st.integers(-5, 5).map(str)
+bad = st.sampled_from(["raises KeyboardInterrupt", "raises 50 MB", "returns 1e308", "returns None", "exits with 3"])
+careless = st.sampled_from(["changes directory", "changes environment", "prints", "forks and returns twice"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(completions=st.lists(good | bad | careless, max_size=20))
+def test_exactly_the_bad_ones_of_any_mixture_are_zero_and_counted(pool, completions):
+    rewards, failures = score(pool, *completions)
+    assert rewards == [0.0 if c in BAD else 1.0 if c in CARELESS else float(c) for c in completions]
+    assert failures.count == sum(c in BAD for c in completions)
+
+
+@pytest.mark.parametrize("name", ["hangs", "fails slowly"])
+def test_what_a_step_may_lose_is_bounded(directory, name):
+    completions = ["1", *[name] * 500]
+    with RewardPool(NAME, timeout_s=0.2, num_processes=1) as pool:
+        rewards, failures = score(pool, *completions)
+        assert rewards == [1.0] + [0.0] * 500
+        assert failures.count == 500
+        tried = failures.count - failures.skipped
+        assert 0 < tried <= 3 * LOST_LIMITS
+        assert failures.lines()[-1] == (
+            f"{failures.skipped} of them were not tried: failed rewards had already taken {LOST_LIMITS} times "
+            "reward.timeout_s for each process"
+        )
+        assert score(pool, "2", "3")[0] == [2.0, 3.0]  # the next step starts anew
+
+
+DRIVER = f"""
+import sys, time
+from trainer.rewards.pool import RewardPool
+
+if __name__ == "__main__":
+    with RewardPool("{NAME}", float(sys.argv[1]), 1) as pool:
+        pool.score(["1"], [""])
+        print("ready", flush=True)
+        print(pool.score(sys.argv[2:], [""] * len(sys.argv[2:])), flush=True)
+"""
+
+
+def drive(directory: Path, *arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    (directory / "driver.py").write_text(DRIVER)
+    return subprocess.Popen(
+        [sys.executable, "driver.py", *arguments], cwd=directory, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_a_killed_driver_takes_daemons_of_rewards_along(directory):
+    children_of(directory)
+    driver = drive(directory, "60", "leaves a daemon and hangs")
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        while not (directory / "pids.txt").exists():
+            time.sleep(0.05)
+        below = [process.pid for process in psutil.Process(driver.pid).children(recursive=True)]
+        assert len(below) >= 3  # guard, worker, daemon
+    finally:
+        driver.kill()
+        driver.wait()
+    assert end_of([*below, *children_of(directory)]) == []
+
+
+def test_time_in_which_the_job_is_stopped_counts_for_no_reward(directory):
+    driver = drive(directory, "2", "waits")
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        job = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+        for process in job:
+            process.suspend()
+        time.sleep(4)
+        for process in reversed(job):
+            process.resume()
+        assert driver.stdout.readline().startswith("([1.0], RewardFailures(count=0,")
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_the_largest_reward_leaves_every_advantage_finite():
+    torch.manual_seed(0)
+    mask, groups = torch.ones(64, 3), torch.arange(64) // 8
+    rewards = torch.zeros(64, 3)
+    rewards[:, -1] = torch.tensor(np.random.default_rng(0).choice([-1e12, 0.0, 1e12], 64), dtype=torch.float32)
+    given = {"values": torch.zeros(64, 3), "baselines": -rewards.sum(1), "gamma": 1.0, "lam": 0.95, "pass_k": 2}
+    for name, estimator in ADVANTAGES.items():
+        options = {key: value for key, value in given.items() if key in options_of(estimator)}
+        for result in estimator(rewards, mask, groups, **options):
+            assert torch.isfinite(result).all(), name
+            assert torch.isfinite(result.square().sum()), name
