@@ -119,7 +119,7 @@ BAD = {
     "raises a BaseException": (lambda: raise_(Odd("odd")), "raised Odd: odd"),
     "raises what cannot be read": (lambda: raise_(Unreadable()), "raised Unreadable: its text cannot be read"),
     "raises 50 MB": (lambda: raise_(ValueError("x\x1b[31m\n" * (MEGABYTES_50 // 7))), "raised ValueError: x?[31m x"),
-    "raises a text that never comes": (lambda: raise_(EndlessText()), "took longer than reward.timeout_s=1"),
+    "raises a text that never comes": (lambda: raise_(EndlessText()), "took longer than reward.timeout_s=2"),
     "returns 50 MB": (lambda: "1" * MEGABYTES_50, "returned str, which is not a number"),
     "returns text": (lambda: "1.0", "returned str, which is not a number"),
     "returns None": (lambda: None, "returned NoneType, which is not a number"),
@@ -137,15 +137,15 @@ BAD = {
     "segfaults": (segfault, "ended its process (killed by SIGSEGV)"),
     "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended its process (killed by SIGKILL, perhaps"),
     "kills its group": (lambda: os.killpg(0, signal.SIGTERM), "ended its process (killed by SIGTERM)"),
-    "stops itself": (stop, "took longer than reward.timeout_s=1"),
-    "hangs": (lambda: time.sleep(1000), "took longer than reward.timeout_s=1"),
+    "stops itself": (stop, "took longer than reward.timeout_s=2"),
+    "hangs": (lambda: time.sleep(1000), "took longer than reward.timeout_s=2"),
     "runs out of memory": (run_out_of_memory, "raised MemoryError"),
     "closes all files": (close_all, "ended its process (exit status 1)"),
     "writes into all files": (garble, "ended its process ("),
     "leaves a child": (leave_child, "left a process running: sleep; "),
     "leaves a child and raises": (leave_child_and_raise, "raised KeyError: 'child'"),
     "leaves a daemon": (leave_daemon, "left a process running: python"),
-    "leaves a daemon and hangs": (leave_daemon_and_hang, "took longer than reward.timeout_s=1"),
+    "leaves a daemon and hangs": (leave_daemon_and_hang, "took longer than reward.timeout_s=2"),
 }  # name: (what it does, how the reason begins)
 
 
@@ -218,11 +218,14 @@ def state() -> float:
 def score(completion: str, answer: str) -> float:
     if completion == "state":
         return state()
-    if completion == "waits":
-        time.sleep(1)
-        return 1.0
+    if completion.startswith("waits "):
+        time.sleep(float(answer))
+        if completion == "waits and closes all files":
+            os.closerange(3, 4096)
+            time.sleep(1000)
+        return float(os.getpid()) if completion == "waits and returns its process" else 1.0
     if completion == "fails slowly":
-        time.sleep(0.15)
+        time.sleep(0.3)
         raise TimeoutError("no judge")
     if completion in BAD:
         return BAD[completion][0]()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.cpu.bad_rewards import BAD, CARELESS, NUMBERS
 from trainer.algorithms import ADVANTAGES
 from trainer.imports import options_of
-from trainer.rewards.pool import LOST_LIMITS, RewardPool
+from trainer.rewards.pool import RewardPool
 
 NAME = "copied_rewards:score"
 
@@ -37,7 +37,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(directory):
-    with RewardPool(NAME, timeout_s=1, num_processes=2) as pool:
+    with RewardPool(NAME, timeout_s=2, num_processes=2) as pool:
         yield pool
 
 
@@ -131,19 +131,28 @@ def test_exactly_the_bad_ones_of_any_mixture_are_zero_and_counted(pool, completi
 
 
 @pytest.mark.parametrize("name", ["hangs", "fails slowly"])
-def test_what_a_step_may_lose_is_bounded(directory, name):
+def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name):
+    monkeypatch.setattr("trainer.rewards.pool.LOST_LIMITS", 5)  # instead of 30, to be quick
     completions = ["1", *[name] * 500]
-    with RewardPool(NAME, timeout_s=0.2, num_processes=1) as pool:
+    with RewardPool(NAME, timeout_s=0.5, num_processes=1) as pool:
         rewards, failures = score(pool, *completions)
         assert rewards == [1.0] + [0.0] * 500
         assert failures.count == 500
         tried = failures.count - failures.skipped
-        assert 0 < tried <= 3 * LOST_LIMITS
+        assert 0 < tried <= 15
         assert failures.lines()[-1] == (
-            f"{failures.skipped} of them were not tried: failed rewards had already taken {LOST_LIMITS} times "
-            "reward.timeout_s for each process"
+            f"{failures.skipped} of them were not tried: failed rewards had already taken 5 times reward.timeout_s "
+            "for each process"
         )
         assert score(pool, "2", "3")[0] == [2.0, 3.0]  # the next step starts anew
+
+
+def test_a_result_that_comes_while_another_process_is_replaced_is_in_time(directory):
+    with RewardPool(NAME, timeout_s=2.5, num_processes=2) as pool:
+        while len(set(pool.score(["waits and returns its process"] * 2, ["0.2"] * 2)[0])) < 2:
+            pass  # until both have started
+        rewards, failures = pool.score(["waits and closes all files", "waits and returns"], ["1.9", "2.0"])
+    assert (rewards, failures.count) == ([0.0, 1.0], 1)
 
 
 DRIVER = f"""
@@ -154,7 +163,7 @@ if __name__ == "__main__":
     with RewardPool("{NAME}", float(sys.argv[1]), 1) as pool:
         pool.score(["1"], [""])
         print("ready", flush=True)
-        print(pool.score(sys.argv[2:], [""] * len(sys.argv[2:])), flush=True)
+        print(pool.score(sys.argv[2:], ["1"] * len(sys.argv[2:])), flush=True)
 """
 
 
@@ -182,7 +191,7 @@ def test_a_killed_driver_takes_daemons_of_rewards_along(directory):
 
 
 def test_time_in_which_the_job_is_stopped_counts_for_no_reward(directory):
-    driver = drive(directory, "2", "waits")
+    driver = drive(directory, "2", "waits and returns")
     try:
         assert driver.stdout.readline() == "ready\n"
         time.sleep(0.3)

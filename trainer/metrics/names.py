@@ -19,7 +19,7 @@ METRICS: dict[str, Metric] = {
     "reward/zero_std_frac": Metric(
         "Groups whose completions all got the same reward, and so teach nothing under GRPO.", "share"
     ),
-    "reward/failures": Metric("Completions whose reward raised or hung; it counts as 0.", "completions"),
+    "reward/failures": Metric("Completions whose reward failed (see docs/rewards.md); it counts as 0.", "completions"),
     "sampling/batches": Metric("Batches of prompts that dynamic sampling drew for the step.", "batches"),
     "sampling/filtered": Metric("Prompts it left out because all their completions got the same reward.", "prompts"),
     "response_length/mean": Metric("Mean length of the step's completions.", "tokens"),

@@ -217,7 +217,7 @@ class RewardPool:
                 self._read_output(worker)
             if worker.pipe in heard:
                 self._hear(call, worker)
-            elif time.monotonic() > self._deadline(worker):
+            elif time.monotonic() > self._deadline(worker) and not worker.pipe.poll():  # nothing has come meanwhile
                 if not worker.ready:
                     raise WorkerError(f"a process of reward.name={self._name} has not started after {_START_S:g} s")
                 call.fail(worker.work.popleft(), f"took longer than reward.timeout_s={self._timeout_s:g}")
