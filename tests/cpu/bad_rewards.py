@@ -150,8 +150,9 @@ BAD = {
 
 
 def fork_and_return() -> float:
-    if os.fork() != 0:
-        os.wait()
+    if os.fork() == 0:
+        return 5.0
+    os.wait()
     return 1.0
 
 

@@ -199,8 +199,9 @@ def test_time_in_which_the_job_is_stopped_counts_for_no_reward(directory):
         for process in job:
             process.suspend()
         time.sleep(4)
-        for process in reversed(job):
+        for process in job:  # the driver first: it finds that the time is up
             process.resume()
+            time.sleep(0.2)
         assert driver.stdout.readline().startswith("([1.0], RewardFailures(count=0,")
     finally:
         driver.kill()
