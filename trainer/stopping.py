@@ -74,24 +74,6 @@ class Signals:
         self.check()
 
     @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Deliver signals only after the block, to the handlers that were there before it.
-
-        For `ray.init`, which installs a handler of its own that ends the process.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in HANDLED}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    @contextmanager
     def between_steps(self) -> Iterator[None]:
         """While the block runs, the first signal waits for the end of the step (see `StopRequest`)."""
         self._in_steps = True

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.imports import import_function
-from trainer.stopping import Stopped, StopRequest
+from trainer.stopping import SIGNALS, Stopped
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_a_signal_during_an_import_stops_the_run(tmp_path, monkeypatch):
     (tmp_path / "signalled.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    with StopRequest(None).listening(), pytest.raises(Stopped, match=signal.SIGTERM.name):
+    with SIGNALS.listening(), pytest.raises(Stopped, match=signal.SIGTERM.name):
         import_function("signalled:f", "data.curriculum")

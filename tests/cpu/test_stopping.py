@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -69,18 +68,6 @@ def test_a_held_signal_is_raised_after_the_outermost_block_and_once():
         with SIGNALS.held():
             pass
         SIGNALS.check()
-
-
-def test_code_that_installs_handlers_of_its_own_keeps_neither_them_nor_the_signal():
-    def other(*_: object) -> None:
-        raise AssertionError("the signal went to the other handler")
-
-    with SIGNALS.listening():
-        with pytest.raises(Stopped):
-            with SIGNALS.held(), SIGNALS.blocked():
-                signal.signal(signal.SIGTERM, other)
-                os.kill(os.getpid(), signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) != other
 
 
 def test_other_threads_hold_nothing_and_raise_nothing():

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -56,8 +57,9 @@ class Cluster:
 
     def _join(self, address: str) -> None:
         try:
-            with SIGNALS.held(), SIGNALS.blocked():
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            # On another thread: on the main one Ray would install a handler for SIGTERM that ends the process.
+            with SIGNALS.held(), ThreadPoolExecutor(1) as thread:
+                thread.submit(ray.init, address=address, log_to_driver=False, logging_level="ERROR").result()
         except (ConnectionError, RuntimeError, ValueError) as error:
             if self._local is not None:
                 raise
