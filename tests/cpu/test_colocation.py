@@ -54,6 +54,7 @@ def rollout_on(device: str, colocate: bool, log: list[str]) -> Rollout:
         policy=Recorder(log, "ranks"),
         share_weights=lambda *_: log.append("ranks share"),
         drop_shared=lambda *_: log.append("ranks drop"),
+        check_shared=lambda *_: log.append("ranks check"),
     )
     cluster = SimpleNamespace(device=device, launch_engines=lambda *_: Recorder(log, "engines"))
     return Rollout(cfg, cluster, ranks, "model")
@@ -69,7 +70,7 @@ def test_engines_hold_memory_only_while_they_generate(log):
     rollout = rollout_on("cuda", True, log)
     assert taken(log) == ["engines sleep"]  # and only then the ranks load
     rollout.start(version=1, fresh=True)
-    assert taken(log) == ["engines set_version"]
+    assert taken(log) == ["ranks check", "engines set_version"]
     assert [c.weight_version for c in rollout.generate([Request([1], 2)], SAMPLING)] == [1]
     assert taken(log) == ["ranks apply", "engines wake", "engines generate", "engines sleep"]
     rollout.sync_weights(2)
@@ -81,4 +82,5 @@ def test_engines_with_memory_of_their_own_stay_awake(device, colocate, log):
     rollout = rollout_on(device, colocate, log)
     rollout.start(version=1, fresh=False)
     rollout.generate([Request([1], 2)], SAMPLING)
-    assert taken(log) == ["ranks share", "engines sync_weights", "ranks drop", "engines generate"]
+    shared = ["ranks share", "engines sync_weights", "ranks drop"]
+    assert taken(log) == ["ranks check", *shared, "engines generate"]

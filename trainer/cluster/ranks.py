@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainer.cluster.actors import ActorGroup, Pending
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import CPU_OBJECT_STORE_BYTES, Cluster
 from trainer.config import Config
 from trainer.models.files import resolve_model_path
 from trainer.parallel.batching import Batch
@@ -95,13 +95,23 @@ class Ranks:
         """Write the policy's weights as safetensors."""
         self.policy.call("write_weights", directory, dtype)
 
-    def share_weights(self, directory: str, dtype: str) -> None:
-        """Write the policy's weights to `directory` in rank 0's shared memory."""
-        self.policy.call("write_weights", directory, dtype)
+    def check_shared(self, dtype: str) -> None:
+        """Check that `share_weights` will find room.
 
-    def drop_shared(self, directory: str) -> None:
-        """Free what `share_weights` wrote."""
-        self.policy.call_one(0, "remove", directory)
+        Raises:
+            UserError: there is too little shared memory.
+        """
+        self.policy.call_one(0, "check_shared", dtype, CPU_OBJECT_STORE_BYTES)
+
+    def share_weights(self, dtype: str) -> str:
+        """Write the policy's weights to a new directory in rank 0's shared memory; returns its path."""
+        directory = self.policy.call_one(0, "open_shared", dtype, CPU_OBJECT_STORE_BYTES)
+        self.policy.call("write_weights", directory, dtype)
+        return directory
+
+    def drop_shared(self) -> None:
+        """Delete what `share_weights` wrote."""
+        self.policy.call_one(0, "close_shared")
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).

@@ -22,7 +22,7 @@ from trainer.stopping import SIGNALS, Stopped
 _PLACEMENT_TIMEOUT_S = 60.0
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
-_CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
+CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
 
 
 class Cluster:
@@ -44,7 +44,7 @@ class Cluster:
         try:
             if address is None:
                 slots = max(os.cpu_count() or 1, self._slots_needed())
-                self._local = LocalRay(slots, _CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None)
+                self._local = LocalRay(slots, CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None)
                 address = self._local.connect()
             else:
                 _probe(address)

@@ -111,7 +111,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     if dist.get_rank() == 0:
         os.makedirs(directory, exist_ok=True)
         for file, header in layout.headers.items():
-            with open(os.path.join(directory, file), "wb") as out:
+            with open(os.path.join(directory, file), "wb", opener=_open_no_link) as out:
                 out.write(header)
                 out.truncate(layout.sizes[file])
         if len(layout.headers) > 1:
@@ -131,7 +131,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
                 continue
             first_row, rows = part
             if slot.file not in open_files:
-                open_files[slot.file] = os.open(os.path.join(directory, slot.file), os.O_WRONLY)
+                open_files[slot.file] = _open_no_link(os.path.join(directory, slot.file), os.O_WRONLY)
             row_bytes = slot.dtype.itemsize * (rows[0].numel() if rows.dim() else 1)
             data = rows.to(device="cpu", dtype=slot.dtype).contiguous().view(-1).view(torch.uint8).numpy()
             _write_all(open_files[slot.file], memoryview(data), slot.offset + first_row * row_bytes)
@@ -158,6 +158,10 @@ def _own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
         return None
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     return offset[0] if offset else 0, local
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _write_all(handle: int, data: memoryview, offset: int) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
-from trainer.keyed import key
 from trainer.rollout.engine import Completion, Engine, Request, Sampling
 from trainer.rollout.pool import EnginePool
 from trainer.rollout.vllm_engine import engine_environment
@@ -58,8 +56,6 @@ class Rollout:
                                   **lora)  # fmt: skip
         self._engines = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
         self.pool = EnginePool(self._engines)
-        # One name for all starts of a run: what a killed one left behind is overwritten, not added to.
-        self._shared = f"/dev/shm/trainer-{key(os.path.abspath(cfg.trainer.run_dir)):016x}"
         self._shares_gpus = cfg.rollout.colocate and cluster.device == "cuda"
         if self._shares_gpus:
             # An engine measures what is free while it starts, and takes its share: the ranks must not load
@@ -80,6 +76,8 @@ class Rollout:
                 device=self._device,
                 timeout_s=self.cfg.trainer.worker_timeout_s,
             )
+        else:
+            self.ranks.check_shared(r.dtype)  # now, not after a step is paid
         if fresh and not self.cfg.syncs_adapter:  # adapters that cannot be served should be known before a step is paid
             self.pool.set_version(version)
         else:
@@ -108,11 +106,11 @@ class Rollout:
         if self._broadcast is not None:
             self.pool.sync_weights(self._broadcast, version, self.ranks.start_sending(self._broadcast))
             return
-        self.ranks.share_weights(self._shared, self.cfg.rollout.dtype)
+        path = self.ranks.share_weights(self.cfg.rollout.dtype)
         try:
-            self.pool.sync_weights(SharedMemory(self._shared), version)
+            self.pool.sync_weights(SharedMemory(path), version)
         finally:
-            self.ranks.drop_shared(self._shared)
+            self.ranks.drop_shared()
 
     def _make_room(self) -> None:
         self.ranks.policy.call("apply", _release_unused_memory)

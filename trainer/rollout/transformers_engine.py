@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.parallel.shard import param_dtype
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.weight_sync import Adapter, SharedMemory, WeightSource
+from trainer.shared_memory import check_own
 
 
 class KeyedSampler(LogitsProcessor):
@@ -116,6 +117,7 @@ class TransformersEngine:
         assert not isinstance(source, Adapter), "it serves no adapters"
         if not isinstance(source, SharedMemory):
             raise UserError("rollout.weight_sync=broadcast: rollout.engine=transformers takes shared_memory only")
+        check_own(source.path)
         own = self._model.state_dict()  # tied weights are there under both names
         renewed = set()
         for path in glob.glob(os.path.join(source.path, "*.safetensors")):

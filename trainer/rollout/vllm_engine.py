@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from trainer.errors import UserError
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
+from trainer.shared_memory import SharedDirectory, check_own, place_for
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -132,6 +132,7 @@ class VLLMEngine:
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         if isinstance(source, SharedMemory):
+            check_own(source.path)
             self._llm.collective_rpc("load_shared", args=(source.path,))
         elif isinstance(source, Adapter):
             self._load(source)
@@ -142,8 +143,8 @@ class VLLMEngine:
     def _load(self, adapter: Adapter) -> None:
         from vllm.lora.request import LoRARequest
 
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.TemporaryDirectory(prefix="trainer-adapter-", dir=shared) as directory:
+        with SharedDirectory(place_for(len(adapter.weights) + len(adapter.config))) as shared:
+            directory = shared.path
             with open(os.path.join(directory, ADAPTER_CONFIG), "w") as file:
                 file.write(adapter.config)
             with open(os.path.join(directory, ADAPTER_WEIGHTS), "wb") as file:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
 from trainer.config import AlgorithmConfig, chosen_options
-from trainer.models.export import export_tensors, merged_tensors, write_safetensors
+from trainer.models.export import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import adapters_off
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
@@ -109,6 +109,10 @@ class PolicyWorker(TrainedWorker):
 
     def _packed_logprobs(self, mb: dict[str, Tensor]) -> Tensor:
         return token_logprobs(self.module, mb["input_ids"], position_ids=mb["position_ids"], entropy_grad=False)[0]
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the files that `write_weights` writes."""
+        return sum(plan_layout(export_tensors(self.module), dtype).sizes.values())
 
     def write_weights(self, directory: str, dtype: torch.dtype) -> list[str]:
         """Write the weights as safetensors, adapters merged; each rank its own rows. Returns the file names."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections.abc import Collection
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.mesh import build_mesh, init_process_group, listen
 from trainer.parallel.shard import param_dtype
+from trainer.shared_memory import SharedDirectory, check_room, clear_abandoned
 from trainer.workers.base import SHARDING_FILE, ModelWorker
 from trainer.workers.critic import CriticWorker
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
@@ -37,7 +37,7 @@ class WeightSender(Protocol):
 class Rank:
     """The roles of one rank and the methods that the driver calls on all ranks at once.
 
-    Every method but `find_address` is a collective: all ranks must be in it together.
+    Every method is a collective, in which all ranks must be together, unless it says that it is none.
     """
 
     def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
@@ -51,9 +51,10 @@ class Rank:
         self.policy: PolicyWorker | None = None
         self.critic: CriticWorker | None = None
         self.reference: ReferenceWorker | None = None
+        self._shared: SharedDirectory | None = None
 
     def find_address(self, host: str, port: int = 0) -> str:
-        """Reserve a port of this rank for a store; returns `host:port`. `port` 0 takes a free one."""
+        """Reserve a port of this rank for a store; returns `host:port`. `port` 0 takes a free one. No collective."""
         try:
             return listen(host, port)
         except OSError as error:
@@ -70,6 +71,7 @@ class Rank:
         self.mesh = build_mesh(self.device, self.cfg.trainer.replicas)
         # A group of its own: a save talks on it while the ranks train on the other.
         self.saver = BackgroundSaver(dist.new_group(backend="gloo"), self.device)
+        clear_abandoned()  # what killed runs left in this machine's memory
         seed = key(self.cfg.trainer.seed, "rank", self.rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -202,9 +204,23 @@ class Rank:
         assert self.policy is not None and self.reference is not None
         self.reference.refresh(self.policy.module)
 
-    def remove(self, directory: str) -> None:
-        """Delete a directory on this rank's machine."""
-        shutil.rmtree(directory, ignore_errors=True)
+    def check_shared(self, dtype: str, reserved: int) -> None:
+        """Check that this machine's shared memory has room for the policy's weights as `dtype` (see `check_room`)."""
+        assert self.policy is not None
+        check_room(self.policy.weight_bytes(param_dtype(dtype, self.device)), reserved)
+
+    def open_shared(self, dtype: str, reserved: int) -> str:
+        """Make a directory in this machine's shared memory for the weights; returns its path. No collective."""
+        self.close_shared()
+        self.check_shared(dtype, reserved)
+        self._shared = SharedDirectory()
+        return self._shared.path
+
+    def close_shared(self) -> None:
+        """Delete what `open_shared` made. No collective."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def send_weights(self, sender: WeightSender, dtype: str) -> Any:
         """Hand the policy's tensors, one by one, to `sender`."""

@@ -1,0 +1,171 @@
+"""Directories in shared memory that belong to one process of one user.
+
+Every user of a machine can write to `/dev/shm`, and containers may share it. So a name that others can guess is not
+safe: they could plant a link or a directory there. A directory made here has a random name, is new, and can be
+entered by this user alone. Files below it need no further care: nobody else can put a link, or anything, into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+
+from trainer.errors import UserError
+
+SHARED_MEMORY = "/dev/shm"
+_PREFIX = "trainer-weights-"
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SharedDirectory:
+    """A new directory below `base`, there until `close` or the end of this process. A context manager.
+
+    This process holds a lock (flock) on the directory. The kernel drops the lock when the process dies, however it
+    dies, and knows it in all containers that share the memory. So a directory without a lock is abandoned, and
+    `clear_abandoned` deletes it. A process id would prove nothing: containers number their processes anew.
+
+    Raises:
+        UserError: `base` is not there, or does not protect one user's entries from others.
+        FileExistsError: something has the name that was drawn.
+    """
+
+    def __init__(self, base: str = SHARED_MEMORY):
+        _check_base(base)
+        clear_abandoned(base)
+        while True:
+            self.path = os.path.join(base, _PREFIX + secrets.token_hex(16))
+            os.mkdir(self.path, 0o700)
+            handle = _lock_new(self.path)
+            if handle is not None:
+                self._handle = handle
+                return
+
+    def close(self) -> None:
+        """Delete the directory."""
+        if self._handle >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)  # before the lock goes: a cleaner must not meet half of it
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> SharedDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def clear_abandoned(base: str = SHARED_MEMORY) -> list[str]:
+    """Delete this user's directories below `base` whose process is dead; returns their paths.
+
+    Links, other users' directories and directories that a process holds are left alone.
+    """
+    cleared = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(base):
+            if name.startswith(_PREFIX) and _clear(os.path.join(base, name)):
+                cleared.append(os.path.join(base, name))
+    return cleared
+
+
+def check_room(needed: int, reserved: int, base: str = SHARED_MEMORY) -> None:
+    """Check that the policy's weights, `needed` bytes, fit below `base`.
+
+    Args:
+        reserved: size of Ray's object store, bytes. Ray puts it here where that much is free, else in its temporary
+            directory.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    _check_base(base)
+    space = os.statvfs(base)
+    free = space.f_bavail * space.f_frsize
+    shared = reserved if free >= reserved else 0
+    if needed + shared > free:
+        beside = f" beside {shared / 1e6:.1f} MB for Ray's objects" if shared else ""
+        raise UserError(
+            f"rollout.weight_sync=shared_memory: {base} has {free / 1e6:.1f} MB free, but the policy's weights need "
+            f"{needed / 1e6:.1f} MB{beside}; make it larger (a container's: docker run --shm-size="
+            f"{_whole_gigabytes(needed + reserved)}g), or choose rollout=vllm with rollout.weight_sync=broadcast"
+        )
+
+
+def place_for(size: int) -> str:
+    """Shared memory, if it is there and has twice `size` bytes free; else the directory for temporary files."""
+    with contextlib.suppress(OSError):
+        space = os.statvfs(SHARED_MEMORY)
+        if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > 2 * size:
+            return SHARED_MEMORY
+    return tempfile.gettempdir()
+
+
+def check_own(path: str) -> None:
+    """Check that `path` is a directory of this user, not a link.
+
+    Raises:
+        UserError: it is not there, or is something else.
+    """
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"rollout.weight_sync=shared_memory: an engine does not see {path}, to which the ranks wrote; let the "
+            f"containers share {SHARED_MEMORY}, or choose rollout=vllm with rollout.weight_sync=broadcast"
+        ) from error
+    if not (stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()):
+        raise UserError(f"rollout.weight_sync=shared_memory: {path} is a link or belongs to another user; its weights "
+                        "are refused")  # fmt: skip
+
+
+def _check_base(base: str) -> None:
+    try:
+        mode = os.stat(base).st_mode
+    except FileNotFoundError as error:
+        raise UserError(f"rollout.weight_sync=shared_memory: there is no {base}; mount a tmpfs there, or choose "
+                        "rollout=vllm with rollout.weight_sync=broadcast") from error  # fmt: skip
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise UserError(f"rollout.weight_sync=shared_memory: {base} cannot be written; mount it writable, or choose "
+                        "rollout=vllm with rollout.weight_sync=broadcast")  # fmt: skip
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UserError(f"rollout.weight_sync=shared_memory: other users can rename what this run has in {base}; "
+                        f"run `chmod +t {base}` there")  # fmt: skip
+
+
+def _lock_new(path: str) -> int | None:
+    """Lock the directory that was just made; None if another process took it for abandoned before that."""
+    try:
+        handle = os.open(path, _OPEN_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.lstat(path), os.fstat(handle)):
+            return handle
+    os.close(handle)
+    return None
+
+
+def _clear(path: str) -> bool:
+    try:
+        handle = os.open(path, _OPEN_DIRECTORY)
+    except OSError:  # a link, a file, another user's, or gone
+        return False
+    try:
+        if os.fstat(handle).st_uid != os.geteuid():
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    except BlockingIOError:  # its process lives
+        return False
+    finally:
+        os.close(handle)
+
+
+def _whole_gigabytes(size: int) -> int:
+    return -(-size // 2**30)
