@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from trainer.output import guard_output
 from trainer.stopping import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def run_app(job: Callable[[Config, str], None]) -> None:
     Exit status: 0 done, 2 the user must mend something (one sentence on stderr), 1 anything else (with a
     traceback), 75 stopped early (see `trainer.stopping`), 130 interrupted by a second signal.
     """
+    guard_output()
     with SIGNALS.listening():
         try:
             _compose_and_run(job)

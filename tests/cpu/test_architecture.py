@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "trainer"
-LEAVES = {"errors", "config", "keyed", "hub", "durable", "failpoints", "imports", "stopping", "shared_memory"}
+LEAVES = {"errors", "config", "keyed", "hub", "durable", "failpoints", "imports", "stopping", "shared_memory", "output"}
 ALLOWED = {
     "algorithms": {"algorithms"},
     "parallel": {"parallel"},

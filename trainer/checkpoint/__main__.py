@@ -21,6 +21,7 @@ from trainer.checkpoint.manifest import STEP_DIR, DamagedError
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import Storage
 from trainer.errors import UserError
+from trainer.output import guard_output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,4 +231,5 @@ def _age(saved_at: str) -> str:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from trainer.errors import UserError, WorkerError
+from trainer.output import guard_output
 from trainer.stopping import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class _Member:
 
     def __init__(self, factory: Callable[..., Any], args: tuple, kwargs: dict):
         _stay_on_the_interface_of(ray.util.get_node_ip_address())
+        guard_output()  # of the user's functions too
         self._object = factory(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.output import guard_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,6 +199,7 @@ _PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
 
 
 if __name__ == "__main__":
+    guard_output()
     parser = argparse.ArgumentParser(prog="python -m trainer.metrics.report", description="Draw RUN_DIR/report.png.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
     try:

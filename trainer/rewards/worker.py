@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import psutil
 
 from trainer.errors import describe_error, one_line
+from trainer.output import guard_output
 from trainer.rewards.functions import REWARDS, resolve
 
 _PR_SET_PDEATHSIG = 1
@@ -109,6 +110,7 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before driver, ranks and engines
+    guard_output()
     try:
         function = resolve(name)
         if name in REWARDS:  # math imports more at its first call

@@ -1,0 +1,164 @@
+"""Output that cannot be written must not end training, nor change what a program's exit status says."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.jobs import command, environment, metrics
+from trainer.metrics.tracker import METRICS_FILE
+
+TEXT = r"é ж 中 🙂 \ud800"
+SHOW = f"""
+import sys
+from trainer.output import guard_output
+guard_output()
+guard_output()  # harmless
+from trainer.metrics.progress import Progress
+with Progress(3) as progress:
+    progress.note("{TEXT}")
+    for step in (1, 2):
+        with progress.phase("rollout"):
+            progress.update(step, {{"reward/mean": 0.5, "time/step": 1.0, "time/rollout": 0.5}})
+print("{TEXT}", file=sys.stderr)
+sys.stdout.write("a line without an end")
+sys.exit(7)
+"""
+
+
+def show(encoding: str = "utf-8", **streams: object) -> subprocess.CompletedProcess:
+    # Without PYTHONUNBUFFERED, so that something is left to write when the interpreter ends.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"PYTHONIOENCODING": encoding}
+    return subprocess.run([sys.executable, "-c", SHOW], env=env, timeout=60, **streams)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_text_can_be_printed_in_any_encoding(encoding):
+    done = show(encoding, capture_output=True)
+    assert done.returncode == 7, done.stderr.decode(encoding)
+    out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
+    assert "\\ud800" in out and "\\ud800" in err and "step 2/3" in out and out.endswith("without an end")
+    assert ("é" if encoding != "ascii" else "\\xe9") in out
+
+
+def test_a_full_disk_behind_stdout_is_told_once():
+    with open("/dev/full", "w") as full:
+        done = show(stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 7 and done.stderr.count(b"No space left on device") == 1, done.stderr
+        assert show(stdout=full, stderr=full).returncode == 7
+
+
+def test_a_pipe_whose_reader_is_gone():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = show(stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert done.returncode == 7 and done.stderr.count(b"Broken pipe") == 1, done.stderr
+
+
+def test_streams_that_are_closed_from_the_start(tmp_path):
+    """Their numbers must not be given to files, into which everything printed would then go."""
+    code = SHOW.replace("import sys\n", "import sys\nassert sys.stdout is None and sys.stderr is None\n", 1).replace(
+        "sys.exit(7)", f"file = open({str(tmp_path / 'file')!r}, 'w'); sys.exit(file.fileno())"
+    )
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, code], timeout=60)
+    assert done.returncode > 2 and (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_terminal_that_knows_few_characters_or_goes_away(encoding):
+    display, terminal = pty.openpty()
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", SHOW], env=env, stdout=terminal, stderr=subprocess.PIPE)
+    os.close(terminal)
+    if encoding == "utf-8":  # the window is closed; nobody is left to hear of it
+        os.close(display)
+    else:
+        shown = b""
+        while chunk := _read(display):
+            shown += chunk
+        os.close(display)
+        assert b"2/3" in shown and b"\\xe9" in shown and shown.isascii()
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 7, error
+
+
+def _read(display: int) -> bytes:
+    try:
+        return os.read(display, 65536)
+    except OSError:  # how a terminal says that the other side has ended
+        return b""
+
+
+@pytest.mark.parametrize("tool", [["trainer.checkpoint", "ls", "."], ["trainer.metrics.report", "."],
+                                  ["trainer.main", "--cfg", "job"]])  # fmt: skip
+def test_every_command_keeps_its_exit_status(tmp_path, tool):
+    (tmp_path / METRICS_FILE).write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    (tmp_path / "global_step_1").mkdir()
+    expected = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, capture_output=True, env=environment())
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, stdout=full, stderr=full,
+                              env=environment())  # fmt: skip
+    assert expected.stdout and done.returncode == expected.returncode, expected.stderr
+
+
+def test_a_sentence_about_bad_input_keeps_status_2():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "trainer.main", "no.such=1"], stdout=full, stderr=full,
+                              env=environment())  # fmt: skip
+    assert done.returncode == 2
+
+
+def chatty(completion: str, answer: str) -> float:
+    """A reward that prints what it sees."""
+    print(completion)
+    return 1.0
+
+
+REWARD = """
+from trainer.rewards.pool import RewardPool
+if __name__ == "__main__":
+    with RewardPool("tests.cpu.test_output:chatty", 30, 1) as pool:
+        rewards, failures = pool.score(["plain", "\\u4e2d\\ud800"], ["", ""])
+    assert rewards == [1.0, 1.0], failures
+"""
+
+
+@pytest.mark.parametrize("sink", ["/dev/full", "/dev/null"])
+def test_a_reward_that_prints_is_not_counted_as_failed(tmp_path, sink):
+    (tmp_path / "score.py").write_text(REWARD)
+    env = environment() | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": f"{Path(__file__).parents[2]}"}
+    with open(sink, "w") as out:
+        done = subprocess.run([sys.executable, "score.py"], cwd=tmp_path, env=env, stdout=out, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+LOSS = """
+from trainer.algorithms import POLICY_LOSSES
+
+
+def loss(*args, **kwargs):
+    print("\\u4e2d\\ud800")
+    return POLICY_LOSSES["clip"](*args, **kwargs)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
+    """With a reward and a loss that print too."""
+    (tmp_path / "own.py").write_text(LOSS)
+    overrides = ["rollout=transformers", "algorithm.policy_loss=own:loss", "algorithm.clip_high=null",
+                 "reward.name=tests.cpu.test_output:chatty", "logger.rollouts=true"]  # fmt: skip
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command(*overrides), cwd=tmp_path, stdout=full, stderr=full, timeout=500,
+                              env=environment() | {"PYTHONIOENCODING": "ascii"})  # fmt: skip
+    rows = metrics(tmp_path / "outputs/default")
+    assert done.returncode == 0 and [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[2]["reward/failures"] == 0 and rows[2]["val/accuracy"] == 1
