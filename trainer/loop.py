@@ -51,7 +51,7 @@ from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.launch import Rollout
 from trainer.rollout.seeds import request_seed
 from trainer.run_directory import RunDirectory
-from trainer.sft import prepare_model
+from trainer.sft import check_cache, prepare_model
 from trainer.stopping import SIGNALS, StopRequest
 
 
@@ -453,6 +453,8 @@ def check_inputs(cfg: Config) -> None:
     check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
     if cfg.model.path is not None:
         load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
+    else:
+        check_cache(cfg)
 
 
 def run(cfg: Config, device: str) -> None:

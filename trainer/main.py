@@ -48,6 +48,8 @@ def _compose_and_run(job: Callable[[Config, str], None]) -> None:
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def app(dict_config: DictConfig) -> None:
+        nonlocal composed
+        composed = True
         # Here as well, because Hydra would print a line of its own about a job that raises.
         with _errors_as_sentences():
             cfg = to_config(dict_config)
@@ -60,8 +62,15 @@ def _compose_and_run(job: Callable[[Config, str], None]) -> None:
             _check_devices(cfg, device)
             job(cfg, device)
 
+    composed = False
     with _errors_as_sentences():
-        app()
+        try:
+            app()
+        except OSError as error:
+            if composed:
+                raise
+            raise UserError(f"hydra.sweep.dir: {error.filename} cannot be written ({error.strerror}); work in another "
+                            "directory, or choose another with hydra.sweep.dir=DIRECTORY") from error  # fmt: skip
 
 
 @contextlib.contextmanager

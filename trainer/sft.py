@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from functools import partial
 
 from trainer.checkpoint.manager import json_part
@@ -14,7 +15,7 @@ from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
 from trainer.data.datasets import check_files
 from trainer.data.sft import PackedSource, load_train, load_val, pack_all
-from trainer.errors import NonFiniteError
+from trainer.errors import NonFiniteError, UserError
 from trainer.exports import export_policy, export_target
 from trainer.keyed import key
 from trainer.metrics.audit import ResumeAudit
@@ -139,16 +140,38 @@ class SupervisedTrainer:
         self.tracker_state = {} if self.directory.resume.fork else state["tracker"]
 
 
-def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
-    """The start weights' path: `model.path`, or the embedded model, built and warm-started once per config."""
-    if cfg.model.path is not None:
-        return cfg.model.path
+def check_cache(cfg: Config) -> None:
+    """Check that the embedded model is there, or can be made.
+
+    Raises:
+        UserError: `model.cache_dir` cannot be written.
+    """
+    if os.path.exists(os.path.join(_cached_model(cfg), "config.json")):
+        return
+    try:
+        os.makedirs(cfg.model.cache_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cfg.model.cache_dir):
+            pass
+    except OSError as error:
+        raise UserError(f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be "
+                        f"written ({error.strerror}); choose another, for example with the environment variable "
+                        "TRAINER_CACHE, or give model.path") from error  # fmt: skip
+
+
+def _cached_model(cfg: Config) -> str:
     recipe = {
         "tiny": dataclasses.asdict(cfg.model.tiny),
         "sft": dataclasses.asdict(cfg.sft),
         "data": dataclasses.asdict(cfg.data),
     }
-    target = os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
+    return os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
+
+
+def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
+    """The start weights' path: `model.path`, or the embedded model, built and warm-started once per config."""
+    if cfg.model.path is not None:
+        return cfg.model.path
+    target = _cached_model(cfg)
     if os.path.exists(os.path.join(target, "config.json")):
         return target
     # A run of its own, resumed if it was killed. Its name holds no process id: the restart must find it.

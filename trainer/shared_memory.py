@@ -1,6 +1,6 @@
-"""Directories in shared memory that belong to one process of one user.
+"""Directories that belong to one process of one user, in shared memory above all.
 
-Every user of a machine can write to `/dev/shm`, and containers may share it. So a name that others can guess is not
+Every user of a machine can write to `/dev/shm` and `/tmp`, and containers may share them. So a name that others can guess is not
 safe: they could plant a link or a directory there. A directory made here has a random name, is new, and can be
 entered by this user alone. Files below it need no further care: nobody else can put a link, or anything, into it.
 """
@@ -22,23 +22,21 @@ _PREFIX = "trainer-weights-"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class SharedDirectory:
+class PrivateDirectory:
     """A new directory below `base`, there until `close` or the end of this process. A context manager.
 
-    This process holds a lock (flock) on the directory. The kernel drops the lock when the process dies, however it
+    Its name is `prefix` and a random part of `2 * random_bytes` letters. This process holds a lock (flock) on the directory. The kernel drops the lock when the process dies, however it
     dies, and knows it in all containers that share the memory. So a directory without a lock is abandoned, and
     `clear_abandoned` deletes it. A process id would prove nothing: containers number their processes anew.
 
     Raises:
-        UserError: `base` is not there, or does not protect one user's entries from others.
         FileExistsError: something has the name that was drawn.
     """
 
-    def __init__(self, base: str = SHARED_MEMORY):
-        _check_base(base)
-        clear_abandoned(base)
+    def __init__(self, base: str, prefix: str, random_bytes: int):
+        clear_abandoned(base, prefix)
         while True:
-            self.path = os.path.join(base, _PREFIX + secrets.token_hex(16))
+            self.path = os.path.join(base, prefix + secrets.token_hex(random_bytes))
             os.mkdir(self.path, 0o700)
             handle = _lock_new(self.path)
             if handle is not None:
@@ -59,15 +57,27 @@ class SharedDirectory:
         self.close()
 
 
-def clear_abandoned(base: str = SHARED_MEMORY) -> list[str]:
-    """Delete this user's directories below `base` whose process is dead; returns their paths.
+class SharedDirectory(PrivateDirectory):
+    """A private directory for weights in shared memory.
+
+    Raises:
+        UserError: `base` is not there, or does not protect one user's entries from others.
+    """
+
+    def __init__(self, base: str = SHARED_MEMORY):
+        _check_base(base)
+        super().__init__(base, _PREFIX, 16)
+
+
+def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> list[str]:
+    """Delete this user's private directories below `base` whose process is dead; returns their paths.
 
     Links, other users' directories and directories that a process holds are left alone.
     """
     cleared = []
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(base):
-            if name.startswith(_PREFIX) and _clear(os.path.join(base, name)):
+            if name.startswith(prefix) and _clear(os.path.join(base, name)):
                 cleared.append(os.path.join(base, name))
     return cleared
 
@@ -77,7 +87,7 @@ def check_room(needed: int, reserved: int, base: str = SHARED_MEMORY) -> None:
 
     Args:
         reserved: size of Ray's object store, bytes. Ray puts it here where that much is free, else in its temporary
-            directory.
+            directory. Ray takes the memory as objects come; if none is left then, the kernel kills the process.
 
     Raises:
         UserError: they do not fit.

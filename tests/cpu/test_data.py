@@ -97,6 +97,7 @@ def test_size_cuts_and_stops_reading(tmp_path):
         (b'{"prompt": "a", "answer": "b"}\n\n{"prompt": ', "data.train_files: {file}:3 is not JSON .*"),
         (b'{"prompt": "\xff", "answer": "b"}', "data.train_files: {file}:1 is not JSON .*"),
         (b'{"prompt": "\\ud800", "answer": "b"}', "{file}:1: holds half of a surrogate pair.*"),
+        (b'{"prompt": [{"role": "\\ud800", "content": "a"}], "answer": "b"}', "{file}:1: holds half of a .*"),
         (b"[1, 2]", "data.prompt_key=prompt: {file}:1 must be an object with prompt and answer"),
         (b'{"question": "a", "answer": "b"}', "data.prompt_key=prompt: {file}:1 has no such key; it has question, .*"),
         (b'{"prompt": "a", "text": "b"}', "data.answer_key=answer: {file}:1 has no such key; it has prompt, text"),

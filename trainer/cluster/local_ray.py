@@ -18,7 +18,6 @@ import select
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -27,24 +26,25 @@ import psutil
 from trainer.cluster import supervisor
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import WorkerError
+from trainer.shared_memory import PrivateDirectory
 
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray takes the loopback address for this node
 _START_S = 180.0
 _CLOSE_S = 20.0
-_LONGEST_BASE = 40  # characters; a Unix socket's path may have 107, of which Ray's own part takes up to 60
 
 
 class LocalRay:
     """Begin to start the cluster; `connect` waits for it. Whatever happens then, `close` ends it.
 
     Args:
+        temporary: directory for temporary files (see `temporary_directory`).
         num_cpus: logical CPUs.
         object_store_bytes: None: Ray's default.
     """
 
-    def __init__(self, num_cpus: int, object_store_bytes: int | None):
-        base = tempfile.gettempdir()
-        self.directory = tempfile.mkdtemp(prefix="trainer-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+    def __init__(self, temporary: str, num_cpus: int, object_store_bytes: int | None):
+        self._private = PrivateDirectory(temporary, "trainer-ray-", 4)
+        self.directory = self._private.path
         self._environment = _set_environment()
         _follow_environment(True)
         options = {"num_cpus": num_cpus, "directory": self.directory}
@@ -91,7 +91,7 @@ class LocalRay:
             end_all(psutil.Process(self._supervisor.pid).children(recursive=True))
             self._supervisor.kill()
             self._supervisor.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._private.close()
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from trainer.cluster.actors import ActorGroup, Patience
 from trainer.cluster.local_ray import LocalRay
+from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.stopping import SIGNALS, Stopped
@@ -44,7 +45,8 @@ class Cluster:
         try:
             if address is None:
                 slots = max(os.cpu_count() or 1, self._slots_needed())
-                self._local = LocalRay(slots, CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None)
+                directory = temporary_directory(CPU_OBJECT_STORE_BYTES)
+                self._local = LocalRay(directory, slots, CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None)
                 address = self._local.connect()
             else:
                 _probe(address)

@@ -154,7 +154,10 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
 def _checked(example: Example, where: str) -> Example:
     prompt = example["prompt"]
     try:
-        for text in (example["answer"], *([prompt] if isinstance(prompt, str) else (m["content"] for m in prompt))):
+        for text in (
+            example["answer"],
+            *([prompt] if isinstance(prompt, str) else (m[key] for m in prompt for key in ("role", "content"))),
+        ):
             text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a pair, which no tokenizer takes
         raise UserError(f"{where}: holds half of a surrogate pair ({error})") from error
