@@ -38,7 +38,7 @@ from trainer.failpoints import failpoint
 from trainer.imports import import_function
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
-from trainer.metrics.report import write_report
+from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path
@@ -420,10 +420,6 @@ class Trainer:
             metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
         return metrics
 
-    def report(self) -> str | None:
-        """Draw the run's report; returns its path."""
-        return write_report(self.cfg.trainer.run_dir) if self.cfg.logger.plot else None
-
 
 def _peak_flops(device: str) -> float | None:
     """Dense bfloat16 FLOP/s of this GPU by its data sheet; None on CPU and on GPUs not listed."""
@@ -469,12 +465,11 @@ def run(cfg: Config, device: str) -> None:
         with Cluster(cfg, device) as cluster, directory.settling():
             trainer = Trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
-    path = trainer.report()
     best = trainer.best.get("val/accuracy")
     print(f"finished step {trainer.step} of {t.total_steps}"
           + (f", best val/accuracy {best:.3f} at step {trainer.best['step']}" if best is not None else ""))  # fmt: skip
-    if path:
-        print(f"report: {path}")
+    if cfg.logger.plot:
+        print(final_report(t.run_dir))
     sys.stdout.flush()
 
 

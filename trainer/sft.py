@@ -20,6 +20,7 @@ from trainer.exports import export_policy, export_target
 from trainer.keyed import key
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
+from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import load_config, resolve_model_path
@@ -206,8 +207,6 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
 
 def run(cfg: Config, device: str) -> None:
     """A supervised run: from `model.path`, or from the embedded model with random weights."""
-    from trainer.metrics.report import write_report
-
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
     check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
@@ -230,7 +229,7 @@ def run(cfg: Config, device: str) -> None:
             trainer.export(target)
     print(f"finished supervised step {trainer.step} of {cfg.sft.steps}; model: {target}")
     if cfg.logger.plot:
-        print(f"report: {write_report(t.run_dir)}")
+        print(final_report(t.run_dir))
 
 
 if __name__ == "__main__":

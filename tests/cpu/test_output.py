@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu.jobs import command, environment, metrics
+from trainer.metrics.report import final_report
 from trainer.metrics.tracker import METRICS_FILE
 
 TEXT = r"é ж 中 🙂 \ud800"
@@ -113,6 +114,23 @@ def test_a_sentence_about_bad_input_keeps_status_2():
         done = subprocess.run([sys.executable, "-m", "trainer.main", "no.such=1"], stdout=full, stderr=full,
                               env=environment())  # fmt: skip
     assert done.returncode == 2
+
+
+def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(tmp_path):
+    (tmp_path / METRICS_FILE).write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    (tmp_path / "report.png.tmp").mkdir()
+    assert final_report(str(tmp_path)).startswith("WARNING: no report was drawn")
+    done = subprocess.run([sys.executable, "-m", "trainer.metrics.report", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_run_directory_of_any_name_is_drawn_and_printed(tmp_path):
+    run_dir = os.fsencode(tmp_path) + b"/run \xff"  # no UTF-8
+    os.mkdir(run_dir)
+    with open(run_dir + b"/" + METRICS_FILE.encode(), "w") as file:
+        file.write(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    done = subprocess.run([sys.executable, "-m", "trainer.metrics.report", run_dir], capture_output=True, text=True)
+    assert done.returncode == 0 and "\\udcff/report.png" in done.stdout, done.stderr
 
 
 def chatty(completion: str, answer: str) -> float:

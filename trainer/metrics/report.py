@@ -62,12 +62,20 @@ def write_report(run_dir: str) -> str:
             axes.set_xlabel("step")
             axes.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True)
-        name = os.path.basename(os.path.abspath(run_dir))
+        name = os.path.basename(os.path.abspath(run_dir)).encode(errors="backslashreplace").decode()
         figure.suptitle(f"{name} after step {rows[-1]['step']}", fontweight="bold")
         path = os.path.join(run_dir, "report.png")
         figure.savefig(path + ".tmp", format="png", dpi=130)
     os.replace(path + ".tmp", path)
     return path
+
+
+def final_report(run_dir: str) -> str:
+    """Draw the report of a run that has ended well; returns a line that says where it is, or why there is none."""
+    try:
+        return f"report: {write_report(run_dir)}"
+    except OSError as error:
+        return f"WARNING: no report was drawn ({error}); `python -m trainer.metrics.report {run_dir}` draws it"
 
 
 _STYLE = {
@@ -204,5 +212,5 @@ if __name__ == "__main__":
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
     try:
         print(write_report(parser.parse_args().run_dir))
-    except UserError as error:
+    except (UserError, OSError) as error:
         parser.error(str(error))
