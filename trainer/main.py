@@ -67,10 +67,12 @@ def _compose_and_run(job: Callable[[Config, str], None]) -> None:
         try:
             app()
         except OSError as error:
-            if composed:
+            if composed or isinstance(error, HydraException):  # a missing config is an OSError too
                 raise
-            raise UserError(f"hydra.sweep.dir: {error.filename} cannot be written ({error.strerror}); work in another "
-                            "directory, or choose another with hydra.sweep.dir=DIRECTORY") from error  # fmt: skip
+            raise UserError(
+                f"hydra.sweep.dir: {error.filename} cannot be written ({error.strerror}); work in another "
+                "directory, or choose another with hydra.sweep.dir=DIRECTORY"
+            ) from error
 
 
 @contextlib.contextmanager

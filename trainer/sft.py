@@ -154,9 +154,11 @@ def check_cache(cfg: Config) -> None:
         with tempfile.TemporaryFile(dir=cfg.model.cache_dir):
             pass
     except OSError as error:
-        raise UserError(f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be "
-                        f"written ({error.strerror}); choose another, for example with the environment variable "
-                        "TRAINER_CACHE, or give model.path") from error  # fmt: skip
+        raise UserError(
+            f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be "
+            f"written ({error.strerror}); choose another, for example with the environment variable "
+            "TRAINER_CACHE, or give model.path"
+        ) from error
 
 
 def _cached_model(cfg: Config) -> str:

@@ -1,8 +1,9 @@
 """Directories that belong to one process of one user, in shared memory above all.
 
-Every user of a machine can write to `/dev/shm` and `/tmp`, and containers may share them. So a name that others can guess is not
-safe: they could plant a link or a directory there. A directory made here has a random name, is new, and can be
-entered by this user alone. Files below it need no further care: nobody else can put a link, or anything, into it.
+Every user of a machine can write to `/dev/shm` and `/tmp`, and containers may share them. So a name that others can
+guess is not safe: they could plant a link or a directory there. A directory made here has a random name, is new, and
+can be entered by this user alone. Files below it need no further care: nobody else can put a link, or anything, into
+it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class PrivateDirectory:
     """A new directory below `base`, there until `close` or the end of this process. A context manager.
 
-    Its name is `prefix` and a random part of `2 * random_bytes` letters. This process holds a lock (flock) on the directory. The kernel drops the lock when the process dies, however it
-    dies, and knows it in all containers that share the memory. So a directory without a lock is abandoned, and
-    `clear_abandoned` deletes it. A process id would prove nothing: containers number their processes anew.
+    Its name is `prefix` and `random_bytes` random bytes in hexadecimal. This process holds a lock (flock) on the
+    directory. The kernel drops the lock when the process dies, however it dies, and knows it in all containers that
+    share the file system. So a directory without a lock is abandoned, and `clear_abandoned` deletes it. A process id
+    would prove nothing: containers number their processes anew.
 
     Raises:
         FileExistsError: something has the name that was drawn.
@@ -128,22 +130,29 @@ def check_own(path: str) -> None:
             f"containers share {SHARED_MEMORY}, or choose rollout=vllm with rollout.weight_sync=broadcast"
         ) from error
     if not (stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()):
-        raise UserError(f"rollout.weight_sync=shared_memory: {path} is a link or belongs to another user; its weights "
-                        "are refused")  # fmt: skip
+        raise UserError(
+            f"rollout.weight_sync=shared_memory: {path} is a link or belongs to another user; its weights are refused"
+        )
 
 
 def _check_base(base: str) -> None:
     try:
         mode = os.stat(base).st_mode
     except FileNotFoundError as error:
-        raise UserError(f"rollout.weight_sync=shared_memory: there is no {base}; mount a tmpfs there, or choose "
-                        "rollout=vllm with rollout.weight_sync=broadcast") from error  # fmt: skip
+        raise UserError(
+            f"rollout.weight_sync=shared_memory: there is no {base}; mount a tmpfs there, or choose "
+            "rollout=vllm with rollout.weight_sync=broadcast"
+        ) from error
     if not os.access(base, os.W_OK | os.X_OK):
-        raise UserError(f"rollout.weight_sync=shared_memory: {base} cannot be written; mount it writable, or choose "
-                        "rollout=vllm with rollout.weight_sync=broadcast")  # fmt: skip
+        raise UserError(
+            f"rollout.weight_sync=shared_memory: {base} cannot be written; mount it writable, or choose "
+            "rollout=vllm with rollout.weight_sync=broadcast"
+        )
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UserError(f"rollout.weight_sync=shared_memory: other users can rename what this run has in {base}; "
-                        f"run `chmod +t {base}` there")  # fmt: skip
+        raise UserError(
+            f"rollout.weight_sync=shared_memory: other users can rename what this run has in {base}; "
+            f"run `chmod +t {base}` there"
+        )
 
 
 def _lock_new(path: str) -> int | None:

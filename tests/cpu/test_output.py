@@ -97,22 +97,23 @@ def _read(display: int) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("tool", [["trainer.checkpoint", "ls", "."], ["trainer.metrics.report", "."],
-                                  ["trainer.main", "--cfg", "job"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "tool", [["trainer.checkpoint", "ls", "."], ["trainer.metrics.report", "."], ["trainer.main", "--cfg", "job"]]
+)
 def test_every_command_keeps_its_exit_status(tmp_path, tool):
     (tmp_path / METRICS_FILE).write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
     (tmp_path / "global_step_1").mkdir()
     expected = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, capture_output=True, env=environment())
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, stdout=full, stderr=full,
-                              env=environment())  # fmt: skip
+        done = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, stdout=full, stderr=full, env=environment())
     assert expected.stdout and done.returncode == expected.returncode, expected.stderr
 
 
 def test_a_sentence_about_bad_input_keeps_status_2():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "trainer.main", "no.such=1"], stdout=full, stderr=full,
-                              env=environment())  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer.main", "no.such=1"], stdout=full, stderr=full, env=environment()
+        )
     assert done.returncode == 2
 
 
@@ -172,11 +173,22 @@ def loss(*args, **kwargs):
 def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
     """With a reward and a loss that print too."""
     (tmp_path / "own.py").write_text(LOSS)
-    overrides = ["rollout=transformers", "algorithm.policy_loss=own:loss", "algorithm.clip_high=null",
-                 "reward.name=tests.cpu.test_output:chatty", "logger.rollouts=true"]  # fmt: skip
+    overrides = [
+        "rollout=transformers",
+        "algorithm.policy_loss=own:loss",
+        "algorithm.clip_high=null",
+        "reward.name=tests.cpu.test_output:chatty",
+        "logger.rollouts=true",
+    ]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command(*overrides), cwd=tmp_path, stdout=full, stderr=full, timeout=500,
-                              env=environment() | {"PYTHONIOENCODING": "ascii"})  # fmt: skip
+        done = subprocess.run(
+            command(*overrides),
+            cwd=tmp_path,
+            stdout=full,
+            stderr=full,
+            timeout=500,
+            env=environment() | {"PYTHONIOENCODING": "ascii"},
+        )
     rows = metrics(tmp_path / "outputs/default")
     assert done.returncode == 0 and [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["reward/failures"] == 0 and rows[2]["val/accuracy"] == 1

@@ -191,8 +191,9 @@ def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
         return None, {}
     check_own(path[0])
     mode = os.stat(path[0]).st_mode & 0o777
-    engine = TransformersEngine(model, dtype="float32", seed=1, rollout=RolloutConfig(engine="transformers"),
-                                device="cpu")  # fmt: skip
+    engine = TransformersEngine(
+        model, dtype="float32", seed=1, rollout=RolloutConfig(engine="transformers"), device="cpu"
+    )
     engine.sync_weights(SharedMemory(path[0]), 1)
     weights = load_file(os.path.join(path[0], "model.safetensors"))
     assert sum(t.nbytes for t in weights.values()) <= rank.policy.weight_bytes(torch.float32)

@@ -27,20 +27,26 @@ def temporary_directory(object_store: int) -> str:
     remedy = "set RAY_TMPDIR to another directory, for example one in /tmp"
     length = len(os.fsencode(os.path.join(directory, _SOCKET)))
     if length > _SOCKET_BYTES:
-        raise UserError(f"{name}={directory}: the path is {length - _SOCKET_BYTES} characters too long for the sockets "
-                        f"that Ray keeps there; {remedy}")  # fmt: skip
+        raise UserError(
+            f"{name}={directory}: the path is {length - _SOCKET_BYTES} characters too long for the sockets "
+            f"that Ray keeps there; {remedy}"
+        )
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise UserError(f"{name}={directory}: Ray keeps its sockets and logs there, and it cannot be written "
-                        f"({error.strerror}); {remedy}") from error  # fmt: skip
+        raise UserError(
+            f"{name}={directory}: Ray keeps its sockets and logs there, and it cannot be written "
+            f"({error.strerror}); {remedy}"
+        ) from error
     free = {place: _free(place) for place in (SHARED_MEMORY, directory)}
     if max(free.values()) < object_store:
         has = " and ".join(f"{place} has {size / 1e6:.1f} MB free" for place, size in free.items())
-        raise UserError(f"{name}={directory}: Ray needs {object_store / 1e6:.1f} MB for its objects, but {has}; make "
-                        f"shared memory larger (a container's: docker run --shm-size=1g), or {remedy}")  # fmt: skip
+        raise UserError(
+            f"{name}={directory}: Ray needs {object_store / 1e6:.1f} MB for its objects, but {has}; make "
+            f"shared memory larger (a container's: docker run --shm-size=1g), or {remedy}"
+        )
     return directory
 
 
