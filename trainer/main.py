@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from trainer.errors import NonFiniteError, UserError, WorkerError
 from trainer.output import guard_output
 from trainer.stopping import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from trainer.config import Config
 
-# Hydra and everything else is imported where it is used: signals are handled from the first moment on.
+# Hydra, and whatever takes long to import, is imported where it is used: signals are heard from the first moment on.
 
 
 def run_app(job: Callable[[Config, str], None]) -> None:
@@ -40,6 +41,7 @@ def run_app(job: Callable[[Config, str], None]) -> None:
 def _compose_and_run(job: Callable[[Config, str], None]) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
 
     from trainer.config import conf_dir, register, to_config
 
@@ -80,8 +82,6 @@ def _errors_as_sentences() -> Iterator[None]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from trainer.errors import NonFiniteError, UserError, WorkerError
-
     try:
         yield
     except (UserError, HydraException, OmegaConfBaseException) as error:
@@ -98,7 +98,6 @@ def explain(error: BaseException) -> str:
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
 
     from trainer.config import OPEN_SECTIONS, valid_keys
-    from trainer.errors import UserError
 
     if isinstance(error, UserError):
         return str(error)
@@ -122,8 +121,6 @@ def explain(error: BaseException) -> str:
 
 
 def _make_run_dir(cfg: Config) -> None:
-    from trainer.errors import UserError
-
     run_dir = cfg.trainer.run_dir
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -140,8 +137,6 @@ def _check_devices(cfg: Config, device: str) -> None:
     if device != "cuda" or cfg.trainer.ray_address is not None:
         return
     import torch
-
-    from trainer.errors import UserError
 
     has = torch.cuda.device_count()
     if cfg.trainer.num_workers > has:
