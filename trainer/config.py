@@ -65,7 +65,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     scheduler: str = "constant"
-    """Learning rate after warm-up: `constant` or `cosine` (falls to `min_lr_ratio` at the last step)."""
+    """Learning rate after warm-up: `constant` or `cosine` (falls to `min_lr_ratio` over the run)."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: float = 0.1

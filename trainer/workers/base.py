@@ -177,14 +177,21 @@ class TrainedWorker(ModelWorker):
             if not math.isfinite(value):
                 self.optimizer.zero_grad()
                 raise NonFiniteError(f"the {self.role}'s {name} is {value}")
-        lr = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = self._configure_optimizer()
         self.before_weights_change()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
         return {**totals, "grad_norm": grad_norm, "lr": lr}
+
+    def _configure_optimizer(self) -> float:
+        """Give every parameter group the config's values, since a checkpoint brings its own; returns the learning rate
+        of the next step."""
+        config = self.optimizer_config
+        lr = learning_rate(config, self.optimizer_steps, self.total_optimizer_steps)
+        for group in self.optimizer.param_groups:
+            group |= {"lr": lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
+        return lr
 
     def _clip_gradients(self) -> float:
         limit = self.optimizer_config.max_grad_norm
@@ -206,3 +213,4 @@ class TrainedWorker(ModelWorker):
         if "optimizer" in state:
             set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
             self.optimizer_steps = int(state["optimizer_steps"])
+            self._configure_optimizer()

@@ -1,0 +1,211 @@
+"""A key that a resume may change acts on the ranks as if the run had been started with its new value."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cpu.config_keys import RANKS
+from tests.ranks import run_ranks
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.config import Config, TinyConfig
+from trainer.models.tiny import build_tiny
+from trainer.parallel.batching import Batch
+from trainer.workers.base import TrainedWorker
+from trainer.workers.rank import Rank
+
+GROUPS, PER_GROUP, WIDTH = 4, 2, 16
+ALL = ("weights", "optimizer", "rng")
+OPTIMIZERS = {"policy": "trainer.policy.optimizer", "critic": "trainer.critic.optimizer", "supervised": "sft.optimizer"}
+
+Settings = dict[str, Any]
+COSINE = {"scheduler": "cosine"}
+GSPO, SAPO, CLIP_COV = ({"algorithm.policy_loss": name} for name in ("gspo", "sapo", "clip_cov"))
+KL_COV, WEIGHTED = ({"algorithm.policy_loss": name} for name in ("kl_cov", "importance_weighted_ce"))
+LORA = {"trainer.policy.lora.rank": 4}
+CRITIC_LORA = {"trainer.critic.lora.rank": 4}
+
+OPTIMIZER_CHANGES: list[tuple[str, Any, Settings]] = [
+    ("lr", 3e-3, {}),
+    ("betas", [0.5, 0.9], {}),
+    ("eps", 1e-2, {}),
+    ("weight_decay", 0.5, {}),
+    ("max_grad_norm", 1e-3, {}),
+    ("scheduler", "cosine", {}),
+    ("warmup_steps", 9, {}),
+    ("min_lr_ratio", 0.9, COSINE),
+]
+"""Key, new value, and what the run has set before and after."""
+
+CHANGES: dict[str, list[tuple[str, Any, Settings]]] = {
+    "policy": [
+        ("trainer.mini_batch_size", 1, {}),
+        ("trainer.update_epochs", 2, {}),
+        ("trainer.policy.lora.alpha", 64.0, LORA),
+        ("trainer.policy.fsdp.param_dtype", "bfloat16", {}),
+        ("trainer.policy.fsdp.reduce_dtype", "bfloat16", {}),
+        ("algorithm.policy_loss", "gspo", {}),
+        ("algorithm.clip_low", 0.01, {}),
+        ("algorithm.clip_high", 0.01, {}),
+        ("algorithm.dual_clip", 1.01, {}),
+        ("algorithm.tau_pos", 5.0, SAPO),
+        ("algorithm.tau_neg", 5.0, SAPO),
+        ("algorithm.cov_frac", 0.9, CLIP_COV),
+        ("algorithm.cov_low", -9.0, CLIP_COV | {"algorithm.cov_frac": 0.9}),
+        ("algorithm.cov_high", 0.01, CLIP_COV | {"algorithm.cov_frac": 0.9, "algorithm.cov_low": -9.0}),
+        ("algorithm.cov_kl_coef", 9.0, KL_COV | {"algorithm.cov_frac": 0.9}),
+        ("algorithm.max_weight", 0.5, WEIGHTED),
+        ("algorithm.options", {"sharpness": 3.0}, {"algorithm.policy_loss": f"{__name__}:sharp_loss"}),
+        ("algorithm.aggregation", "seq_mean_token_mean", {}),
+        ("algorithm.kl_coef", 2.0, {}),
+        ("algorithm.kl_estimator", "k2", {}),
+        ("algorithm.kl_in", "reward", {}),
+        ("algorithm.entropy_coef", 0.5, {}),
+        ("rollout.temperature", 0.5, {}),
+        ("rollout.max_response_tokens", 99, {"algorithm.aggregation": "seq_mean_token_sum_norm"}),
+        ("model.attn_implementation", "eager", {}),
+    ],
+    "critic": [
+        ("trainer.mini_batch_size", 1, {}),
+        ("trainer.critic.lora.alpha", 64.0, CRITIC_LORA),
+        ("trainer.critic.fsdp.param_dtype", "bfloat16", {}),
+        ("trainer.critic.fsdp.reduce_dtype", "bfloat16", {}),
+        ("algorithm.value_clip", 1e-3, {}),
+    ],
+    "supervised": [("sft.max_weight", 0.5, {"sft.max_weight": 2.0})],
+}
+CASES = [
+    *((role, key, value, before) for role, changes in CHANGES.items() for key, value, before in changes),
+    *(
+        (role, f"{section}.{key}", value, {f"{section}.{name}": x for name, x in before.items()})
+        for role, section in OPTIMIZERS.items()
+        for key, value, before in OPTIMIZER_CHANGES
+    ),
+]
+
+
+def sharp_loss(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, sharpness=1.0):
+    """A loss of the user's own, with an option."""
+    from trainer.algorithms import POLICY_LOSSES
+
+    return POLICY_LOSSES["reinforce"](
+        logprobs, old_logprobs, sharpness * advantages, mask, aggregation=aggregation, totals=totals
+    )
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=3), path)
+    return path
+
+
+def configured(*changes: Settings) -> Config:
+    cfg = Config()
+    defaults: Settings = {"trainer.mini_batch_size": GROUPS, "algorithm.kl_coef": 0.1, "sft.steps": 10}
+    for section in OPTIMIZERS.values():
+        defaults |= {f"{section}.lr": 1e-3, f"{section}.max_grad_norm": 0.0, f"{section}.warmup_steps": 0}
+    for change in (defaults, *changes):
+        for key, value in change.items():
+            *sections, name = key.split(".")
+            node: Any = cfg
+            for section in sections:
+                node = getattr(node, section)
+            setattr(node, name, copy.deepcopy(value))
+    return cfg
+
+
+def make_batch() -> Batch:
+    """Rows that serve the policy, the critic and supervised training alike; KL, ratios and clips all matter."""
+    rng = np.random.default_rng(0)
+    size = GROUPS * PER_GROUP
+    lengths = rng.integers(8, WIDTH + 1, size)
+    mask = (np.arange(WIDTH) >= 4) & (np.arange(WIDTH) < lengths[:, None])
+    noise = rng.normal(size=(5, size, WIDTH)).astype(np.float32) * mask
+    return {
+        "input_ids": rng.integers(0, 256, (size, WIDTH)).astype(np.int64),
+        "position_ids": np.tile(np.arange(WIDTH), (size, 1)),
+        "response_mask": mask.astype(np.float32),
+        "loss_mask": mask.astype(np.float32),
+        "lengths": lengths,
+        "group_ids": np.repeat(np.arange(GROUPS), PER_GROUP),
+        "advantages": noise[0],
+        "returns": noise[1],
+        "old_logprobs": (-5.6 + 0.5 * noise[2]) * mask,
+        "ref_logprobs": (-5.6 + 0.5 * noise[3]) * mask,
+        "values": 0.1 * noise[4],
+    }
+
+
+def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
+    rank.cfg = cfg
+    if role == "supervised":
+        rank.build_for_sft(path)
+    else:
+        rank.build([role], path, {role: 10})
+    worker = rank.critic if role == "critic" else rank.policy
+    assert worker is not None
+    return worker
+
+
+def update(rank: Rank, role: str, step: int) -> dict[str, float]:
+    if role == "supervised":
+        return rank.supervised_update(make_batch(), rank.cfg.sft.max_weight)
+    return rank.update(role, make_batch(), step)
+
+
+def fingerprint(worker: TrainedWorker) -> str:
+    """Of weights and moments, to the last bit."""
+    digest = hashlib.sha256()
+    for parameter in worker.module.parameters():
+        digest.update(parameter.full_tensor().detach().numpy().tobytes())
+        for name, value in sorted(worker.optimizer.state.get(parameter, {}).items()):
+            digest.update(name.encode() + (value.full_tensor() if name != "step" else value).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def move_state(old: TrainedWorker, new: TrainedWorker) -> None:
+    """Give `new` the weights, moments and counter of `old`, and leave it all that its config has set."""
+    new.module.load_state_dict(old.module.state_dict())
+    own = new.optimizer.state_dict()["param_groups"]
+    new.optimizer.load_state_dict({**old.optimizer.state_dict(), "param_groups": own})
+    new.optimizer_steps = old.optimizer_steps
+
+
+def step_after_a_change(
+    rank: Rank, role: str, before: Config, after: Config, path: str, directory: str
+) -> tuple[str, str, str]:
+    """The second step under `after`, of a resumed run and of one started with it; and under `before`."""
+    files, name = ShardedFiles(directory), "critic" if role == "critic" else "policy"
+    old = build(rank, role, before, path)
+    update(rank, role, 1)
+    rank.begin_save([name], files)
+    rank.finish_save()
+    results = []
+    for cfg, resumed in ((after, True), (after, False), (before, False)):
+        worker = build(rank, role, cfg, path)
+        if resumed:
+            rank.load(name, files, ALL)
+        else:
+            move_state(old, worker)
+        metrics = update(rank, role, 2)
+        results.append(f"{fingerprint(worker)} {metrics}")
+    return results[0], results[1], results[2]
+
+
+@pytest.mark.parametrize("role, key, value, before", CASES, ids=[f"{role}-{key}" for role, key, *_ in CASES])
+def test_a_change_acts_as_if_the_run_had_started_with_it(model_path, tmp_path, role, key, value, before):
+    saved, changed = configured(before), configured(before, {key: value})
+    resumed, started, unchanged = run_ranks(
+        1, step_after_a_change, role, saved, changed, model_path, str(tmp_path), cfg=saved
+    )[0]
+    assert resumed == started, "the resumed run does not compute what a run with the new value computes"
+    assert resumed != unchanged, "the new value changes nothing"
+
+
+def test_every_key_that_acts_on_the_ranks_is_tried():
+    assert {key for _, key, *_ in CASES} == set(RANKS)
