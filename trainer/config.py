@@ -131,7 +131,7 @@ class ReferenceConfig:
 @dataclass
 class TrainerConfig:
     run_name: str = "default"
-    """Name of the run: part of `run_dir` and the name shown in W&B."""
+    """Plain name of the run, without slashes: part of `run_dir` and the name shown in W&B."""
     run_dir: str = "outputs/${trainer.run_name}${sweep_suffix:}"
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
     seed: int = 1

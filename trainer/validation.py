@@ -16,15 +16,19 @@ from trainer.config import (
     KL_ESTIMATORS,
     LOSS_OPTIONS,
     MAX_SERVED_LORA_RANK,
+    OPEN_SECTIONS,
     RESUME_LOAD,
     Config,
     CriticConfig,
     LoraConfig,
     ReferenceConfig,
+    valid_keys,
 )
 from trainer.errors import UserError
+from trainer.metrics.names import METRICS
 
 _POSITIVE = 1e-9
+_LOWEST_TEMPERATURE = 0.01  # vLLM takes this in place of anything lower
 _OPTIMIZERS = ("trainer.policy.optimizer", "trainer.critic.optimizer", "sft.optimizer")
 _ROLES = ("trainer.policy", "trainer.critic", "trainer.reference")
 
@@ -37,12 +41,12 @@ AT_LEAST: dict[float, tuple[str, ...]] = {
         "algorithm.max_sample_batches", "algorithm.pass_k", "reward.num_processes", "sft.steps", "sft.batch_size",
         "sft.max_length", "trainer.policy.lora.rank", "trainer.critic.lora.rank",
         *(f"model.tiny.{name}" for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads",
-                                            "num_kv_heads", "head_dim")),
+                                            "num_kv_heads", "head_dim", "max_position_embeddings")),
     ),
     0: (
         "trainer.seed", "trainer.master_port", "trainer.critic.warmup_steps", "trainer.keep_best",
         "trainer.ckpt_failures_allowed", "trainer.resume_tolerance", "model.tiny.seed", "rollout.val_n",
-        "rollout.temperature", "rollout.top_p", "rollout.gpu_memory_utilization", "logger.samples",
+        "rollout.top_p", "logger.samples",
         "algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.value_clip", "algorithm.overlong_buffer",
         "algorithm.overlong_factor", "algorithm.rollout_correction_low", "algorithm.clip_low", "algorithm.clip_high",
         "algorithm.cov_kl_coef", "algorithm.gamma", "algorithm.lam", "algorithm.cov_frac",
@@ -54,7 +58,7 @@ AT_LEAST: dict[float, tuple[str, ...]] = {
     _POSITIVE: (
         "algorithm.tau_pos", "algorithm.tau_neg", "algorithm.max_weight", "algorithm.kl_target",
         "algorithm.kl_horizon", "algorithm.rollout_correction_high", "sft.max_weight", "trainer.policy.lora.alpha",
-        "trainer.critic.lora.alpha",
+        "trainer.critic.lora.alpha", "rollout.gpu_memory_utilization",
     ),
 }  # fmt: skip
 """Least values; null is always allowed where the schema allows it."""
@@ -65,8 +69,33 @@ AT_LEAST_1_OR_OFF = (
 )  # fmt: skip
 """-1 turns these off."""
 
-AT_MOST_1 = ("algorithm.gamma", "algorithm.lam", "algorithm.cov_frac", "rollout.top_p",
-             "rollout.gpu_memory_utilization")  # fmt: skip
+AT_MOST: dict[float, tuple[str, ...]] = {
+    1: (
+        "algorithm.gamma",
+        "algorithm.lam",
+        "algorithm.cov_frac",
+        "rollout.top_p",
+        "rollout.gpu_memory_utilization",
+        "trainer.resume_tolerance",
+        *(f"{optimizer}.min_lr_ratio" for optimizer in _OPTIMIZERS),
+    ),
+    100: ("rollout.temperature",),
+    65535: ("trainer.master_port",),
+    1_000_000: (  # days in seconds, years in minutes; the clocks of the libraries end not far above
+        "trainer.worker_timeout_s",
+        "trainer.lock_timeout_s",
+        "reward.timeout_s",
+        "trainer.ckpt_interval_minutes",
+        "trainer.mean_time_between_failures",
+    ),
+    2**32 - 1: ("trainer.seed", "model.tiny.seed"),  # vLLM gives its seed to NumPy, which takes 32 bits
+}
+"""Greatest values."""
+
+LARGEST_INTEGER = 2**31 - 1
+"""The greatest value of all other whole numbers."""
+
+LONGEST_NAME = 200
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "trainer.device": ("auto", "cpu", "cuda"),
@@ -102,7 +131,9 @@ def validate(cfg: Config) -> None:
         UserError: one sentence that names the key, its value and what is valid.
     """
     check = _Check(cfg)
+    _every_key(check)
     _single_keys(check)
+    _names(check)
     _trainer(check)
     _algorithm(check)
     _options(check)
@@ -124,13 +155,19 @@ class _Check:
         return value
 
     def fail(self, key: str, problem: str) -> NoReturn:
-        raise UserError(f"{key}={self.value(key)}: {problem}")
+        shown = str(self.value(key))
+        raise UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
 
     def at_least(self, low: float, key: str, also: float | None = None) -> None:
         value = self.value(key)
         if value is not None and value != also and not value >= low:  # written so that NaN fails
             bound = "above 0" if low == _POSITIVE else f"at least {low:g}"
             self.fail(key, f"must be {bound}" + ("" if also is None else f" (or {also:g})"))
+
+    def at_most(self, high: float, key: str) -> None:
+        value = self.value(key)
+        if value is not None and value > high:
+            self.fail(key, f"must be at most {high}")
 
     def one_of(self, key: str, choices: tuple[str | None, ...]) -> None:
         if self.value(key) not in choices:
@@ -147,15 +184,75 @@ class _Check:
                 yield f"{section}.{f.name}"
 
 
+def _every_key(check: _Check) -> None:
+    """What no value of its type may be, whatever the key."""
+    for key in _leaf_keys(check.cfg):
+        for value in _scalars(check.value(key)):
+            if isinstance(value, float) and not math.isfinite(value):
+                check.fail(key, "must be a finite number")
+            if key in OPEN_SECTIONS:
+                continue
+            if isinstance(value, int) and abs(value) > LARGEST_INTEGER and key not in AT_MOST[2**32 - 1]:
+                check.fail(key, f"must be at most {LARGEST_INTEGER}, negative or not")
+            if isinstance(value, str):
+                if not value.strip():
+                    check.fail(key, "is empty; give a value, or drop the key")
+                if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+                    check.fail(key, "holds a character that no file or program takes")
+
+
+def _leaf_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    for f in dataclasses.fields(section):
+        value, key = getattr(section, f.name), f"{prefix}{f.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _leaf_keys(value, f"{key}.")
+        else:
+            yield key
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _names(check: _Check) -> None:
+    """Names of runs, paths and metrics, and what `trainer.allow_config_change` names."""
+    t, fail = check.cfg.trainer, check.fail
+    name = t.run_name
+    plain = name not in (".", "..") and "/" not in name and name.isprintable() and name == name.strip()
+    if not plain or len(name.encode()) > LONGEST_NAME:
+        fail(
+            "trainer.run_name",
+            "must be a plain name without slashes, control characters and spaces around it, at most "
+            f"{LONGEST_NAME} bytes; trainer.run_dir takes a path",
+        )
+    for key in ("run_dir", "ckpt_path", "export_path", "resume_path"):
+        if (getattr(t, key) or "").startswith("~"):
+            fail(f"trainer.{key}", "begins with ~, which only a shell replaces; write the whole path")
+    if t.best_metric not in METRICS:
+        fail("trainer.best_metric", "no such metric; docs/metrics.md lists them")
+    keys = set(_leaf_keys(check.cfg))
+    for name in t.allow_config_change:
+        if name not in keys and not any(key.startswith(f"{name}.") for key in keys):
+            open_section = next((section for section in OPEN_SECTIONS if name.startswith(f"{section}.")), None)
+            valid = ", ".join(valid_keys(name.rpartition(".")[0]) or valid_keys())
+            hint = f"name {open_section} as a whole" if open_section else f"valid are {valid}"
+            fail("trainer.allow_config_change", f"there is no key or section {name}; {hint}")
+
+
 def _single_keys(check: _Check) -> None:
     for low, keys in AT_LEAST.items():
         for key in keys:
             check.at_least(low, key)
     for key in AT_LEAST_1_OR_OFF:
         check.at_least(1, key, also=-1)
-    for key in AT_MOST_1:
-        if check.value(key) is not None and check.value(key) > 1:
-            check.fail(key, "must be between 0 and 1")
+    for high, keys in AT_MOST.items():
+        for key in keys:
+            check.at_most(high, key)
+    check.at_least(_LOWEST_TEMPERATURE, "rollout.temperature", also=0)
     for key, choices in CHOICES.items():
         check.one_of(key, choices)
     for key, table in (("advantage_estimator", ADVANTAGE_OPTIONS), ("policy_loss", LOSS_OPTIONS)):
@@ -165,8 +262,6 @@ def _single_keys(check: _Check) -> None:
 
 def _trainer(check: _Check) -> None:
     t, fail = check.cfg.trainer, check.fail
-    if t.master_port > 65535:
-        fail("trainer.master_port", "must be a port number, at most 65535 (0 takes a free one)")
     if t.train_batch_size % t.mini_batch_size:
         fail("trainer.train_batch_size", f"must be a multiple of trainer.mini_batch_size={t.mini_batch_size}")
     for optimizer in _OPTIMIZERS:
@@ -194,12 +289,14 @@ def _trainer(check: _Check) -> None:
     for key in ("trainer.keep_best", "trainer.keep_every"):
         if check.value(key) > 0 and t.max_ckpts_to_keep < 0:
             fail(key, "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
+    if t.keep_best > 0 and t.best_metric.startswith("val/") and t.val_interval < 1:
+        fail("trainer.keep_best", f"trainer.best_metric={t.best_metric} is never measured with trainer.val_interval=-1")
     if "://" in t.ckpt_path:
         fail("trainer.ckpt_path", "must be a directory that all ranks see; object stores are not supported yet")
     if t.stop_at is not None:
         try:
-            datetime.fromisoformat(t.stop_at)
-        except ValueError:
+            datetime.fromisoformat(t.stop_at).timestamp()
+        except (ValueError, OverflowError):
             fail("trainer.stop_at", "must be a time such as 2026-11-21T18:00")
 
 
@@ -309,6 +406,8 @@ def _rollout_and_model(check: _Check) -> None:
         fail("rollout.tensor_parallel_size", f"rollout.engine={r.engine} runs on one device; choose vllm")
     if r.engine_args and r.engine != "vllm":
         fail("rollout.engine_args", f"rollout.engine={r.engine} takes none; choose vllm")
+    if tiny.head_dim % 2:
+        fail("model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
     if tiny.num_heads % tiny.num_kv_heads:
         fail("model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={tiny.num_heads}")
     if check.cfg.model.path is None:
