@@ -70,8 +70,8 @@ class GroupRanks:
         dist.all_gather_object(all_files, own, group=self._answers)
         return [entry for files in all_files for entry in files]
 
-    def load(self, role: str, files: Any, what: Any) -> None:
-        self.call("load", role, files, what)
+    def load(self, role: str, files: Any, what: Any, steps_added: int = 0) -> None:
+        self.call("load", role, files, what, steps_added)
 
 
 def config(run_dir: str, model: str, world_size: int, **trainer: Any) -> Any:

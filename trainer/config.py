@@ -230,6 +230,11 @@ class TrainerConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The reference; only with `algorithm.kl_coef` above 0."""
 
+    def optimizer_steps(self, steps: int) -> dict[str, int]:
+        """Optimizer steps of each trained role in the first `steps` steps of a run."""
+        a_step = self.train_batch_size // self.mini_batch_size * self.update_epochs
+        return {"critic": steps * a_step, "policy": max(0, steps - self.critic.warmup_steps) * a_step}
+
 
 @dataclass
 class AlgorithmConfig:

@@ -65,7 +65,7 @@ class RunDirectory:
         self._supervised = supervised
         t = cfg.trainer
         self.lock = RunLock(t.run_dir, t.lock_timeout_s)
-        retention = Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode)
+        retention = Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric)
         self.checkpoints = CheckpointManager(t.ckpt_path, retention, t.verify_checkpoint, self.lock.check)
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
         self.resume: Resume | None = None
@@ -76,6 +76,8 @@ class RunDirectory:
         self._saved_step = -1
         self._failures = 0
         self._blocked = 0.0
+        self.added_steps: dict[str, int] = {}
+        self._same_rounding = self._same_run = True
 
     # ---------------------------------------------------------------------------------------------------
     # Start
@@ -189,21 +191,41 @@ class RunDirectory:
         saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
         if not (saved_critic and cfg.has_critic):  # nothing of a critic is restored
             found = [change for change in found if not change.key.startswith("trainer.critic.")]
-        config_diff.check(found, cfg.trainer.allow_config_change, self._meaningless(), saved_critic != cfg.has_critic)
+        permitted = config_diff.check(
+            found,
+            cfg.trainer.allow_config_change,
+            self._meaningless(),
+            saved_critic != cfg.has_critic,
+            self._impossible(saved, restored),
+        )
+        self.added_steps = {} if self._supervised else config_diff.added_steps(found, cfg.trainer, resume.step)
+        keys = [change.key for change in found]
+        self._same_rounding = not any(config_diff.matches(key, config_diff.ROUNDING) for key in keys)
+        self._same_run = not permitted and not any(config_diff.matches(key, config_diff.VALIDATION) for key in keys)
         shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
         return [f"config changed since the checkpoint: {change}" for change in shown]
 
+    def _impossible(self, saved: dict[str, Any], restored: set[str]) -> dict[str, str]:
+        """Keys whose new value would not fit the state that is restored, and why."""
+        before = saved.get("algorithm", {}).get("kl_controller")
+        if "state" in restored and before == self.cfg.algorithm.kl_controller == "adaptive":
+            return {"algorithm.kl_coef": "the adaptive controller has steered the weight since"}
+        return {}
+
+    @property
+    def _scheduled(self) -> bool:
+        """The learning rate of every step depends on how many there are."""
+        t = self.cfg.trainer
+        return any(optimizer.scheduler != "constant" for optimizer in (t.policy.optimizer, t.critic.optimizer))
+
     def _meaningless(self) -> tuple[str, ...]:
         """Keys that change nothing for this kind of run."""
-        t = self.cfg.trainer
         if self._supervised:
             steps = ("sft.steps",) if self.cfg.sft.optimizer.scheduler == "constant" else ()
             return ("algorithm.*", "rollout.*", "reward.*", "trainer.policy.optimizer.*", "trainer.critic.*",
                     "trainer.reference.*", "trainer.total_steps", "trainer.*_batch_size", "trainer.update_epochs",
                     *steps)  # fmt: skip
-        scheduled = any(o.scheduler != "constant" for o in (t.policy.optimizer, t.critic.optimizer))
-        # With a schedule, the learning rate of every step depends on how many there are.
-        steps = () if scheduled else ("trainer.total_steps",)
+        steps = () if self._scheduled else ("trainer.total_steps",)
         return (*steps, "sft.*") if self.cfg.model.path is not None else steps
 
     # ---------------------------------------------------------------------------------------------------
@@ -224,7 +246,7 @@ class RunDirectory:
                 if role not in saved and self.resume.fork:
                     self.notes.append(f"the checkpoint holds no {role}: it starts anew")
                     continue
-                ranks.load(role, ShardedFiles(os.path.abspath(directory)), what)
+                ranks.load(role, ShardedFiles(os.path.abspath(directory)), what, self.added_steps.get(role, 0))
 
         return Part("models", begin, load)
 
@@ -301,8 +323,9 @@ class RunDirectory:
         self.last_checkpoint = self.resume.path
         if self.resume.fork:
             return None
-        same_layout = (manifest["ranks"], manifest["replicas"]) == (t.num_workers, t.replicas)
-        return ResumeAudit(t.run_dir, step, t.resume_tolerance, same_layout)
+        if not self._same_run:
+            self.notes.append("replayed steps are not compared with what was logged, since the config has changed")
+        return ResumeAudit(t.run_dir, step, t.resume_tolerance, self._same_rounding, self._same_run)
 
     def accept(self, problem: str, note: Callable[[str], None]) -> bool:
         """What is to be done about a replayed step that differs from what was logged; False: the checkpoint before
@@ -340,6 +363,7 @@ class RunDirectory:
         before = self._newest(before=self.resume.step)
         if before is None:
             raise UserError(f"trainer.on_resume_mismatch=fallback: there is no checkpoint before {self.resume.path}")
+        self.notes += self._check_config(before)  # it may be older than a change that was allowed once
         self.resume = before
 
     # ---------------------------------------------------------------------------------------------------
@@ -363,6 +387,7 @@ class RunDirectory:
             "replicas": t.replicas,
             "versions": _versions(),
             "config_digest": digest_bytes(config_yaml(self.cfg)),
+            "score_metric": t.best_metric,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.lineage or None,
         })  # fmt: skip

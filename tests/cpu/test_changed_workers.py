@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.config_keys import RANKS
+from tests.cpu.config_keys import ALLOWED, RANKS
 from tests.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
-from trainer.workers.base import TrainedWorker
+from trainer.workers.base import TrainedWorker, learning_rate
 from trainer.workers.rank import Rank
 
 GROUPS, PER_GROUP, WIDTH = 4, 2, 16
@@ -207,5 +207,27 @@ def test_a_change_acts_as_if_the_run_had_started_with_it(model_path, tmp_path, r
     assert resumed != unchanged, "the new value changes nothing"
 
 
+def rate_of_the_next_step(rank: Rank, role: str, cfg: Config, path: str, directory: str) -> list[float]:
+    name = "critic" if role == "critic" else "policy"
+    build(rank, role, cfg, path)
+    update(rank, role, 1)
+    rank.begin_save([name], ShardedFiles(directory))
+    rank.finish_save()
+    rates = []
+    for what, steps_added in ((ALL, 0), (ALL, 3), (("weights",), 3)):
+        build(rank, role, cfg, path)
+        rank.load(name, ShardedFiles(directory), what, steps_added)
+        rates.append(update(rank, role, 2)["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_the_place_in_the_schedule_moves_with_the_optimizer_alone(model_path, tmp_path, role):
+    cfg = configured({f"{OPTIMIZERS[role]}.{name}": value for name, value in COSINE.items()})
+    rates = run_ranks(1, rate_of_the_next_step, role, cfg, model_path, str(tmp_path), cfg=cfg)[0]
+    optimizer = cfg.trainer.policy.optimizer if role == "policy" else cfg.trainer.critic.optimizer
+    assert rates == [learning_rate(optimizer, step, 10) for step in (1, 4, 0)]
+
+
 def test_every_key_that_acts_on_the_ranks_is_tried():
-    assert {key for _, key, *_ in CASES} == set(RANKS)
+    assert {key for _, key, *_ in CASES} == {key for key, proof in ALLOWED.items() if proof == RANKS}

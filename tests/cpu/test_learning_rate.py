@@ -30,9 +30,18 @@ from trainer.workers.base import learning_rate
         ({"scheduler": "cosine", "warmup_steps": 3}, 3, [2 / 3, 4 / 3, 2.0, 2.0, 0.2]),
         ({"scheduler": "cosine", "warmup_steps": 3}, 1, [2 / 3, 4 / 3, 2.0, 2.0, 0.2]),
     ],
-    ids=["constant", "warm-up", "warm-up longer than the run", "cosine", "floor", "floor as high as the peak",
-         "warm-up and cosine", "warm-up of the whole run", "cosine after a warm-up longer than the run"],
-)  # fmt: skip
+    ids=[
+        "constant",
+        "warm-up",
+        "warm-up longer than the run",
+        "cosine",
+        "floor",
+        "floor as high as the peak",
+        "warm-up and cosine",
+        "warm-up of the whole run",
+        "cosine after a warm-up longer than the run",
+    ],
+)
 def test_learning_rate_of_each_step(settings, total_steps, expected):
     config = OptimizerConfig(lr=2.0, **settings)
     rates = [learning_rate(config, step, total_steps) for step in range(len(expected))]

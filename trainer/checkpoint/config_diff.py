@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.config import OPEN_SECTIONS
+from trainer.config import OPEN_SECTIONS, TrainerConfig
 from trainer.errors import UserError
 
 # Where the run lives, how it is spread over machines, what it prints, saves and keeps: none of it changes
@@ -21,7 +22,8 @@ HARMLESS = (
     "trainer.device", "trainer.colocate", "trainer.ray_address", "trainer.master_port", "trainer.worker_timeout_s",
     "trainer.silence_timeout_s", "trainer.call_timeout_s",
     "trainer.max_tokens_per_micro_batch", "trainer.*.fsdp.reshard_after_forward", "trainer.*.fsdp.cpu_offload",
-    "trainer.*.fsdp.activation_checkpointing", "rollout.num_engines", "rollout.tensor_parallel_size",
+    "trainer.*.fsdp.activation_checkpointing", "trainer.reference.fsdp.reduce_dtype", "rollout.num_engines",
+    "rollout.tensor_parallel_size",
     "rollout.colocate", "rollout.val_n", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.enforce_eager",
     "rollout.gpu_memory_utilization", "rollout.weight_sync", "rollout.lora_sync",
 )  # fmt: skip
@@ -35,6 +37,27 @@ IMPOSSIBLE = {
     "trainer.*.lora.rank": "the saved adapters have another shape",
     "trainer.*.lora.target_modules": "the saved adapters belong to other layers",
 }
+
+# Harmless changes after which a replayed step equals the logged one only to rounding.
+ROUNDING = (
+    "trainer.num_workers",
+    "trainer.replicas",
+    "trainer.device",
+    "trainer.colocate",
+    "trainer.*.fsdp.*",
+    "trainer.max_tokens_per_micro_batch",
+    "rollout.num_engines",
+    "rollout.tensor_parallel_size",
+    "rollout.max_num_seqs",
+    "rollout.kv_cache_mb",
+    "rollout.enforce_eager",
+    "rollout.gpu_memory_utilization",
+    "rollout.weight_sync",
+    "rollout.lora_sync",
+)
+
+# Harmless changes after which the logged validation means something else.
+VALIDATION = ("data.val_*", "rollout.val_n")
 
 # Why a value that may change if the user says so does not change by itself, where that is not plain.
 REASONS = {"trainer.total_steps": "the schedule of the learning rate goes by it"}
@@ -67,21 +90,30 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[
     return found
 
 
-def check(found: list[Change], allowed: list[str], harmless: tuple[str, ...] = (), critic_changes: bool = True) -> None:
-    """Refuse what must not change.
+def check(
+    found: list[Change],
+    allowed: list[str],
+    harmless: tuple[str, ...] = (),
+    critic_changes: bool = True,
+    impossible: Mapping[str, str] | None = None,
+) -> list[Change]:
+    """Refuse what must not change; returns the changes that needed the user's permission.
 
     Args:
         allowed: keys or sections that the user allows (`trainer.allow_config_change`).
         harmless: patterns of keys that mean nothing to this kind of run, besides `HARMLESS`.
         critic_changes: there was a critic and is none now, or the other way round.
+        impossible: reasons why further keys must not change, besides `IMPOSSIBLE`.
 
     Raises:
         UserError: names the first key that may not change, and what to do.
     """
+    permitted = []
+    reasons = IMPOSSIBLE | dict(impossible or {})
     for change in found:
-        if any(fnmatchcase(change.key, pattern) for pattern in (*HARMLESS, *harmless)):
+        if matches(change.key, (*HARMLESS, *harmless)):
             continue
-        reason = next((why for pattern, why in IMPOSSIBLE.items() if fnmatchcase(change.key, pattern)), None)
+        reason = next((why for pattern, why in reasons.items() if fnmatchcase(change.key, pattern)), None)
         if reason is not None and (critic_changes or change.key != "algorithm.advantage_estimator"):
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
                             "restore the value, or start a new run")  # fmt: skip
@@ -89,6 +121,28 @@ def check(found: list[Change], allowed: list[str], harmless: tuple[str, ...] = (
             why = f", and {REASONS[change.key]}" if change.key in REASONS else ""
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}{why}; restore "
                             f"the value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
+        permitted.append(change)
+    return permitted
+
+
+def added_steps(found: list[Change], trainer: TrainerConfig, step: int) -> dict[str, int]:
+    """By role, how many more optimizer steps the first `step` steps have under `trainer` than under the saved config.
+
+    The schedule of the learning rate counts optimizer steps. Its place moves by this, so that it is where a run started
+    with the new batch sizes would be, and the schedule still ends with the run.
+    """
+    saved = {change.key: change.saved for change in found}
+    before = copy.deepcopy(trainer)
+    for name in ("train_batch_size", "mini_batch_size", "update_epochs"):
+        setattr(before, name, saved.get(f"trainer.{name}", getattr(trainer, name)))
+    before.critic.warmup_steps = saved.get("trainer.critic.warmup_steps", trainer.critic.warmup_steps)
+    old, new = before.optimizer_steps(step), trainer.optimizer_steps(step)
+    return {role: new[role] - old[role] for role in new}
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """One of the patterns covers this key."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_allowed(name: str, allowed: list[str]) -> bool:

@@ -227,10 +227,13 @@ class CheckpointManager:
             self.storage.remove(doomed)
 
     def _score(self, step: int) -> float | None:
+        """The best metric as measured at `step`; None where it was not, or where the run had another one."""
         try:
-            return manifests.read(self.storage.path(f"global_step_{step}")).get("score")
+            manifest = manifests.read(self.storage.path(f"global_step_{step}"))
         except DamagedError:
             return None
+        wanted = self.retention.best_metric
+        return manifest.get("score") if manifest.get("score_metric", wanted) == wanted else None
 
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading

@@ -14,6 +14,7 @@ class Retention:
     every: int = -1
     best: int = 0
     best_mode: str = "max"
+    best_metric: str = ""
 
     def disposable(self, scores: Mapping[int, float | None], protected: Collection[int] = ()) -> list[int]:
         """Steps that nothing asks to keep, oldest first.

@@ -56,8 +56,7 @@ class Ranks:
     def build(self, model_path: str) -> None:
         """Load the start weights of every role."""
         t = self.cfg.trainer
-        a_step = (t.train_batch_size // t.mini_batch_size) * t.update_epochs
-        steps = {"critic": t.total_steps * a_step, "policy": (t.total_steps - t.critic.warmup_steps) * a_step}
+        steps = t.optimizer_steps(t.total_steps)
         critic_path = resolve_model_path(t.critic.path) if t.critic.path else None
         pending = [g.start("build", roles, model_path, steps, critic_path) for g, roles in self._hosts()]
         for one in pending:
@@ -126,9 +125,9 @@ class Ranks:
                 saving.append(group.start_aside("finish_save"))
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
-    def load(self, role: str, files: Any, what: Collection[str]) -> None:
-        """Restore the state of `role` (see `TrainedWorker.load`)."""
-        self._groups[role].call("load", role, files, what)
+    def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None:
+        """Restore the state of `role` (see `Rank.load`)."""
+        self._groups[role].call("load", role, files, what, steps_added)
 
     def take_blocked(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""

@@ -27,11 +27,12 @@ class ResumeAudit:
     Args:
         step: of the checkpoint that was resumed from.
         tolerance: relative difference that counts as equal.
-        same_layout: the ranks are as many as when the lines were logged. Else sums are rounded differently,
+        same_layout: the work is split as when the lines were logged. Else sums are rounded differently,
             sampling soon departs, and only the first step is compared.
+        same_run: the config computes what it computed then. Else the lines are dropped, and nothing is compared.
     """
 
-    def __init__(self, run_dir: str, step: int, tolerance: float, same_layout: bool):
+    def __init__(self, run_dir: str, step: int, tolerance: float, same_layout: bool, same_run: bool = True):
         self._path = os.path.join(run_dir, REPLAY_FILE)
         self._tolerance = tolerance if same_layout else max(tolerance, _ROUNDING)
         self._same_layout = same_layout
@@ -42,7 +43,10 @@ class ResumeAudit:
         self._expected = merged if same_layout else {n: row for n, row in merged.items() if n == step + 1}
         self._history = [row for row in rows if row["step"] <= step][-_HISTORY:]
         self._matched = 0
-        if merged:
+        if not same_run:
+            self._expected = {}
+            self._discard()
+        elif merged:
             write_file(self._path, "".join(json.dumps(merged[n]) + "\n" for n in sorted(merged)))
 
     @property
@@ -68,7 +72,8 @@ class ResumeAudit:
         if not self._expected:
             self._discard()
             how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
-            other = "" if self._same_layout else " (another number of ranks: the first step alone can be compared)"
+            split = " (another number of ranks, or another split of the work: the first step alone can be compared)"
+            other = "" if self._same_layout else split
             note(f"resume verified: {self._matched} replayed steps {how}{other}")
         return None
 

@@ -22,7 +22,7 @@ from trainer.parallel.batching import Batch, select
 from trainer.parallel.mesh import build_mesh, init_process_group, listen
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import SharedDirectory, check_room, clear_abandoned
-from trainer.workers.base import SHARDING_FILE, ModelWorker
+from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
 from trainer.workers.critic import CriticWorker
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
 from trainer.workers.saving import BackgroundSaver, StateFiles
@@ -251,9 +251,16 @@ class Rank:
         assert self.saver is not None, "connect first"
         return self.saver.take_blocked()
 
-    def load(self, role: str, files: StateFiles, what: Collection[str]) -> None:
-        """Restore the state of `role` from `files` (see `TrainedWorker.load`)."""
-        self._worker(role).load(files, what)
+    def load(self, role: str, files: StateFiles, what: Collection[str], steps_added: int = 0) -> None:
+        """Restore the state of `role` from `files` (see `ModelWorker.load`).
+
+        Args:
+            steps_added: moves the place in the learning rate's schedule by this many optimizer steps.
+        """
+        worker = self._worker(role)
+        worker.load(files, what)
+        if isinstance(worker, TrainedWorker) and "optimizer" in what:
+            worker.optimizer_steps += steps_added
 
     def num_parameters(self) -> tuple[int, int]:
         """Parameters of the policy, and how many of them are trained."""

@@ -1,0 +1,82 @@
+"""What the driver reads from the config acts after a resume, in a whole job."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from tests.cpu.config_keys import ALLOWED, DRIVER
+from tests.cpu.jobs import metrics, run_job
+from trainer.config import OptimizerConfig
+from trainer.workers.base import learning_rate
+
+CHANGES = {
+    "trainer.total_steps": 4,
+    "trainer.train_batch_size": 4,
+    "trainer.critic.warmup_steps": 3,
+    "trainer.reference.fsdp.param_dtype": "bfloat16",
+    "algorithm.dynamic_sampling": True,
+    "algorithm.max_sample_batches": 2,
+    "reward.name": "arithmetic",
+    "rollout.n": 3,
+    "rollout.top_k": 1,
+    "rollout.dtype": "bfloat16",
+}
+ONLY_BUILT_FROM_THE_CONFIG = {
+    "model.trust_remote_code",
+    "rollout.engine",
+    "rollout.top_p",
+    "rollout.engine_args",
+    "sft.steps",
+}
+"""What makes engines, models and requests: no saved state takes part, as the names of all saved state show."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
+    assert {*CHANGES, *ONLY_BUILT_FROM_THE_CONFIG} == {key for key, proof in ALLOWED.items() if proof == DRIVER}
+    base = [
+        "algorithm=ppo",
+        "algorithm.kl_coef=0.01",
+        "algorithm.kl_in=loss",
+        "rollout=transformers",
+        "trainer.critic.optimizer.scheduler=cosine",
+        "trainer.resume_mode=latest",
+        "rollout.max_response_tokens=8",
+    ]
+    first = run_job(*base, cwd=tmp_path, timeout=400)
+    assert first.returncode == 0, first.stdout + first.stderr
+    changes = [f"{key}={value}" for key, value in CHANGES.items()]
+    allowed = f"trainer.allow_config_change=[{','.join(CHANGES)}]"
+    again = run_job(*base, *changes, allowed, cwd=tmp_path, timeout=400)
+    assert again.returncode == 0, again.stdout + again.stderr
+    for key in CHANGES:
+        assert f"config changed since the checkpoint: {key}: " in again.stdout
+    second, third, fourth = metrics(tmp_path / "outputs/default")[2:]
+    assert "sampling/batches" not in second and third["sampling/batches"] == 2
+    assert third["progress/prompts"] - second["progress/prompts"] == 4
+    assert third["progress/samples"] - second["progress/samples"] == 4 * 3
+    assert third["reward/zero_std_frac"] == 1.0, "the likeliest token alone is sampled"
+    assert third["rollout/logprob_diff_max"] > 1e-3 > second["rollout/logprob_diff_max"]
+    assert "policy/loss" in second and "policy/loss" not in third and fourth["policy/loss"] is not None
+    checkpoint = tmp_path / "outputs/default/checkpoints/global_step_4"
+    trainer = yaml.safe_load((checkpoint / "config.yaml").read_text())["trainer"]
+    critic, policy = (OptimizerConfig(**trainer[role]["optimizer"]) for role in ("critic", "policy"))
+    rates = [learning_rate(critic, 2, total_steps=4), learning_rate(policy, 0, total_steps=1)]
+    assert [third["critic/lr"], fourth["policy/lr"]] == rates, "each step has one optimizer step now, and had two"
+    assert not (second["reward/mean"] * 8 * 4).is_integer(), "similar words have a reward between 0 and 1"
+    assert (third["reward/mean"] * 4 * 3).is_integer(), "equal words alone have a reward"
+
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert set(state) == {"step", "counters", "kl_controller", "best", "tracker", "weight_version", "rng"}
+    assert set(json.loads((checkpoint / "data.json").read_text())) == {
+        "format",
+        "seed",
+        "num_prompts",
+        "fingerprint",
+        "epoch",
+        "position",
+    }
