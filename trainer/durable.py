@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import stat
 
 import xxhash
 
@@ -19,6 +21,42 @@ def write_file(path: str, data: bytes | str) -> None:
         os.fsync(file.fileno())
     os.replace(staged, path)
     sync_directory(os.path.dirname(path) or ".")
+
+
+def read_file(path: str, folder: int | None = None) -> bytes:
+    """The content of a regular file. Follows no link and waits for no pipe.
+
+    Args:
+        folder: handle of the directory that `path` is relative to.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
+
+
+def read_inside(root: str, path: str) -> bytes:
+    """The content of the regular file `path` below the directory `root`. No part of `path` may be a link.
+
+    Raises:
+        OSError: see `read_file`.
+    """
+    *folders, name = path.split("/")
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for folder in folders:
+            outer, handle = handle, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(outer)
+        return read_file(name, handle)
+    finally:
+        os.close(handle)
 
 
 def sync_file(path: str) -> None:

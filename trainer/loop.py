@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import math
 import os
 import sys
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from trainer.config import Config
 from trainer.data.datasets import check_files, load_prompts
 from trainer.data.rollouts import write_rollouts
 from trainer.data.source import DrawnPrompt, PromptSource
+from trainer.documents import Shape, is_count, is_number
 from trainer.errors import NonFiniteError
 from trainer.experience import (
     Rollouts,
@@ -44,7 +45,7 @@ from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.parallel.batching import Batch
-from trainer.parallel.rng import capture_rng, restore_rng
+from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
 from trainer.rewards import resolve
 from trainer.rewards.pool import RewardPool
 from trainer.rollout.engine import Completion, Request, Sampling
@@ -53,6 +54,15 @@ from trainer.rollout.seeds import request_seed
 from trainer.run_directory import RunDirectory
 from trainer.sft import check_cache, prepare_model
 from trainer.stopping import SIGNALS, StopRequest
+
+_STATE: dict[Any, Shape] = {
+    "step": is_count,
+    "counters": {"prompts": is_count, "samples": is_count, "tokens": is_count},
+    "kl_controller": {"kind": str, "coef": is_number},
+    "best": {str: is_number},
+    "tracker": {"wandb_run_id": (str, NoneType)},
+    "rng": {str: str},
+}
 
 
 class Trainer:
@@ -318,7 +328,7 @@ class Trainer:
         register = self.directory.checkpoints.register
         register(self.directory.config_part())
         register(self.directory.start_weights_part(self.model_path))
-        register(json_part("trainer_state", self._state, self._restore))
+        register(json_part("trainer_state", self._state, self._restore, _STATE))
         register(json_part("data", self.source.state_dict, self.source.load_state_dict))
         register(self.directory.models_part(self.ranks))
         register(self.directory.assets_part(self.model_path, self.tokenizer, self.ranks))
@@ -331,7 +341,7 @@ class Trainer:
             "best": self.best,
             "tracker": self.tracker.state_dict(),
             "weight_version": self.step + 1,
-            "rng": {name: base64.b64encode(state.numpy()).decode() for name, state in capture_rng().items()},
+            "rng": rng_as_text(capture_rng()),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -340,8 +350,7 @@ class Trainer:
         self.best = state["best"]
         self.kl.load_state_dict(state["kl_controller"])
         self.tracker_state = {} if self.directory.resume.fork else state["tracker"]
-        rng = {name: bytearray(base64.b64decode(text)) for name, text in state["rng"].items()}
-        restore_rng({name: torch.frombuffer(data, dtype=torch.uint8) for name, data in rng.items()})
+        restore_rng(rng_from_text(state["rng"]))
 
     # ---------------------------------------------------------------------------------------------------
     # Helpers
@@ -425,7 +434,6 @@ def _peak_flops(device: str) -> float | None:
     """Dense bfloat16 FLOP/s of this GPU by its data sheet; None on CPU and on GPUs not listed."""
     if device != "cuda":
         return None
-    import torch
 
     name = torch.cuda.get_device_name()
     known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}

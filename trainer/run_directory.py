@@ -23,10 +23,11 @@ from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.storage import Storage
 from trainer.config import RESUME_LOAD, Config
-from trainer.durable import digest_bytes, digest_weights, write_file
+from trainer.documents import parse_object
+from trainer.durable import digest_bytes, digest_weights, read_file, write_file
 from trainer.errors import NonFiniteError, UserError
+from trainer.hub import first_line
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import METRICS_FILE
@@ -128,9 +129,8 @@ class RunDirectory:
     def _find_resume(self) -> Resume | None:
         t = self.cfg.trainer
         lineage = os.path.join(t.run_dir, LINEAGE)
-        if os.path.exists(lineage):
-            with open(lineage) as file:
-                self.lineage = json.load(file)
+        if os.path.lexists(lineage):
+            self.lineage = _read_lineage(lineage)
         holds_run = bool(self.checkpoints.steps()) or os.path.exists(os.path.join(t.run_dir, METRICS_FILE))
         if t.resume_mode in (None, "none"):
             if holds_run:
@@ -178,10 +178,7 @@ class RunDirectory:
 
     def _check_config(self, resume: Resume) -> list[str]:
         cfg = self.cfg
-        try:
-            saved = yaml.safe_load(Storage(resume.path).read("config.yaml"))
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"{resume.path}: config.yaml cannot be read ({error})") from error
+        saved = config_diff.read_config(resume.path)
         found = config_diff.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
         restored = set(cfg.trainer.resume_load or RESUME_LOAD) if resume.fork else set(RESUME_LOAD)
         if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
@@ -292,7 +289,10 @@ class RunDirectory:
                                     f"the checkpoint builds on those; restore them, or allow others with "
                                     f"trainer.allow_config_change=[{name}]")  # fmt: skip
 
-        return json_part("start_weights", lambda: {name: digest.result() for name, digest in digests.items()}, restore)
+        def state() -> dict[str, str]:
+            return {name: digest.result() for name, digest in digests.items()}
+
+        return json_part("start_weights", state, restore, {str: str})
 
     def config_part(self) -> Part:
         """The resolved config."""
@@ -454,6 +454,16 @@ class RunDirectory:
         """Wait for the save that is under way and tell how it ended."""
         self.checkpoints.wait()
         self.report(note)
+
+
+def _read_lineage(path: str) -> dict[str, Any]:
+    try:
+        return parse_object(read_file(path), manifests.LINEAGE)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: is damaged, and holds what this fork started from ({first_line(error)}); restore it from "
+            "`parent` in the manifest.json of a checkpoint, or remove it and use trainer.resume_mode=latest"
+        ) from error
 
 
 def config_yaml(cfg: Config) -> bytes:

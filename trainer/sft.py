@@ -8,6 +8,8 @@ import os
 import shutil
 import tempfile
 from functools import partial
+from types import NoneType
+from typing import Any
 
 from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
@@ -15,6 +17,7 @@ from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
 from trainer.data.datasets import check_files
 from trainer.data.sft import PackedSource, load_train, load_val, pack_all
+from trainer.documents import Shape, is_count
 from trainer.errors import NonFiniteError, UserError
 from trainer.exports import export_policy, export_target
 from trainer.keyed import key
@@ -59,7 +62,8 @@ class SupervisedTrainer:
         register = directory.checkpoints.register
         register(directory.config_part())
         register(directory.start_weights_part(self.model_path))
-        register(json_part("trainer_state", self._state, self._restore))
+        state: dict[Any, Shape] = {"step": is_count, "tracker": {"wandb_run_id": (str, NoneType)}}
+        register(json_part("trainer_state", self._state, self._restore, state))
         register(json_part("data", self.source.state_dict, self.source.load_state_dict))
         register(directory.models_part(self.ranks))
         register(directory.assets_part(self.model_path, self.tokenizer, self.ranks))

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "trainer"
-LEAVES = {"errors", "config", "keyed", "hub", "durable", "failpoints", "imports", "stopping", "shared_memory", "output"}
+LEAVES = {
+    "config",
+    "documents",
+    "durable",
+    "errors",
+    "failpoints",
+    "hub",
+    "imports",
+    "keyed",
+    "output",
+    "shared_memory",
+    "stopping",
+}
 ALLOWED = {
     "algorithms": {"algorithms"},
     "parallel": {"parallel"},

@@ -367,7 +367,8 @@ def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path, evil):
     checkpoint.mkdir()
     (checkpoint / "link").symlink_to(tmp_path / "outside")
     entry = manifests.FileEntry(evil, 3, "0")
-    (checkpoint / "manifest.json").write_bytes(manifests.dump({"step": 1, "parts": []}, [entry]))
+    content = {"step": 1, "parts": [], "saved_at": "2026-01-01T00:00:00+00:00", "parent_step": None}
+    (checkpoint / "manifest.json").write_bytes(manifests.dump(content, [entry]))
     for level in ("off", "size", "hash"):
         with pytest.raises(DamagedError, match="not inside the checkpoint"):
             verify(str(checkpoint), level)

@@ -65,10 +65,10 @@ def main(argv: list[str] | None = None) -> int:
             if path is not None and not os.path.isdir(path):
                 raise UserError(f"{path}: no such checkpoint")
         result, lines, status = _COMMANDS[args.command](args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(f"error: {_printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, DamagedError) else 2
-    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
+    print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
     return status
 
 
@@ -123,11 +123,11 @@ def _verify(args: argparse.Namespace) -> Result:
 
 
 def _show(args: argparse.Namespace) -> Result:
-    storage, manifest = Storage(args.checkpoint), manifests.read(args.checkpoint)
-    state = _json(storage, "trainer_state.json")
+    manifest = manifests.verify(args.checkpoint, "off")
+    state = _json(args.checkpoint, manifest, "trainer_state.json")
     state.pop("rng", None)
     shown = {name: value for name, value in manifest.items() if name not in ("files", "self")}
-    shown |= {"state": state, "data": _json(storage, "data.json")}
+    shown |= {"state": state, "data": _json(args.checkpoint, manifest, "data.json")}
     files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
     lines = [f"{name}: {value}" for name, value in shown.items()]
     lines += ["files:", *(f"  {size:>12,}  {path}" for path, size in files)]
@@ -135,25 +135,25 @@ def _show(args: argparse.Namespace) -> Result:
 
 
 def _diff(args: argparse.Namespace) -> Result:
-    import yaml
+    from trainer.checkpoint.config_diff import changes, read_config
+    from trainer.checkpoint.tensors import NamedFiles, compare
 
-    from trainer.checkpoint.config_diff import changes
-    from trainer.checkpoint.tensors import compare
-
-    a, b = Storage(args.a), Storage(args.b)
-    for path in (args.a, args.b):
-        manifests.verify(path, "size")
+    paths = (args.a, args.b)
+    found = [manifests.verify(path, "size") for path in paths]
     config = [
         {"key": change.key, "a": change.saved, "b": change.now}
-        for change in changes(yaml.safe_load(a.read("config.yaml")), yaml.safe_load(b.read("config.yaml")), {})
+        for change in changes(read_config(args.a), read_config(args.b), {})
     ]
-    states = [_flat({"state": _json(s, "trainer_state.json"), "data": _json(s, "data.json")}) for s in (a, b)]
+    states = [
+        _flat({"state": _json(path, manifest, "trainer_state.json"), "data": _json(path, manifest, "data.json")})
+        for path, manifest in zip(paths, found, strict=True)
+    ]
     counters = [
         {"key": key, "a": states[0].get(key), "b": states[1].get(key)}
         for key in sorted(set(states[0]) | set(states[1]))
         if states[0].get(key) != states[1].get(key) and ".rng." not in key
     ]
-    tensors = compare(args.a, args.b)
+    tensors = compare(*(NamedFiles(path, manifest) for path, manifest in zip(paths, found, strict=True)))
     lines = ["config:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in config)]
     lines += ["counters:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in counters)]
     lines.append("tensors (relative change, largest change of one number):")
@@ -163,10 +163,13 @@ def _diff(args: argparse.Namespace) -> Result:
 
 
 def _export(args: argparse.Namespace) -> Result:
-    from trainer.checkpoint.tensors import export
+    from trainer.checkpoint.tensors import NamedFiles, export
 
-    manifests.verify(args.checkpoint, "hash")
-    files = export(args.checkpoint, args.out, args.dtype, int(args.max_file_gb * 1e9), args.adapter, args.base)
+    if not 0 < args.max_file_gb < 1e6:
+        raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
+    manifest = manifests.verify(args.checkpoint, "hash")
+    named, limit = NamedFiles(args.checkpoint, manifest), int(args.max_file_gb * 1e9)
+    files = export(named, args.out, args.dtype, limit, args.adapter, args.base)
     return {"out": args.out, "files": files}, [f"exported {args.out}: {', '.join(files)}"], 0
 
 
@@ -211,8 +214,16 @@ def _open(root: str) -> CheckpointManager:
     raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
 
 
-def _json(storage: Storage, name: str) -> dict[str, Any]:
-    return json.loads(storage.read(name)) if storage.exists(name) else {}
+def _json(path: str, manifest: dict[str, Any], name: str) -> dict[str, Any]:
+    named = any(entry["path"] == name for entry in manifest["files"])
+    return manifests.read_object(path, name) if named else {}
+
+
+def _printable(text: str) -> str:
+    """The text with everything escaped that could steer a terminal, or that the terminal cannot show."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,12 +11,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
-from trainer.durable import write_file
+from trainer.documents import Shape, parse_object
+from trainer.durable import read_file, write_file
 from trainer.errors import UserError
 
 NAME = ".lock"
+_OWNER: dict[Any, Shape] = {
+    "token": str,
+    "host": str,
+    "machine": str,
+    "pid": int,
+    "started": (str, NoneType),
+    "since": str,
+}
 
 
 class RunLock:
@@ -59,6 +69,11 @@ class RunLock:
                         break
             except FileNotFoundError:  # the last owner is removing the directory
                 continue
+            except OSError as error:
+                raise UserError(
+                    f"{self.path}: the lock of the run directory cannot be taken ({error.strerror or error}); remove "
+                    "what is there, or choose another trainer.run_name"
+                ) from error
             overdue = not _same_place(owner) and self._age() > self.timeout_s / 2 and time.monotonic() < deadline
             if not (wait or overdue):
                 raise UserError(
@@ -88,9 +103,9 @@ class RunLock:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        owner = self._read()
-        if owner is not None and owner.get("token") == self._token:
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
+            owner = self._read()
+            if owner is not None and owner.get("token") == self._token:
                 os.remove(self.path)
 
     def __enter__(self) -> RunLock:
@@ -117,13 +132,11 @@ class RunLock:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            with open(self.path) as file:
-                owner = json.load(file)
+            return parse_object(read_file(self.path), _OWNER)
         except FileNotFoundError:
             return None
         except ValueError:
             return {}  # not ours, and nobody's: it dies of old age
-        return owner if isinstance(owner, dict) else {}
 
     def _dead(self, owner: dict[str, Any]) -> str | None:
         if _same_place(owner):
@@ -180,4 +193,6 @@ def _started(pid: int) -> str | None:
 
 
 def _who(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "an unknown process (the lock file is damaged)"
     return f"process {owner.get('pid')} on {owner.get('host')} (since {owner.get('since')})"

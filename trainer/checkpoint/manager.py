@@ -30,6 +30,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manifest import STEP_DIR, DamagedError, FileEntry
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import Storage
+from trainer.documents import Shape
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
 from trainer.failpoints import failpoint
@@ -69,13 +70,19 @@ def files_part(name: str, content: Callable[[], dict[str, bytes]], load: Callabl
     return Part(name, begin, load)
 
 
-def json_part(name: str, state: Callable[[], dict], restore: Callable[[dict], None]) -> Part:
-    """A part kept as `{name}.json`."""
+def json_part(
+    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: dict[Any, Shape] | None = None
+) -> Part:
+    """A part kept as `{name}.json`.
+
+    Args:
+        shape: of what `restore` takes; a file of another shape is refused.
+    """
     file = f"{name}.json"
     return files_part(
         name,
         lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
-        lambda directory: restore(json.loads(Storage(directory).read(file))),
+        lambda directory: restore(manifests.read_object(directory, file, shape)),
     )
 
 

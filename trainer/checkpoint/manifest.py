@@ -8,16 +8,19 @@ import posixpath
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.storage import Storage
+from trainer.documents import Shape, is_count, is_number, mismatch, parse_object
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
 
 FORMAT_VERSION = 2
 NAME = "manifest.json"
 VERIFY = ("hash", "size", "off")
-STEP_DIR = re.compile(r"^global_step_(\d+)$")
+STEP_DIR = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 _HASHERS = min(16, os.cpu_count() or 1)
 
 
@@ -46,11 +49,60 @@ def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
     return json.dumps({**body, "self": _digest(body)}, indent=2).encode()
 
 
+def _is_time(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+LINEAGE: dict[Any, Shape] = {"forked_from": str, "step": is_count, "manifest": str}
+"""Where a fork comes from: a checkpoint, its step, and the hash of its manifest."""
+
+# What every save says.
+_FIELDS: dict[Any, Shape] = {
+    "step": is_count,
+    "parts": [str],
+    "saved_at": _is_time,
+    "parent_step": (is_count, NoneType),
+    "files": [{"path": _is_path, "bytes": is_count, "hash": str}],
+}
+# What a run adds.
+_RUN_FIELDS: dict[Any, Shape] = {
+    "roles": [_is_path],
+    "ranks": is_count,
+    "replicas": is_count,
+    "versions": {str: str},
+    "config_digest": str,
+    "score": (is_number, NoneType),
+    "parent": (NoneType, LINEAGE),
+}
+
+
+def _problem(manifest: dict[str, Any]) -> str | None:
+    """Say what is wrong with the shape of a manifest; None: nothing."""
+    shape = _FIELDS | {name: one for name, one in _RUN_FIELDS.items() if name in manifest}
+    problem = mismatch(manifest, shape)
+    if problem:
+        return problem
+    paths = [entry["path"] for entry in manifest["files"]]
+    if not paths:
+        return "it names no file"
+    if len(set(paths)) < len(paths):
+        return "it names a file twice"
+    # Only a run has this part, and it reads these fields.
+    return mismatch(manifest, _RUN_FIELDS) if "config" in manifest["parts"] else None
+
+
 def read(path: str) -> dict[str, Any]:
-    """The manifest of the checkpoint directory `path`, whole and of this format.
+    """The manifest of the checkpoint directory `path`, whole, of this format, and with all its fields.
 
     Raises:
-        DamagedError: it is missing, torn, altered, of another format or of another step.
+        DamagedError: it is missing, torn, altered, of another format, shape or step.
     """
     storage = Storage(path)
     try:
@@ -58,13 +110,11 @@ def read(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedError(f"{path}: not a checkpoint, it has no {NAME}") from None
     except OSError as error:
-        raise DamagedError(f"{path}: {NAME} cannot be read ({error.strerror})") from error
+        raise DamagedError(f"{path}: {NAME} cannot be read ({error.strerror or error})") from error
     try:
-        manifest = json.loads(data)
+        manifest = parse_object(data, {"format_version": is_count})
     except ValueError as error:
         raise DamagedError(f"{path}: {NAME} is damaged ({error})") from error
-    if not isinstance(manifest, dict) or "format_version" not in manifest:
-        raise DamagedError(f"{path}: {NAME} is damaged (no format version)")
     if manifest["format_version"] != FORMAT_VERSION:
         raise DamagedError(
             f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
@@ -72,10 +122,27 @@ def read(path: str) -> dict[str, Any]:
         )
     if manifest.get("self") != _digest({k: v for k, v in manifest.items() if k != "self"}):
         raise DamagedError(f"{path}: {NAME} is damaged (its content does not match its own hash)")
+    problem = _problem(manifest)
+    if problem:
+        raise DamagedError(f"{path}: {NAME} is damaged ({problem})")
     match = STEP_DIR.match(posixpath.basename(storage.root.rstrip("/")))
     if match and int(match[1]) != manifest["step"]:
         raise DamagedError(f"{path}: {NAME} is that of step {manifest['step']}")
     return manifest
+
+
+def read_object(path: str, name: str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
+    """The JSON object in the file `name` of the checkpoint `path`.
+
+    Raises:
+        DamagedError: it is missing, is no such object, or has another `shape`.
+    """
+    try:
+        return parse_object(Storage(path).read(name), shape)
+    except OSError as error:
+        raise DamagedError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise DamagedError(f"{path}: {name} is damaged ({error})") from error
 
 
 def verify(path: str, level: str = "hash") -> dict[str, Any]:
@@ -87,7 +154,7 @@ def verify(path: str, level: str = "hash") -> dict[str, Any]:
     assert level in VERIFY, level
     manifest = read(path)
     storage = Storage(path)
-    entries = [FileEntry(**entry) for entry in manifest["files"]]
+    entries = [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in manifest["files"]]
     for entry in entries:
         _check_inside(path, storage, entry.path)
     if level == "off":

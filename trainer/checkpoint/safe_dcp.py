@@ -9,8 +9,17 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, ReadItem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from trainer.documents import is_count
 from trainer.errors import UserError
 
 
@@ -71,9 +80,42 @@ def load_metadata(file: Any) -> Metadata:
         raise
     except Exception as error:  # a damaged pickle raises anything
         raise UserError(f".metadata is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(metadata, Metadata) or metadata.storage_meta is None:
+    if not isinstance(metadata, Metadata) or not _is_description(metadata):
         raise UserError(".metadata does not describe a sharded state")
     for info in metadata.storage_data.values():
-        if posixpath.basename(str(info.relative_path)) != str(info.relative_path):
+        if posixpath.basename(info.relative_path) != info.relative_path:
             raise UserError(f".metadata names the file {info.relative_path!r}, which is not beside it")
     return metadata
+
+
+def _is_description(metadata: Metadata) -> bool:
+    """Whether all fields have the types of DCP; a pickle can set any other."""
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    return (
+        isinstance(metadata.storage_meta, StorageMeta)
+        and isinstance(entries, dict)
+        and all(isinstance(name, str) and _is_entry(entry) for name, entry in entries.items())
+        and isinstance(places, dict)
+        and all(isinstance(index, MetadataIndex) and _is_place(info) for index, info in places.items())
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(entry.size, torch.Size)
+        and min(entry.size, default=0) >= 0
+        and isinstance(entry.properties, TensorProperties)
+        and isinstance(entry.properties.dtype, torch.dtype)
+    )
+
+
+def _is_place(info: Any) -> bool:
+    return (
+        isinstance(info, _StorageInfo)
+        and isinstance(info.relative_path, str)
+        and is_count(info.offset)
+        and is_count(info.length)
+    )

@@ -10,7 +10,7 @@ import posixpath
 
 import fsspec
 
-from trainer.durable import digest_bytes, digest_file, sync_directory, sync_tree, write_file
+from trainer.durable import digest_bytes, digest_file, read_file, sync_directory, sync_tree, write_file
 
 _CHUNK = 8 << 20
 
@@ -47,6 +47,9 @@ class Storage:
         self.fs.makedirs(self.path(relative), exist_ok=True)
 
     def read(self, relative: str) -> bytes:
+        """The content of a file; on a disk, of a regular file that is no link."""
+        if self.is_local:
+            return read_file(self.path(relative))
         with self.fs.open(self.path(relative), "rb") as file:
             return file.read()
 

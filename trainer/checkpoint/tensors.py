@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import glob
+import io
 import json
 import math
 import os
 import posixpath
+import secrets
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,29 +22,102 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from trainer.checkpoint.manifest import NAME as MANIFEST
+from trainer.checkpoint.manifest import DamagedError, FileEntry
 from trainer.checkpoint.safe_dcp import SafePlanner, SafeReader, load_metadata
-from trainer.durable import digest_weights, sync_directory, sync_tree
+from trainer.documents import Shape, parse_object
+from trainer.durable import digest_bytes, digest_weights, read_file, read_inside, sync_directory, sync_tree
 from trainer.errors import UserError
+from trainer.hub import first_line
 
+DTYPES = ("float32", "bfloat16", "float16")
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FIELDS: dict[Any, Shape] = {
+    "base_model_name_or_path": str,
+    "lora_alpha": (int, float),
+    "r": lambda rank: type(rank) is int and rank > 0,
+}
+_ASSETS = "policy/huggingface/"
 _BATCH_BYTES = 1 << 30
 _MODEL = "model."
 
 
-def shapes(directory: str) -> dict[str, TensorStorageMetadata]:
-    """Names, shapes and types of the tensors of one role's directory."""
-    with open(posixpath.join(directory, ".metadata"), "rb") as file:
-        entries = load_metadata(file).state_dict_metadata
-    return {name: meta for name, meta in entries.items() if isinstance(meta, TensorStorageMetadata)}
+@dataclass(frozen=True)
+class NamedFiles:
+    """The files of a checkpoint that its manifest names; no other file is read."""
 
+    checkpoint: str
+    manifest: dict[str, Any]
 
-def read(directory: str, names: Iterable[str]) -> dict[str, Tensor]:
-    """Whole tensors, put together from all ranks' shards."""
-    known = shapes(directory)
-    wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.load(wanted, storage_reader=SafeReader(directory), planner=_Flat(), no_dist=True)
-    return wanted
+    @cached_property
+    def entries(self) -> dict[str, FileEntry]:
+        """The entries of the manifest by path."""
+        entries = (FileEntry(e["path"], e["bytes"], e["hash"]) for e in self.manifest["files"])
+        return {entry.path: entry for entry in entries}
+
+    def read(self, path: str) -> bytes:
+        """The content of a small file.
+
+        Raises:
+            DamagedError: it is not the content that was saved, or is reached through a link.
+        """
+        try:
+            data = read_inside(self.checkpoint, path)
+        except OSError as error:
+            raise DamagedError(f"{self.checkpoint}: {path} cannot be read ({error.strerror})") from error
+        if digest_bytes(data) != self.entries[path].hash:
+            raise DamagedError(f"{self.checkpoint}: {path} does not have the content that was saved")
+        return data
+
+    def json(self, path: str, shape: dict[Any, Shape]) -> dict[str, Any]:
+        """The JSON object in a file; empty when the manifest does not name the file."""
+        if path not in self.entries:
+            return {}
+        try:
+            return parse_object(self.read(path), shape)
+        except DamagedError:
+            raise
+        except ValueError as error:
+            raise DamagedError(f"{self.checkpoint}: {path} is damaged ({error})") from error
+
+    def shapes(self, role: str) -> dict[str, TensorStorageMetadata]:
+        """Names, shapes and types of the tensors of a role; empty when the checkpoint does not hold the role."""
+        if f"{role}/.metadata" not in self.entries:
+            return {}
+        try:
+            metadata = load_metadata(io.BytesIO(self.read(f"{role}/.metadata")))
+        except DamagedError:
+            raise
+        except UserError as error:
+            raise DamagedError(f"{self.checkpoint}: {role}/{error}") from error
+        files = {f"{role}/{info.relative_path}" for info in metadata.storage_data.values()}
+        if not files <= set(self.entries):
+            unnamed = sorted(files - set(self.entries))[0]
+            raise DamagedError(f"{self.checkpoint}: {role}/.metadata needs {unnamed}, which {MANIFEST} does not name")
+        tensors = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        available = sum(self.entries[file].bytes for file in files)
+        for name, entry in tensors.items():
+            if _bytes(entry) > available:
+                raise DamagedError(f"{self.checkpoint}: {role}/.metadata is damaged ({name} is larger than its files)")
+        return tensors
+
+    def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole tensors of a role, put together from the shards of all ranks."""
+        known = self.shapes(role)
+        wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
+        directory = posixpath.join(self.checkpoint, role)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            try:
+                dcp.load(wanted, storage_reader=SafeReader(directory), planner=_Flat(), no_dist=True)
+            except dcp.CheckpointException as error:  # a BaseException: nothing else catches it
+                cause = next(iter(error.failures.values()))[0]
+                raise DamagedError(f"{directory}: cannot be loaded: {first_line(cause)}") from None
+        return wanted
 
 
 class _Flat(SafePlanner):
@@ -51,12 +127,11 @@ class _Flat(SafePlanner):
         super().__init__(flatten_state_dict=False)
 
 
-def compare(a: str, b: str) -> list[dict[str, Any]]:
+def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
     """How each tensor of two checkpoints differs: `relative` is |b - a| / |a|, `largest` max |b - a|."""
     rows: list[dict[str, Any]] = []
     for role in ("policy", "critic", "reference"):
-        left, right = posixpath.join(a, role), posixpath.join(b, role)
-        here, there = (shapes(d) if os.path.exists(posixpath.join(d, ".metadata")) else {} for d in (left, right))
+        here, there = a.shapes(role), b.shapes(role)
         for name in sorted(set(here) | set(there)):
             row = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": None}
             if name not in here or name not in there:
@@ -67,7 +142,7 @@ def compare(a: str, b: str) -> list[dict[str, Any]]:
         common = [r["name"].partition("/")[2] for r in rows if r["note"] is None and r["name"].startswith(f"{role}/")]
         by_name = {row["name"]: row for row in rows}
         for names in _batches(common, here):
-            before, after = read(left, names), read(right, names)
+            before, after = a.tensors(role, names), b.tensors(role, names)
             for name in names:
                 delta = after[name].double() - before[name].double()
                 norm = float(before[name].double().norm())
@@ -82,7 +157,7 @@ def _batches(names: list[str], known: dict[str, TensorStorageMetadata]) -> Itera
     batch: list[str] = []
     used = 0
     for name in names:
-        size = known[name].size.numel() * known[name].properties.dtype.itemsize
+        size = _bytes(known[name])
         if batch and used + size > _BATCH_BYTES:
             yield batch
             batch, used = [], 0
@@ -90,6 +165,12 @@ def _batches(names: list[str], known: dict[str, TensorStorageMetadata]) -> Itera
         used += size
     if batch:
         yield batch
+
+
+def _bytes(entry: TensorStorageMetadata, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a whole tensor, floating-point ones as `dtype`."""
+    own = entry.properties.dtype
+    return math.prod(entry.size) * (dtype if dtype is not None and own.is_floating_point else own).itemsize
 
 
 @dataclass(frozen=True)
@@ -101,9 +182,11 @@ class _Source:
     read: Callable[[list[str]], dict[str, Tensor]]
 
 
-def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int, adapter: bool = False,
+def export(files: NamedFiles, out: str, dtype: str, max_file_bytes: int, adapter: bool = False,
            base: str | None = None) -> list[str]:  # fmt: skip
     """Write the policy as a Hugging Face directory, whole or not at all. Holds one file's tensors at a time.
+
+    Executes nothing that the checkpoint holds, and copies only files that its manifest names.
 
     Args:
         dtype: `auto` (the config's), `float32`, `bfloat16` or `float16`.
@@ -114,125 +197,151 @@ def export(checkpoint: str, out: str, dtype: str, max_file_bytes: int, adapter: 
         the names of the weight files.
 
     Raises:
-        UserError: `out` exists, or the checkpoint holds no policy, or no adapter, or its base is not there.
+        UserError: `out` exists or cannot be written, or the checkpoint holds no policy, or no adapter, or its base is
+            not there.
     """
-    from safetensors.torch import save_file
-
-    source, assets = posixpath.join(checkpoint, "policy"), posixpath.join(checkpoint, "policy", "huggingface")
-    if os.path.exists(out):
+    if os.path.lexists(out):
         raise UserError(f"{out}: exists already; name another directory")
-    if not os.path.exists(posixpath.join(assets, "config.json")):
-        raise UserError(f"{checkpoint}: holds no policy with its Hugging Face config")
-    config = _json(posixpath.join(assets, "config.json"))
-    lora = _json(posixpath.join(assets, "adapter_config.json"))
+    if f"{_ASSETS}config.json" not in files.entries:
+        raise UserError(f"{files.checkpoint}: holds no policy with its Hugging Face config")
+    config = files.json(f"{_ASSETS}config.json", {})
+    lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
     if (adapter or base) and not lora:
-        raise UserError(f"{checkpoint}: its policy was trained without adapters (trainer.policy.lora)")
+        raise UserError(f"{files.checkpoint}: its policy was trained without adapters (trainer.policy.lora)")
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        if dtype not in DTYPES:
+            raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
     target = torch.float32 if adapter else getattr(torch, dtype)
     if adapter:
-        tensors = _adapter(source)
+        tensors = _adapter(files)
     elif lora:
-        base = base or lora["base_model_name_or_path"]
-        known = _json(posixpath.join(checkpoint, "start_weights.json")).get("model.path")
-        tensors = _merged(source, lora, base, target)
-        if known not in (None, digest_weights(base)):
-            raise UserError(f"{base}: its weights are not those that the adapters were trained on; name the "
-                            "directory of those with --base, or write the adapter alone with --adapter")  # fmt: skip
+        tensors = _merged(files, lora, base or lora["base_model_name_or_path"], target)
     else:
-        tensors = _plain(source, config, target)
-    stem = "adapter_model" if adapter else "model"
-    groups = _file_groups(tensors.bytes_of, sys.maxsize if adapter else max_file_bytes)
-    writing = f"{out.rstrip('/')}.writing-{os.getpid()}"
-    others = ("config.json", "generation_config.json") if adapter else ("adapter_config.json",)
-    shutil.copytree(assets, writing, ignore=shutil.ignore_patterns(*others))
+        tensors = _plain(files, config, target)
+    written_config = None if adapter else {**config, "dtype": dtype}
+    left_out = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
+    assets = {
+        path.removeprefix(_ASSETS): files.read(path)
+        for path in files.entries
+        if path.startswith(_ASSETS) and path.removeprefix(_ASSETS) not in left_out
+    }
+    if written_config is not None:
+        assets["config.json"] = json.dumps(written_config, indent=2).encode()
+    out = os.path.abspath(out)
+    writing = f"{out}.writing-{secrets.token_hex(4)}"
     try:
-        weight_map, total, files = {}, 0, []
-        for i, group in enumerate(groups):
-            file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            written = {
-                name: tensor.to(target) if tensor.is_floating_point() else tensor
-                for name, tensor in tensors.read(group).items()
-            }
-            save_file(written, os.path.join(writing, file), metadata={"format": "pt"})
-            total += sum(t.numel() * t.itemsize for t in written.values())
-            weight_map |= dict.fromkeys(written, file)
-            files.append(file)
-        if len(groups) > 1:
-            with open(os.path.join(writing, "model.safetensors.index.json"), "w") as index:
-                json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
-        if not adapter:
-            with open(os.path.join(writing, "config.json"), "w") as file:
-                json.dump({**config, "dtype": dtype}, file, indent=2)
-        sync_tree(writing)
-        os.rename(writing, out)
-        sync_directory(os.path.dirname(os.path.abspath(out)))
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
+        os.makedirs(os.path.dirname(out), exist_ok=True)
+        os.mkdir(writing)
+        try:
+            weights = _write(writing, assets, tensors, target, sys.maxsize if adapter else max_file_bytes, adapter)
+            sync_tree(writing)
+            os.rename(writing, out)
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+        sync_directory(os.path.dirname(out))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
+    return weights
+
+
+def _write(directory: str, assets: dict[str, bytes], tensors: _Source, target: torch.dtype, max_file_bytes: int,
+           adapter: bool) -> list[str]:  # fmt: skip
+    """Write the files of an export; returns the names of those with weights."""
+    from safetensors.torch import save_file
+
+    for name, data in assets.items():
+        path = os.path.join(directory, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
+    stem = "adapter_model" if adapter else "model"
+    groups = _file_groups(tensors.bytes_of, max_file_bytes)
+    weight_map, total, files = {}, 0, []
+    for i, group in enumerate(groups):
+        name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        written = {
+            key: tensor.to(target) if tensor.is_floating_point() else tensor
+            for key, tensor in tensors.read(group).items()
+        }
+        save_file(written, os.path.join(directory, name), metadata={"format": "pt"})
+        total += sum(t.numel() * t.itemsize for t in written.values())
+        weight_map |= dict.fromkeys(written, name)
+        files.append(name)
+    if len(groups) > 1:
+        with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
+            json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
     return files
 
 
-def _plain(source: str, config: dict[str, Any], target: torch.dtype) -> _Source:
-    known = {
-        name.removeprefix(_MODEL): meta
-        for name, meta in shapes(source).items()
+def _plain(files: NamedFiles, config: dict[str, Any], target: torch.dtype) -> _Source:
+    sizes = {
+        name.removeprefix(_MODEL): _bytes(entry, target)
+        for name, entry in files.shapes("policy").items()
         if name.startswith(_MODEL) and not (config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight")
     }
-    sizes = {}
-    for name, meta in known.items():
-        own = meta.properties.dtype
-        sizes[name] = meta.size.numel() * (target if own.is_floating_point else own).itemsize
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        found = read(source, [f"{_MODEL}{name}" for name in names])
+        found = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
         return {name.removeprefix(_MODEL): tensor for name, tensor in found.items()}
 
     return _Source(sizes, fetch)
 
 
-def _adapter(source: str) -> _Source:
+def _adapter(files: NamedFiles) -> _Source:
     """The adapters under the names of peft's files."""
     known = {
         f"base_model.model.{name.removeprefix(_MODEL).replace('.default.', '.')}": name
-        for name in shapes(source)
+        for name in files.shapes("policy")
         if name.startswith(_MODEL)
     }
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        found = read(source, [known[name] for name in names])
+        found = files.tensors("policy", [known[name] for name in names])
         return {name: found[known[name]] for name in names}
 
     return _Source(dict.fromkeys(known, 0), fetch)
 
 
-def _merged(source: str, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
+def _merged(files: NamedFiles, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
     """The weights in the directory `base` with the adapters in them."""
     from safetensors import safe_open
 
-    index = _json(os.path.join(base, "model.safetensors.index.json"))
-    files = [os.path.join(base, name) for name in sorted(set(index.get("weight_map", {}).values()))]
-    files = files or sorted(glob.glob(os.path.join(base, "model*.safetensors")))
-    if not files:
+    index = os.path.join(base, "model.safetensors.index.json")
+    if os.path.exists(index):
+        try:
+            weight_map = parse_object(read_file(os.path.realpath(index)), {"weight_map": {str: str}})["weight_map"]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{index}: cannot be read ({first_line(error)})") from error
+        shards = [os.path.join(base, name) for name in sorted(set(weight_map.values()))]
+    else:
+        shards = sorted(glob.glob(os.path.join(glob.escape(base), "model*.safetensors")))
+    if not shards:
         raise UserError(f"{base}: holds no safetensors, and the adapters belong to the weights that were there; name "
                         "their directory with --base, or write the adapter alone with --adapter")  # fmt: skip
     place, sizes = {}, {}
-    for file in files:
+    for file in shards:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118, it is no dict
                 place[name] = file
                 sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
     a, b = ".lora_A.default.weight", ".lora_B.default.weight"
-    own = [name.removeprefix(_MODEL) for name in shapes(source) if name.startswith(_MODEL)]
+    own = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
     adapted = {f"{name.removesuffix(a)}.weight" for name in own if name.endswith(a)}
     if not adapted <= set(place):
         raise UserError(f"{base}: has no {sorted(adapted - set(place))[0]}, which has an adapter; its files name the "
                         "weights in their own way, so write the adapter alone with --adapter")  # fmt: skip
+    known = files.json("start_weights.json", {str: str}).get("model.path")
+    if known not in (None, digest_weights(base)):
+        raise UserError(f"{base}: its weights are not those that the adapters were trained on; name the "
+                        "directory of those with --base, or write the adapter alone with --adapter")  # fmt: skip
     scale = lora["lora_alpha"] / lora["r"]
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         layers = {name: f"{_MODEL}{name.removesuffix('.weight')}" for name in names if name in adapted}
-        own = read(source, [f"{layer}{part}" for layer in layers.values() for part in (a, b)]) if layers else {}
+        parts = [f"{layer}{part}" for layer in layers.values() for part in (a, b)]
+        own = files.tensors("policy", parts) if parts else {}
         found = {}
         for name in names:
             with safe_open(place[name], framework="pt") as weights:
@@ -254,10 +363,3 @@ def _file_groups(sizes: dict[str, int], max_file_bytes: int) -> list[list[str]]:
         groups[-1].append(name)
         used += size
     return groups
-
-
-def _json(path: str) -> dict[str, Any]:
-    if not os.path.exists(path):
-        return {}
-    with open(path) as file:
-        return json.load(file)

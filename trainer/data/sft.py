@@ -13,6 +13,7 @@ from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import Example, as_messages, read_parts, render_text
 from trainer.data.rollouts import read_rollouts
 from trainer.data.source import check_ledger
+from trainer.documents import is_count, mismatch
 from trainer.errors import UserError
 from trainer.keyed import permutation
 from trainer.parallel.batching import Batch
@@ -232,6 +233,11 @@ class PackedSource:
             UserError: it was taken with other examples or another seed, or is written in another format.
         """
         check_ledger(state, self.state_dict(), "examples")
+        problem = mismatch(state, {"consumed": [is_count]})
+        if problem is None and len(state["consumed"]) != len(self._parts):
+            problem = f"it has {len(state['consumed'])} data sets instead of {len(self._parts)}"
+        if problem is not None:
+            raise UserError(f"data: the checkpoint's place in the data is damaged ({problem}); use another checkpoint")
         self._consumed = list(state["consumed"])
 
     @cached_property

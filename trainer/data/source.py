@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import xxhash
 
 from trainer.data.datasets import Prompt
+from trainer.documents import Shape, is_count, is_number, mismatch
 from trainer.errors import UserError
 from trainer.imports import user_code
 from trainer.keyed import permutation
 
 _FORMAT = 1  # of `state_dict`
+_PLACE: dict[Any, Shape] = {
+    "epoch": is_count,
+    "position": is_count,
+    "curriculum": (NoneType, {"name": str, "order": (NoneType, [is_count]), "rewards": [(is_number, NoneType)]}),
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,9 @@ class PromptSource:
             UserError: it was taken with other prompts or another seed, or is written in another format.
         """
         check_ledger(state, self.state_dict(), "prompts")
+        problem = self._problem(state)
+        if problem is not None:
+            raise UserError(f"data: the checkpoint's place in the data is damaged ({problem}); use another checkpoint")
         saved = state.get("curriculum")
         before, now = saved and saved["name"], None if self._curriculum is None else self._name
         if before != now:
@@ -160,6 +170,19 @@ class PromptSource:
             self._rewards = {place: reward for place, reward in enumerate(saved["rewards"]) if reward is not None}
             if saved["order"] is not None:
                 self._orders = {self._epoch: saved["order"]}
+
+    def _problem(self, state: dict[str, Any]) -> str | None:
+        """Say why `state` cannot be a place in these prompts; None: it can."""
+        problem = mismatch({"curriculum": None, **state}, _PLACE)
+        if problem is not None:
+            return problem
+        count, saved = len(self.prompts), state.get("curriculum")
+        if saved is not None and len(saved["rewards"]) != count:
+            return f"curriculum.rewards has {len(saved['rewards'])} entries"
+        order = range(count) if saved is None or saved["order"] is None else saved["order"]
+        if not order or len(set(order)) < len(order) or max(order) >= count:
+            return "curriculum.order is no order of the prompts"
+        return None if state["position"] < len(order) else f"position is {state['position']}"
 
     @cached_property
     def _fingerprint(self) -> str:

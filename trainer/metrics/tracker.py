@@ -13,9 +13,11 @@ import numbers
 import os
 import secrets
 from collections.abc import Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import LoggerConfig
+from trainer.documents import is_count, is_number, parse_object
 from trainer.durable import write_file
 from trainer.errors import UserError
 
@@ -175,10 +177,9 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        return parse_object(line, {"step": is_count, str: (is_number, NoneType)})
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _plain(value: float) -> float:

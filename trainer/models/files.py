@@ -42,8 +42,8 @@ def load_config(model: ModelConfig, path: str) -> PretrainedConfig:
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a damaged config.json raises anything
+        raise UserError(f"model.path={path}: its config.json cannot be used ({first_line(error)})") from error
 
 
 def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:

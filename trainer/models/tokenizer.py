@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+from types import NoneType
 from typing import TYPE_CHECKING
 
+from trainer.documents import is_count, mismatch, parse_object
 from trainer.errors import UserError
 from trainer.hub import first_line
 
@@ -17,12 +18,22 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     """Tokens that end a completion: the tokenizer's end token, and what the model's generation config adds.
 
     Chat models have several: Qwen's end of turn and end of text, say.
+
+    Raises:
+        UserError: the generation config is damaged.
     """
     stops = [tokenizer.eos_token_id]
     file = os.path.join(path, "generation_config.json")
     if os.path.exists(file):
-        with open(file, encoding="utf-8") as handle:
-            more = json.load(handle).get("eos_token_id")
+        try:
+            with open(file, "rb") as handle:
+                config = parse_object(handle.read())
+            problem = mismatch(config.get("eos_token_id"), (NoneType, is_count, [is_count]), "eos_token_id")
+            if problem is not None:
+                raise ValueError(problem)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path={path}: its generation_config.json cannot be read ({error})") from error
+        more = config.get("eos_token_id")
         stops += more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys(stops))
 
@@ -45,7 +56,7 @@ def load_tokenizer(
         raise UserError(f"model.path={path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a damaged file raises anything; the tokenizers package raises Exception itself
         raise UserError(f"model.path={path}: no tokenizer can be loaded from there ({first_line(error)})") from error
     # Where there is only a config.json, transformers makes up an empty tokenizer of the model's kind.
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}

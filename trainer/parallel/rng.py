@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from trainer.documents import parse_json
+from trainer.errors import UserError
 
 _TEXT_BYTES = 32768  # one size for every state: DCP loads in place
 
@@ -29,12 +33,37 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor]) -> None:
-    """Put the generators into the states that `capture_rng` returned."""
-    torch.set_rng_state(state["torch"].cpu())
-    others = json.loads(bytes(state["others"].cpu().numpy()))
-    name, keys, position, has_gauss, gauss = others["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = others["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+    """Put the generators into the states that `capture_rng` returned.
+
+    Raises:
+        UserError: these are no such states.
+    """
+    try:
+        torch.set_rng_state(state["torch"].cpu())
+        others = parse_json(bytes(state["others"].cpu().numpy()))
+        name, keys, position, has_gauss, gauss = others["numpy"]
+        np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
+        version, internal, gauss_next = others["python"]
+        random.setstate((version, tuple(internal), gauss_next))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"].cpu())
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(f"the checkpoint's states of the random generators are damaged ({error})") from error
+
+
+def rng_as_text(state: dict[str, Tensor]) -> dict[str, str]:
+    """States of `capture_rng` as text for JSON."""
+    return {name: base64.b64encode(tensor.numpy()).decode() for name, tensor in state.items()}
+
+
+def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
+    """States from the text that `rng_as_text` returned.
+
+    Raises:
+        UserError: this is no such text.
+    """
+    try:
+        data = {name: bytearray(base64.b64decode(text)) for name, text in texts.items()}
+        return {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in data.items()}
+    except ValueError as error:
+        raise UserError(f"the checkpoint's states of the random generators are damaged ({error})") from error

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
-from trainer.errors import NonFiniteError
+from trainer.documents import is_count, parse_object
+from trainer.errors import NonFiniteError, UserError
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
 from trainer.parallel.mesh import sum_over_ranks
 from trainer.parallel.rng import capture_rng, restore_rng
@@ -99,7 +100,11 @@ class ModelWorker:
         Args:
             what: any of `weights`, `optimizer` (with its schedule) and `rng`.
         """
-        saved_world_size = json.loads(files.read_json(self.role, SHARDING_FILE))["world_size"]
+        try:
+            saved = parse_object(files.read_json(self.role, SHARDING_FILE), {"world_size": is_count})
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
+        saved_world_size = saved["world_size"]
         # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
         state = self._state(set(what), with_rng="rng" in what and dist.get_rank() < saved_world_size)
         files.read(self.role, state)

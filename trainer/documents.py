@@ -1,0 +1,116 @@
+"""JSON and YAML from files that may be damaged or hostile: whatever is in them, the only error is a ValueError."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+_MAX_DEPTH = 50
+
+Shape = type | Callable[[Any], bool] | dict | list | tuple
+"""What a value must look like: a type; a function that tests the value; `(a, b)`: one of these; `[a]`: a list of these;
+`{str: a}`: an object with any names; `{"x": a, …}`: an object with at least these fields."""
+
+
+def is_count(value: Any) -> bool:
+    """A whole number from 0 that fits 63 bits."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_number(value: Any) -> bool:
+    """A finite number."""
+    return type(value) is int and abs(value) < 2**63 or type(value) is float and math.isfinite(value)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_object(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        shape: of the object.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or has another shape.
+    """
+    return _checked(parse_json(text), shape or {})
+
+
+def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
+    """Parse a YAML mapping. Aliases are refused: with them, a few lines can grow to any size.
+
+    Args:
+        shape: of the mapping.
+
+    Raises:
+        ValueError: it is not YAML, is nested too deeply, or has another shape.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has an alias")
+            return super().compose_node(parent, index)
+
+    try:
+        value = yaml.load(text, Loader)
+    except Exception as error:  # the constructors of PyYAML raise anything on a value that they cannot make
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+    return _checked(value, shape or {})
+
+
+def mismatch(value: Any, shape: Shape, where: str = "") -> str | None:
+    """Name the first place in which `value` does not have the `shape`; None: it has it."""
+    if isinstance(shape, tuple):
+        ok = any(mismatch(value, one, where) is None for one in shape)
+    elif isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{where or 'it'} is no object"
+        missing = [name for name in shape if name is not str and name not in value]
+        if missing:
+            return f"{_join(where, missing[0])} is missing"
+        inner = [(_join(where, n), v, shape.get(n, shape.get(str))) for n, v in value.items()]
+        return next((found for w, v, s in inner if s is not None and (found := mismatch(v, s, w))), None)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{where} is no list"
+        inner = (mismatch(v, shape[0], f"{where}[{i}]") for i, v in enumerate(value))
+        return next((found for found in inner if found), None)
+    elif isinstance(shape, type):
+        ok = type(value) is shape
+    else:
+        ok = shape(value)
+    return None if ok else f"{where} is {reprlib.repr(value)}"
+
+
+def _join(where: str, name: Any) -> str:
+    return f"{where}.{name}" if where else f"{name}"
+
+
+def _checked(value: Any, shape: dict[Any, Shape]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {'nothing' if value is None else type(value).__name__} instead of fields")
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        nested = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
+        level = [child for children in nested for child in children]
+    if level:
+        raise ValueError("it is nested too deeply")
+    problem = mismatch(value, shape)
+    if problem:
+        raise ValueError(problem)
+    return value
