@@ -61,11 +61,40 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Looks up the allowed names alone. No name with a dot is among them, so nothing is reached through another."""
+
+    def __init__(self, file: Any):
+        super().__init__(file)
+        self._given: dict[type, dict[str, Any]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if (module, name) not in _ALLOWED and not is_dtype:
             raise UserError(f".metadata names {module}.{name}, which no checkpoint needs; it was not executed")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if isinstance(found, type):
+            self._given.setdefault(found, dict(vars(found)))
+        elif not is_dtype:
+            return lambda *args: found(*args)  # a pickle can set attributes of what it is given
+        return found
+
+    def load(self) -> Any:
+        """Unpickle.
+
+        Raises:
+            UserError: the pickle changed a class; the change is undone.
+        """
+        changed = []
+        try:
+            return super().load()
+        finally:
+            for kind, before in self._given.items():
+                different = {name for name, value in vars(kind).items() if before.get(name) is not value}
+                for name in different - {"__slotnames__"}:  # which a thread that pickles may add at any time
+                    changed.append(f"{kind.__name__}.{name}")
+                    setattr(kind, name, before[name]) if name in before else delattr(kind, name)
+            if changed:
+                raise UserError(f".metadata sets {changed[0]}, which no checkpoint needs; the change was undone")
 
 
 def load_metadata(file: Any) -> Metadata:

@@ -249,6 +249,7 @@ def export(files: NamedFiles, out: str, dtype: str, max_file_bytes: int, adapter
 def _write(directory: str, assets: dict[str, bytes], tensors: _Source, target: torch.dtype, max_file_bytes: int,
            adapter: bool) -> list[str]:  # fmt: skip
     """Write the files of an export; returns the names of those with weights."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     for name, data in assets.items():
@@ -265,7 +266,10 @@ def _write(directory: str, assets: dict[str, bytes], tensors: _Source, target: t
             key: tensor.to(target) if tensor.is_floating_point() else tensor
             for key, tensor in tensors.read(group).items()
         }
-        save_file(written, os.path.join(directory, name), metadata={"format": "pt"})
+        try:
+            save_file(written, os.path.join(directory, name), metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise OSError(first_line(error)) from error
         total += sum(t.numel() * t.itemsize for t in written.values())
         weight_map |= dict.fromkeys(written, name)
         files.append(name)
@@ -306,7 +310,7 @@ def _adapter(files: NamedFiles) -> _Source:
 
 def _merged(files: NamedFiles, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
     """The weights in the directory `base` with the adapters in them."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     index = os.path.join(base, "model.safetensors.index.json")
     if os.path.exists(index):
@@ -322,10 +326,13 @@ def _merged(files: NamedFiles, lora: dict[str, Any], base: str, target: torch.dt
                         "their directory with --base, or write the adapter alone with --adapter")  # fmt: skip
     place, sizes = {}, {}
     for file in shards:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118, it is no dict
-                place[name] = file
-                sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118, it is no dict
+                    place[name] = file
+                    sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read ({first_line(error)}); name the weights with --base") from error
     a, b = ".lora_A.default.weight", ".lora_B.default.weight"
     own = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
     adapted = {f"{name.removesuffix(a)}.weight" for name in own if name.endswith(a)}

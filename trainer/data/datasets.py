@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +14,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from trainer.config import DataConfig
 from trainer.data.generators import generate
+from trainer.documents import parse_json
 from trainer.errors import UserError
 from trainer.hub import first_line, is_connection_error, with_retries
+
+_LINE_BYTES = 64 << 20
+_RENDER_S = 20.0
 
 Example = dict[str, Any]
 """`prompt` (a string, or chat messages) and `answer` (a string)."""
@@ -118,13 +124,34 @@ def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_p
     Raises:
         UserError: the chat template refuses it (some know no system message, others want roles in turn).
     """
-    import jinja2
-
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
-    except jinja2.TemplateError as error:
-        raise UserError(f"model.chat_template: the chat template in use cannot render a chat of "
-                        f"{', '.join(m['role'] for m in messages)} ({first_line(error)})") from error  # fmt: skip
+        # transformers renders in Jinja's sandbox: a template reaches the messages, and nothing else of this process.
+        with deadline(_RENDER_S):
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    except Exception as error:  # a template is a program, and raises anything
+        raise UserError(
+            f"model.chat_template: the chat template in use (that of {tokenizer.name_or_path}, if the key is not set) "
+            f"cannot render a chat of {', '.join(m['role'] for m in messages)} ({first_line(error)})"
+        ) from error
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after `seconds`. Works in the main thread; no limit in others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"it ran for more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _example(row: Any, where: str, data: DataConfig) -> Example:
@@ -198,11 +225,14 @@ def read_rows(file: str, key: str) -> Rows:
 
 def _jsonl_rows(file: str, key: str) -> Rows:
     with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(_LINE_BYTES + 1), b""), start=1):
+            if len(line) > _LINE_BYTES:
+                raise UserError(f"{key}: {file}:{number} is longer than {_LINE_BYTES >> 20} MiB; a .jsonl file has one "
+                                "JSON object a line, not one for all rows")  # fmt: skip
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:  # neither JSON nor, for UnicodeDecodeError, UTF-8
                 raise UserError(f"{key}: {file}:{number} is not JSON ({error})") from error
             yield f"{file}:{number}", row
