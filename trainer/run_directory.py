@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -256,9 +257,9 @@ class RunDirectory:
             if not files:
                 with tempfile.TemporaryDirectory() as scratch:
                     write_assets(model_path, scratch, tokenizer, self.cfg.model.trust_remote_code)
-                    for name in sorted(os.listdir(scratch)):
-                        with open(os.path.join(scratch, name), "rb") as file:
-                            files[f"policy/huggingface/{name}"] = file.read()
+                    for path in sorted(Path(scratch).rglob("*")):  # further chat templates are in a directory
+                        if path.is_file():
+                            files[f"policy/huggingface/{path.relative_to(scratch)}"] = path.read_bytes()
                 if self.cfg.trainer.policy.lora.rank is not None:
                     files[f"policy/huggingface/{ADAPTER_CONFIG}"] = ranks.adapter_config(model_path).encode()
             return files

@@ -337,6 +337,17 @@ def test_a_template_without_end_is_stopped(model, tmp_path, monkeypatch):
         render_text(tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
 
 
+def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
+    with RunDirectory(config(tmp_path)).open() as run:
+        run.checkpoints.register(run.assets_part(str(model), tokenizer, None))  # type: ignore[arg-type]
+        run.save(1, {}, [])
+        run.finish(print)
+        saved = Path(run.last_checkpoint, "policy/huggingface/additional_chat_templates/tool_use.jinja")
+        assert saved.read_text() == "x"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Data files
 
