@@ -1,0 +1,81 @@
+"""Models that stop at once and models that never stop: a step on their completions has finite numbers everywhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.ranks import run_ranks
+from trainer.config import ADVANTAGE_OPTIONS, Config, TinyConfig
+from trainer.data.datasets import Prompt
+from trainer.data.source import PromptSource
+from trainer.experience import add_advantages, build_batch, describe, leave_out_rows, shape_rewards
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.rollout.engine import Request, Sampling
+from trainer.rollout.transformers_engine import TransformersEngine
+from trainer.workers.rank import Rank
+
+MAX_TOKENS, N = 6, 4
+
+
+@pytest.fixture(scope="module", params=["at once", "never"])
+def stopping_model(request, tmp_path_factory) -> tuple[str, str]:
+    """A model whose every completion is the stop token alone, or one that never samples a stop token."""
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, seed=3), path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 10.0  # the same large number in the state of every token
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = 20.0 if request.param == "at once" else -20.0
+    model.save_pretrained(path)
+    return path, request.param
+
+
+def steps(rank: Rank, path: str) -> list[dict]:
+    """One step with each advantage estimator; the metrics of each, with the lengths of its completions."""
+    cfg = rank.cfg
+    rank.build(["policy", "critic"], path, {"policy": 50, "critic": 50})
+    stops = stop_token_ids(path, load_tokenizer(path))
+    engine = TransformersEngine(path, dtype="float32", seed=1, rollout=cfg.rollout, device="cpu")
+    prompts = PromptSource([Prompt(i, tuple(range(65, 68 + i)), "", "") for i in range(4)], 1).take(4)
+    requests = [Request(p.prompt.token_ids, 10 * i + j) for i, p in enumerate(prompts) for j in range(N)]
+    results = []
+    for estimator in ADVANTAGE_OPTIONS:
+        cfg.algorithm.advantage_estimator = estimator
+        completions = engine.generate(requests, Sampling(1.0, 1.0, -1, MAX_TOKENS, stops))
+        batch = build_batch(prompts, completions)
+        shape = batch["input_ids"].shape
+        for key, (rows, values) in {
+            "old_logprobs": rank.logprobs("policy", batch),
+            "values": rank.values(batch),
+        }.items():
+            batch[key] = torch.zeros(shape).numpy()
+            batch[key][rows] = values
+        rewards = shape_rewards(torch.zeros(len(requests)).double().numpy(), completions, cfg)
+        baselines = rewards if estimator == "remax" else None
+        batch = add_advantages(batch, rewards, cfg.algorithm, 0.0, baselines)
+        metrics = describe(batch, rewards, completions)
+        batch = leave_out_rows(batch, rewards, completions, cfg.algorithm)
+        for role in ("critic", "policy") if estimator == "gae" else ("policy",):
+            metrics |= {f"{role}/{name}": value for name, value in rank.update(role, batch, 1).items()}
+        results.append(metrics | {"lengths": [len(c.token_ids) for c in completions]})
+    return results
+
+
+@pytest.mark.parametrize("overlong", [0, 3])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_step_on_such_completions_is_finite(stopping_model, overlong, filtered):
+    path, kind = stopping_model
+    cfg = Config()
+    cfg.rollout.max_response_tokens, cfg.rollout.n = MAX_TOKENS, N
+    cfg.algorithm.overlong_buffer, cfg.algorithm.filter_zero_variance = overlong, filtered
+    cfg.algorithm.overlong_masking = filtered
+    results = run_ranks(1, steps, path, cfg=cfg)[0]
+    assert len(results) == len(ADVANTAGE_OPTIONS)
+    for metrics in results:
+        assert set(metrics.pop("lengths")) == {1 if kind == "at once" else MAX_TOKENS}
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
