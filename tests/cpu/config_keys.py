@@ -106,6 +106,8 @@ HARMLESS: tuple[str, ...] = (
     "trainer.ray_address",
     "trainer.master_port",
     "trainer.worker_timeout_s",
+    "trainer.silence_timeout_s",
+    "trainer.call_timeout_s",
     "trainer.max_tokens_per_micro_batch",
     "trainer.val_interval",
     "trainer.val_before_train",
