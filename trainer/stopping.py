@@ -57,6 +57,11 @@ class Signals:
                 signal.signal(number, handler)
             self.first, self._count, self._raised = None, 0, 0
 
+    def reinstall(self) -> None:
+        """Install the handlers again, after a library has put its own below Python's."""
+        for number in HANDLED:
+            signal.signal(number, signal.getsignal(number))
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """While the block runs, a signal is recorded and raises nothing; it is raised after the block.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -175,7 +176,11 @@ def handles_signals(job: subprocess.Popen) -> bool:
 
 
 def runs(job: subprocess.Popen, name: str) -> bool:
-    return any(name in " ".join([p.name(), *p.cmdline()]) for p in family(job.pid))
+    for process in family(job.pid):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if name in " ".join([process.name(), *process.cmdline()]):
+                return True
+    return False
 
 
 MOMENTS = {

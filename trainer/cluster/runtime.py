@@ -62,6 +62,7 @@ class Cluster:
             # On another thread: on the main one Ray would install a handler for SIGTERM that ends the process.
             with SIGNALS.held(), ThreadPoolExecutor(1) as thread:
                 thread.submit(ray.init, address=address, log_to_driver=False, logging_level="ERROR").result()
+                SIGNALS.reinstall()  # Ray's C++ part has installed some all the same
         except (ConnectionError, RuntimeError, ValueError) as error:
             if self._local is not None:
                 raise

@@ -29,14 +29,24 @@ def main() -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A process that the driver has forked may hold the pipe open; its death is noticed all the same.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, _end)
     try:
-        _tell(_start_ray(os.path.join(directory, "ray"), options))
-        _wait_for_the_driver()
-    finally:
+        try:
+            answer = _start_ray(os.path.join(directory, "ray"), options)
+            signal.signal(signal.SIGTERM, _end)  # Ray has installed a handler of its own
+            _tell(answer)
+            _wait_for_the_driver()
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    finally:  # not even a signal that came a moment ago leaves this early
         _end_descendants()
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)  # Ray's own shutdown could wait for processes that are gone
+
+
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
 
 
 def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
