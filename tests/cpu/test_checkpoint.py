@@ -415,19 +415,49 @@ def test_who_waits_for_a_directory_that_its_owner_removes_gets_a_new_one(tmp_pat
     second.release()
 
 
-def test_the_lock_of_a_silent_machine_dies_of_age_and_that_of_a_live_one_does_not(tmp_path):
-    lock = RunLock(str(tmp_path), 3)
-    lock.acquire()
-    lock.release()
+def foreign_lock(directory: Path, **fields) -> Path:
+    """The lock of a process that this machine cannot see."""
     owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
-    Path(lock.path).write_text(json.dumps(owner))
+    path = directory / ".lock"
+    path.write_text(json.dumps(owner | fields))
+    return path
+
+
+@pytest.mark.parametrize("skew_s", [0, 3600, -3600])
+def test_the_lock_of_another_machine_lives_by_its_heartbeat_whatever_its_clock_says(tmp_path, skew_s):
+    path = foreign_lock(tmp_path)
+    dated = time.time() + skew_s
+    os.utime(path, (dated, dated))
+    dead = threading.Event()
+
+    def beat() -> None:
+        while not dead.wait(0.1):
+            now = time.time() + skew_s
+            os.utime(path, (now, now))
+
+    beating = threading.Thread(target=beat)
+    beating.start()
     with pytest.raises(UserError, match="in use by process 1 on elsewhere"):
-        RunLock(str(tmp_path), 3).acquire()
-    old = os.stat(lock.path).st_mtime - 2
-    os.utime(lock.path, (old, old))  # overdue: the next beat is waited for, and does not come
-    with RunLock(str(tmp_path), 3) as ours:
-        assert "took over the run directory from process 1 on elsewhere" in ours.acquire()
-    Path(lock.path).write_text("torn")
-    os.utime(lock.path, (old, old))
-    with RunLock(str(tmp_path), 1) as ours:
-        assert "took over" in ours.acquire()
+        RunLock(str(tmp_path), 30).acquire()
+    dead.set()
+    beating.join()
+    with RunLock(str(tmp_path), 0.5) as lock:
+        assert "took over the run directory from process 1 on elsewhere" in lock.acquire()
+        lock.check()
+
+
+def test_the_lock_of_a_process_whose_id_was_given_to_another_is_taken_over_at_once(tmp_path):
+    with RunLock(str(tmp_path), 60) as first:
+        first.acquire()
+        owner = json.loads(Path(first.path).read_text())
+    path = foreign_lock(tmp_path, machine=owner["machine"], pid=os.getpid(), started="1")
+    with RunLock(str(tmp_path), 1e6) as lock:
+        assert f"its process {os.getpid()} is gone" in lock.acquire()
+        lock.check()
+    assert not path.exists() and os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_is_torn_is_taken_over_when_nobody_renews_it(tmp_path):
+    (tmp_path / ".lock").write_text("torn")
+    with RunLock(str(tmp_path), 0.5) as lock:
+        assert "took over" in lock.acquire()

@@ -1,10 +1,11 @@
-"""One job to a run directory: a lock with an owner and a heartbeat."""
+"""One job to a directory: a lock with an owner and a heartbeat."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
@@ -18,6 +19,8 @@ from trainer.documents import Shape, parse_object
 from trainer.durable import read_file, write_file
 from trainer.errors import UserError
 
+LOG = logging.getLogger(__name__)
+
 NAME = ".lock"
 _OWNER: dict[Any, Shape] = {
     "token": str,
@@ -27,6 +30,7 @@ _OWNER: dict[Any, Shape] = {
     "started": (str, NoneType),
     "since": str,
 }
+_GUARD_TRIES = 10
 
 
 class RunLock:
@@ -34,21 +38,35 @@ class RunLock:
 
     The owner of a lock from this machine is dead if its process is gone: its lock is taken over at once. A
     lock from another machine (or another container, whose processes cannot be seen) is dead once its
-    heartbeat is older than `timeout_s` by the file system's own clock.
+    heartbeat has not moved for `timeout_s` while this process watched it. Clocks are never compared.
 
     Args:
-        timeout_s: age of a heartbeat, seconds, from which its owner counts as dead.
+        directory: what is locked; made if missing.
+        timeout_s: seconds without a heartbeat after which an owner counts as dead.
+        name: what messages call the directory.
+        remedy: what the user can do when another job holds the lock.
     """
 
-    def __init__(self, run_dir: str, timeout_s: float):
-        self.path = os.path.join(run_dir, NAME)
+    def __init__(
+        self,
+        directory: str,
+        timeout_s: float,
+        name: str = "run directory",
+        remedy: str = "choose another trainer.run_name, or end that job",
+    ):
+        self.directory = directory
+        self.path = os.path.join(directory, NAME)
         self.timeout_s = timeout_s
+        self._name = name
+        self._remedy = remedy
         self._token = secrets.token_hex(8)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self, wait: bool = False) -> str | None:
         """Take the lock; returns a line about the dead owner it was taken from, if there was one.
+
+        Watches an owner on another machine until its heartbeat moves (it is alive) or `timeout_s` have passed.
 
         Args:
             wait: until another job that runs here has ended.
@@ -57,30 +75,32 @@ class RunLock:
             UserError: another job runs in this directory.
         """
         taken_from = None
-        deadline = time.monotonic() + self.timeout_s + 5
+        watch = _Watch()
         while True:
             try:
+                os.makedirs(self.directory, exist_ok=True)
                 with self._guarded():
                     owner = self._read()
-                    if owner is None or (death := self._dead(owner)) is not None:
+                    beat = None if owner is None else (owner.get("token"), os.stat(self.path).st_mtime_ns)
+                    silent_s = watch.silent_for(beat)
+                    if owner is None or (death := self._dead(owner, silent_s)) is not None:
                         if owner is not None:
-                            taken_from = f"took over the run directory from {_who(owner)}: {death}"
+                            taken_from = f"took over the {self._name} from {_who(owner)}: {death}"
                         self._write()
                         break
             except FileNotFoundError:  # the last owner is removing the directory
                 continue
             except OSError as error:
                 raise UserError(
-                    f"{self.path}: the lock of the run directory cannot be taken ({error.strerror or error}); remove "
-                    "what is there, or choose another trainer.run_name"
+                    f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove "
+                    f"what is there, or {self._remedy}"
                 ) from error
-            overdue = not _same_place(owner) and self._age() > self.timeout_s / 2 and time.monotonic() < deadline
-            if not (wait or overdue):
-                raise UserError(
-                    f"{os.path.dirname(self.path)}: in use by {_who(owner)}, whose last sign of life is "
-                    f"{self._age():.0f} s old; choose another trainer.run_name, or end that job"
-                )
-            time.sleep(0.2)  # its next heartbeat is overdue: either it comes, or the owner is dead
+            if (_same_place(owner) or watch.moved) and not wait:
+                raise UserError(f"{self.directory}: in use by {_who(owner)}; {self._remedy}")
+            if silent_s == 0 and not _same_place(owner) and not watch.moved:
+                seconds = f"{self.timeout_s:g} s"
+                LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _who(owner), seconds)
+            time.sleep(min(0.2, self.timeout_s / 20))
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         return taken_from
@@ -89,13 +109,22 @@ class RunLock:
         """Nothing, while the lock is ours.
 
         Raises:
-            UserError: another job has taken it (this process stood still for longer than the timeout).
+            UserError: another job has taken it (this process stood still for longer than the timeout), or the
+                directory is no longer there.
         """
-        owner = self._read()
-        if owner is None or owner.get("token") != self._token:
-            who = _who(owner) if owner else "nobody: the lock file is gone"
-            raise UserError(f"{os.path.dirname(self.path)}: this job lost the run directory to {who}; it stops "
-                            "without writing more")  # fmt: skip
+        try:
+            owner = self._read()
+        except OSError as error:
+            raise UserError(f"{self.path}: this job's lock cannot be read ({error.strerror})") from error
+        if owner is None:
+            raise UserError(
+                f"{self.directory}: this job lost the {self._name}: its lock file is gone (was the directory "
+                "removed or unmounted?); nothing more is written there"
+            )
+        if owner.get("token") != self._token:
+            raise UserError(
+                f"{self.directory}: this job lost the {self._name} to {_who(owner)}; nothing more is written there"
+            )
 
     def release(self) -> None:
         """Give the lock back, if it is ours."""
@@ -103,10 +132,13 @@ class RunLock:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        with contextlib.suppress(OSError):
-            owner = self._read()
-            if owner is not None and owner.get("token") == self._token:
-                os.remove(self.path)
+        with contextlib.suppress(OSError):  # the directory is gone, and the lock with it
+            if (self._read() or {}).get("token") != self._token:
+                return
+            with self._guarded():
+                if (self._read() or {}).get("token") == self._token:
+                    os.remove(self.path)
+                    os.remove(f"{self.path}.guard")
 
     def __enter__(self) -> RunLock:
         return self
@@ -118,9 +150,9 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(self.timeout_s / 6):
-            with contextlib.suppress(OSError):  # a busy file system: the next beat may do
+            with contextlib.suppress(OSError):  # a busy or absent file system: the next beat may do
                 owner = self._read()
-                if owner is None or owner.get("token") != self._token:
+                if owner is not None and owner.get("token") != self._token:
                     return  # `check` says so to whoever is about to write
                 os.utime(self.path)
 
@@ -138,35 +170,43 @@ class RunLock:
         except ValueError:
             return {}  # not ours, and nobody's: it dies of old age
 
-    def _dead(self, owner: dict[str, Any]) -> str | None:
+    def _dead(self, owner: dict[str, Any], silent_s: float) -> str | None:
         if _same_place(owner):
             pid = owner["pid"]
             return None if _started(pid) == owner["started"] else f"its process {pid} is gone"
-        age = self._age()
-        return f"its last sign of life is {age:.0f} s old" if age > self.timeout_s else None
-
-    def _age(self) -> float:
-        """Seconds since the last heartbeat, both ends told by the clock of the file system."""
-        probe = f"{self.path}.{self._token}"
-        try:
-            with open(probe, "w"):
-                pass
-            now = os.stat(probe).st_mtime
-            return max(0.0, now - os.stat(self.path).st_mtime)
-        except FileNotFoundError:
-            return 0.0
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(probe)
+        return f"no heartbeat for {self.timeout_s:g} s" if silent_s >= self.timeout_s else None
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Two that find the same dead owner must not both take its place."""
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        with open(f"{self.path}.guard", "w") as guard:
-            with contextlib.suppress(OSError):  # a file system without locks of its own: the window is small
-                fcntl.flock(guard, fcntl.LOCK_EX)
-            yield
+        path = f"{self.path}.guard"
+        for attempt in range(_GUARD_TRIES):
+            with open(path, "w") as guard:
+                with contextlib.suppress(OSError):  # a file system without locks of its own: the window is small
+                    fcntl.flock(guard, fcntl.LOCK_EX)
+                # The owner before may have removed the file that this process waited for. Not every file system
+                # has stable inode numbers, so the tries are bounded.
+                current = os.path.samestat(os.fstat(guard.fileno()), os.stat(path))
+                if current or attempt == _GUARD_TRIES - 1:
+                    yield
+                    return
+
+
+class _Watch:
+    """Judges a heartbeat by its movement, as this process sees it."""
+
+    def __init__(self) -> None:
+        self.moved = False
+        self._last: object = None
+        self._since = time.monotonic()
+
+    def silent_for(self, beat: object) -> float:
+        """Seconds since the heartbeat was last seen to move; 0 when it is seen for the first time."""
+        now = time.monotonic()
+        if beat != self._last:
+            self.moved = self._last is not None
+            self._last, self._since = beat, now
+        return now - self._since
 
 
 def _same_place(owner: dict[str, Any]) -> bool:
