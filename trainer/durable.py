@@ -6,19 +6,25 @@ import errno
 import glob
 import os
 import stat
+from collections.abc import Callable
 
 import xxhash
 
 _CHUNK = 8 << 20
 
 
-def write_file(path: str, data: bytes | str) -> None:
-    """Write a file that is there whole, or not at all, whenever the process or the machine dies."""
+def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None) -> None:
+    """Write a file that is there whole, or not at all, whenever the process or the machine dies.
+
+    Args:
+        fence: called before the file appears; raises when this process may no longer write it.
+    """
     staged = f"{path}.tmp"
     with open(staged, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
+    fence()
     os.replace(staged, path)
     sync_directory(os.path.dirname(path) or ".")
 

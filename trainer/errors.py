@@ -20,6 +20,10 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient norm became NaN or infinite. The weights were not updated with it."""
 
 
+class NotSavedError(RuntimeError):
+    """The last state of a process could not be saved: its steps since the last checkpoint must be trained again."""
+
+
 def describe_error(error: BaseException) -> str:
     """Return `Type: text` as one short printable line. Made for errors of user code, whose text may itself raise."""
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import secrets
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
@@ -20,16 +23,28 @@ def export_target(cfg: Config, step: int) -> str:
     return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")
 
 
-def export_policy(cfg: Config, ranks: Ranks, model_path: str, tokenizer: Any, target: str, dtype: str) -> None:
+def export_policy(
+    cfg: Config,
+    ranks: Ranks,
+    model_path: str,
+    tokenizer: Any,
+    target: str,
+    dtype: str,
+    fence: Callable[[], None],
+) -> None:
     """Write weights, config and tokenizer to the directory `target`, whole or not at all.
 
     With adapters, and `trainer.hf_save_lora=adapter`, peft's files and the tokenizer instead.
 
     Args:
         dtype: of the weights (see `RolloutConfig.dtype`).
+        fence: raises when this process no longer holds the run directory; then nothing is published.
     """
-    writing = f"{target}.writing"
-    shutil.rmtree(writing, ignore_errors=True)
+    fence()
+    for left in glob.glob(f"{glob.escape(target)}.writing*"):  # by a killed export
+        shutil.rmtree(left, ignore_errors=True)
+    # A token of its own: a process of a killed run that still writes cannot write into this export.
+    writing = f"{target}.writing-{secrets.token_hex(4)}"
     os.makedirs(writing)
     if cfg.trainer.policy.lora.rank is not None and cfg.trainer.hf_save_lora == "adapter":
         tokenizer.save_pretrained(writing)
@@ -42,6 +57,7 @@ def export_policy(cfg: Config, ranks: Ranks, model_path: str, tokenizer: Any, ta
         ranks.write_weights(os.path.abspath(writing), dtype)
     failpoint("export:written")
     sync_tree(writing)
+    fence()
     shutil.rmtree(target, ignore_errors=True)  # of the same step, before the run was killed: the same bytes
     os.replace(writing, target)
     sync_directory(os.path.dirname(os.path.abspath(target)))

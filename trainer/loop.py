@@ -114,6 +114,7 @@ class Trainer:
 
         Raises:
             Stopped: a signal or deadline asked for it; everything is saved.
+            NotSavedError: the last save failed.
         """
         metrics: dict[str, float] = {}
         if self.directory.resume:
@@ -265,7 +266,8 @@ class Trainer:
             self.ranks.refresh_reference()
         if self.cfg.logger.rollouts:
             texts = self._texts(rollouts.completions)
-            write_rollouts(t.run_dir, step, rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), texts)
+            write_rollouts(t.run_dir, step, rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), texts,
+                           self.directory.claim.run_dir.check)  # fmt: skip
         self._log(step, metrics)
         failpoint("logged")
         self.directory.report(self.progress.note)
@@ -315,7 +317,8 @@ class Trainer:
     def export(self, step: int) -> str:
         """Write the policy in Hugging Face format to `{export_path}/global_step_{step}/policy`; returns that."""
         target = export_target(self.cfg, step)
-        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, self.cfg.rollout.dtype)
+        fence = self.directory.claim.run_dir.check
+        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, self.cfg.rollout.dtype, fence)
         self.progress.note(f"exported {target}")
         return target
 

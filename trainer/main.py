@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from trainer.errors import NonFiniteError, UserError, WorkerError
+from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError
 from trainer.output import guard_output
 from trainer.stopping import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
@@ -87,7 +87,7 @@ def _errors_as_sentences() -> Iterator[None]:
     except (UserError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         sys.exit(2)
-    except (WorkerError, NonFiniteError) as error:
+    except (WorkerError, NonFiniteError, NotSavedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer.checkpoint import config_diff
+from trainer.checkpoint import config_diff, record
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.claim import Claim
 from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.retention import Retention
@@ -27,11 +27,11 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import RESUME_LOAD, Config
 from trainer.documents import parse_object
 from trainer.durable import digest_bytes, digest_weights, read_file, write_file
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import NonFiniteError, NotSavedError, UserError
 from trainer.hub import first_line
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
-from trainer.metrics.tracker import METRICS_FILE
+from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
 from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
 from trainer.stopping import Stopped, StopRequest
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LINEAGE = "lineage.json"
 Note = Callable[[str], None]
 _SETTLE_S = 60.0
+_LAST_SAVE_TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +67,17 @@ class RunDirectory:
         self.cfg = cfg
         self._supervised = supervised
         t = cfg.trainer
-        self.lock = RunLock(t.run_dir, t.lock_timeout_s)
+        self.claim = Claim(t.run_dir, t.ckpt_path, t.lock_timeout_s)
         retention = Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric)
-        self.checkpoints = CheckpointManager(t.ckpt_path, retention, t.verify_checkpoint, self.lock.check)
+        self.checkpoints = CheckpointManager(
+            t.ckpt_path,
+            retention,
+            t.verify_checkpoint,
+            fence=self.claim.check,
+            committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
+        )
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
+        self._metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.resume: Resume | None = None
         self.last_checkpoint = ""
         self.last_save_s = 0.0
@@ -77,6 +85,7 @@ class RunDirectory:
         self.notes: list[str] = []  # of what happened before there was anybody to tell
         self._saved_step = -1
         self._failures = 0
+        self._failure = ""
         self._blocked = 0.0
         self.added_steps: dict[str, int] = {}
         self._same_rounding = self._same_run = True
@@ -85,28 +94,39 @@ class RunDirectory:
     # Start
 
     def open(self, wait: bool = False) -> RunDirectory:
-        """Take the lock, clear away what a killed run left, and find out where to go on.
+        """Take the locks, clear away what a killed run left, and find out where to go on.
 
         Args:
             wait: when another job runs here, wait for its end.
 
         Raises:
             UserError: another job runs here; the directory holds a run and nothing was said about resuming;
-                the checkpoint cannot be used, or not under this config.
+                checkpoints cannot be written, or those of this run are gone; the checkpoint cannot be used, or not
+                under this config; `metrics.jsonl` is not what the run has logged.
         """
-        os.makedirs(self.cfg.trainer.run_dir, exist_ok=True)
-        taken_over = self.lock.acquire(wait)
         try:
-            if taken_over:
-                self.notes.append(taken_over)
+            self.notes += self.claim.acquire(wait)
             self.notes += self.checkpoints.clean_up()
             self.resume = self._find_resume()
             if self.resume is not None:
                 self.notes += self._check_config(self.resume)
+            self._check_metrics()
         except BaseException:
-            self.lock.release()
+            self.close()
             raise
         return self
+
+    def _check_metrics(self) -> None:
+        """Check that `metrics.jsonl` has what the run had logged when it saved the checkpoint."""
+        if self.resume is None:
+            if (first := first_step(self._metrics_file)) is not None:
+                self.notes.append(
+                    f"an earlier start logged steps from {first} on and committed no checkpoint: training starts "
+                    f"again, and these lines are kept in {CUT_FILE}"
+                )
+        elif not self.resume.fork:
+            first = manifests.read(self.resume.path).get("metrics_from")
+            check_lines(self._metrics_file, first, self.resume.step)
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
@@ -118,8 +138,8 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Give the lock back."""
-        self.lock.release()
+        """Give the locks back."""
+        self.claim.release()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -132,7 +152,7 @@ class RunDirectory:
         lineage = os.path.join(t.run_dir, LINEAGE)
         if os.path.lexists(lineage):
             self.lineage = _read_lineage(lineage)
-        holds_run = bool(self.checkpoints.steps()) or os.path.exists(os.path.join(t.run_dir, METRICS_FILE))
+        holds_run = bool(self.checkpoints.steps()) or os.path.exists(self._metrics_file) or record.exists(t.run_dir)
         if t.resume_mode in (None, "none"):
             if holds_run:
                 raise UserError(f"trainer.run_dir={t.run_dir}: already holds a run; continue it with "
@@ -164,7 +184,11 @@ class RunDirectory:
     def _newest(self, before: int | None = None) -> Resume | None:
         path, problems = self.checkpoints.latest(before)
         self.notes += [f"skipped a damaged checkpoint: {problem}" for problem in problems]
-        return Resume(path, manifests.read(path)["step"], fork=False) if path else None
+        if path is None:
+            if before is None:
+                record.check_nothing_committed(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path)
+            return None
+        return Resume(path, manifests.read(path)["step"], fork=False)
 
     def _own(self, path: str) -> Resume:
         step = manifests.verify(path, self.cfg.trainer.verify_checkpoint)["step"]
@@ -386,11 +410,11 @@ class RunDirectory:
             "roles": roles,
             "ranks": t.num_workers,
             "replicas": t.replicas,
-            "versions": _versions(),
             "config_digest": digest_bytes(config_yaml(self.cfg)),
             "score_metric": t.best_metric,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.lineage or None,
+            "metrics_from": first_step(self._metrics_file),
         })  # fmt: skip
         if not t.ckpt_async:
             self.checkpoints.wait()
@@ -408,22 +432,54 @@ class RunDirectory:
 
         Raises:
             Stopped: a signal or deadline asked for it; everything is saved.
+            NotSavedError: the run ends here, and its last save failed.
         """
         stop.consider_deadline(2 * seconds + 2 * self.last_save_s + 5)
-        stopping = stop.reason is not None and step < total
-        if self.saves and (self.schedule.due(step) or step == total) or stopping:
+        last = step == total
+        stopping = stop.reason is not None and not last
+        if stopping or last and self.saves:
+            self._save_last(step, save, note)
+        elif self.saves and self.schedule.due(step):
             save()
         if stopping:
-            self.finish(note)
             raise Stopped(f"stopped after step {step} of {total} ({stop.reason}); the same command with "
                           "trainer.resume_mode=latest goes on")  # fmt: skip
+
+    def _save_last(self, step: int, save: Callable[[], None], note: Note) -> None:
+        """Save the last state of this process, and wait until it is committed; try again if that fails.
+
+        Raises:
+            NotSavedError: every try failed.
+        """
+        import tenacity  # seldom needed, and slow to import
+
+        for attempt in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(NotSavedError),
+            stop=tenacity.stop_after_attempt(_LAST_SAVE_TRIES),
+            wait=tenacity.wait_exponential(multiplier=0.5),
+            reraise=True,
+        ):
+            with attempt:
+                save()
+                self.checkpoints.wait()
+                self.report(note, last=True)
+                if self._saved_step != step:
+                    raise NotSavedError(
+                        f"step {step} is trained but not saved: trainer.ckpt_path={self.cfg.trainer.ckpt_path}: "
+                        f"{self._failure}; the last good checkpoint is {self.last_checkpoint or 'none yet'}. Repair "
+                        "that, then give the same command with trainer.resume_mode=latest: it trains again what is "
+                        "not saved."
+                    )
 
     def blocked(self, seconds: float) -> None:
         """Training has stood still this long for the save that is under way."""
         self._blocked += seconds
 
-    def report(self, note: Note) -> None:
+    def report(self, note: Note, last: bool = False) -> None:
         """Tell how saves have ended.
+
+        Args:
+            last: of the last save of this process, which is tried again whatever has failed before.
 
         Raises:
             UserError: more of them failed in a row than `trainer.ckpt_failures_allowed`.
@@ -442,14 +498,16 @@ class RunDirectory:
                     note(f"WARNING: {warning}")
                 continue
             self._failures += 1
-            self._saved_step = -1
-            last = self.last_checkpoint or "none yet"
+            self._failure = outcome.error
+            if self._saved_step == outcome.step:
+                self._saved_step = -1
+            known = self.last_checkpoint or "none yet"
             allowed = self.cfg.trainer.ckpt_failures_allowed
-            message = f"the checkpoint of step {outcome.step} FAILED ({outcome.error}); the last good one is {last}"
-            if self._failures > allowed:
+            message = f"the checkpoint of step {outcome.step} FAILED ({outcome.error}); the last good one is {known}"
+            if self._failures > allowed and not last:
                 raise UserError(f"trainer.ckpt_path={self.cfg.trainer.ckpt_path}: {message}; {self._failures} failed "
                                 f"in a row, trainer.ckpt_failures_allowed={allowed}")  # fmt: skip
-            note(f"WARNING: {message}; training goes on")
+            note(f"WARNING: {message}" + ("" if last else "; training goes on"))
 
     def finish(self, note: Note) -> None:
         """Wait for the save that is under way and tell how it ended."""
@@ -469,9 +527,3 @@ def _read_lineage(path: str) -> dict[str, Any]:
 
 def config_yaml(cfg: Config) -> bytes:
     return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False).encode()
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("torch", "transformers")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,8 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
+from trainer.checkpoint import record
+from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
@@ -73,6 +76,7 @@ class SupervisedTrainer:
 
         Raises:
             Stopped: a signal or deadline asked for it; everything is saved.
+            NotSavedError: the last save failed.
         """
         cfg, t = self.cfg, self.cfg.trainer
         if self.directory.resume:
@@ -130,7 +134,8 @@ class SupervisedTrainer:
 
     def export(self, target: str) -> None:
         """Write the model in Hugging Face format to the directory `target`, whole or not at all."""
-        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, "float32")
+        fence = self.directory.claim.run_dir.check
+        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, "float32", fence)
 
     def close(self) -> None:
         """Give the ranks' place back."""
@@ -206,9 +211,19 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
             trainer.fit()
             trainer.export(target)
             trainer.close()
-            shutil.rmtree(warm_start.trainer.ckpt_path)  # while it is ours: who waits for the lock would look into it
-    shutil.rmtree(run_dir, ignore_errors=True)  # who waited makes it anew, and removes it too
+        _delete_run(run_dir)  # while it is ours: the next job that holds the lock looks into it
+    with contextlib.suppress(OSError):  # a job that waited for the lock has its own there now, and will remove it
+        os.rmdir(run_dir)
     return target
+
+
+def _delete_run(run_dir: str) -> None:
+    record.remove(run_dir)  # first: a run that has committed checkpoints is refused without them
+    for entry in list(os.scandir(run_dir)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif not entry.name.startswith(LOCK_NAME):
+            os.remove(entry.path)
 
 
 def run(cfg: Config, device: str) -> None:

@@ -172,7 +172,9 @@ def test_a_run_cut_anywhere_and_resumed_has_the_file_of_the_uninterrupted_run(
         tracker.log(later, rows[later])
     tracker.close()
     assert path.read_bytes() == whole
-    assert os.listdir(run_dir) == ["metrics.jsonl"]
+    kept = [row["step"] for row in read_metrics(str(run_dir / "metrics.cut.jsonl"))]
+    assert kept == list(range(step + 1, lines)), "lines were discarded"
+    assert set(os.listdir(run_dir)) <= {"metrics.jsonl", "metrics.cut.jsonl"}
 
 
 def test_what_was_logged_survives_a_kill(tmp_path):

@@ -263,7 +263,7 @@ def test_failed_saves_are_told_and_bounded(tmp_path):
         run.save(3, {}, [])
         with pytest.raises(UserError, match="trainer.ckpt_path.*No space.*2 failed in a row"):
             run.finish(told.append)
-        assert sorted(os.listdir(tmp_path / "checkpoints")) == ["global_step_1", "latest_ckpt_global_step.txt"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
 # ----------------------------------------------------------------------------------------------------------

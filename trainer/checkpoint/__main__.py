@@ -6,10 +6,12 @@ Needs no Ray, no GPU and, but for `diff` and `export`, no torch: it answers at o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import posixpath
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -73,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 Result = tuple[Any, list[str], int]
+_LOCK_TIMEOUT_S = 60  # the default of trainer.lock_timeout_s
 
 
 def _ls(args: argparse.Namespace) -> Result:
@@ -82,7 +85,8 @@ def _ls(args: argparse.Namespace) -> Result:
     for row in rows:
         lines.append(f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  "
                      f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}")  # fmt: skip
-    others = [name for name in checkpoints.storage.list() if name.startswith(".")]
+    hidden = [name for name in checkpoints.storage.list() if name.startswith(".")]
+    others = [name for name in hidden if not name.startswith(LOCK_NAME)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
     return {"root": checkpoints.storage.root, "checkpoints": rows, "others": others}, lines, 0
 
@@ -177,12 +181,13 @@ def _prune(args: argparse.Namespace) -> Result:
     if args.keep < 1:
         raise UserError(f"--keep={args.keep}: must be at least 1")
     checkpoints = _open(args.root)
-    valid = [step for step in checkpoints.steps() if _describe(checkpoints, step, "size")["valid"]]
-    if not valid:
-        raise UserError(f"{checkpoints.storage.root}: no checkpoint is valid, so none is deleted")
-    doomed = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
-    if not args.dry_run:
-        checkpoints.delete(doomed)
+    with contextlib.nullcontext() if args.dry_run else _locked(checkpoints):
+        valid = [step for step in checkpoints.steps() if _describe(checkpoints, step, "size")["valid"]]
+        if not valid:
+            raise UserError(f"{checkpoints.storage.root}: no checkpoint is valid, so none is deleted")
+        doomed = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
+        if not args.dry_run:
+            checkpoints.delete(doomed)
     verb = "would delete" if args.dry_run else "deleted"
     lines = [f"{verb} {checkpoints.path(step)}" for step in doomed] or ["nothing to delete"]
     return {"deleted": doomed, "dry_run": args.dry_run}, lines, 0
@@ -191,12 +196,7 @@ def _prune(args: argparse.Namespace) -> Result:
 def _rollback(args: argparse.Namespace) -> Result:
     checkpoints = _open(args.root)
     manifests.verify(checkpoints.path(args.to), "hash")
-    run_dir = os.path.dirname(checkpoints.storage.root)
-    if os.path.exists(os.path.join(run_dir, LOCK_NAME)):
-        with RunLock(run_dir, 60) as lock:  # not under a job that is running
-            lock.acquire()
-            moved = checkpoints.set_aside(after=args.to)
-    else:
+    with _locked(checkpoints):
         moved = checkpoints.set_aside(after=args.to)
     lines = [f"put aside {name}" for name in moved] or ["nothing is newer"]
     return {"step": args.to, "set_aside": moved}, lines, 0
@@ -224,6 +224,14 @@ def _printable(text: str) -> str:
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+@contextlib.contextmanager
+def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
+    """Hold the checkpoint directory: a job that writes there must not lose what it builds on."""
+    with RunLock(checkpoints.storage.root, _LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
+        lock.acquire()
+        yield
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -76,9 +77,10 @@ class RunLock:
         """
         taken_from = None
         watch = _Watch()
+        os.makedirs(os.path.dirname(os.path.abspath(self.directory)), exist_ok=True)
         while True:
             try:
-                os.makedirs(self.directory, exist_ok=True)
+                self._make()
                 with self._guarded():
                     owner = self._read()
                     beat = None if owner is None else (owner.get("token"), os.stat(self.path).st_mtime_ns)
@@ -147,6 +149,13 @@ class RunLock:
         self.release()
 
     # ---------------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        # Not with makedirs: it fails when the last owner removes the directory at the same moment.
+        if os.path.islink(self.directory) and not os.path.exists(self.directory):
+            raise FileExistsError(errno.EEXIST, "a link to what is not there", self.directory)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.directory)
 
     def _beat(self) -> None:
         while not self._stop.wait(self.timeout_s / 6):

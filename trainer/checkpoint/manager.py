@@ -23,13 +23,14 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manifest import STEP_DIR, DamagedError, FileEntry
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.storage import PROBE, Storage
 from trainer.documents import Shape
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
@@ -104,7 +105,9 @@ class CheckpointManager:
     """The checkpoints of one run below `ckpt_path`.
 
     Args:
-        fence: called before a commit; raises when this process may no longer write here.
+        fence: called before a save and before its commit; raises `UserError` when this process may no longer
+            write here.
+        committed: called with its step after each commit.
     """
 
     def __init__(
@@ -113,12 +116,14 @@ class CheckpointManager:
         retention: Retention | None = None,
         verify: str = "hash",
         fence: Callable[[], None] = lambda: None,
+        committed: Callable[[int], None] = lambda step: None,
     ):
         self.storage = Storage(ckpt_path)
         self.retention = retention or Retention()
         self.verify = verify
         self.resumed_from: int | None = None  # a step below this root that the run was resumed from
         self._fence = fence
+        self._committed = committed
         self._parts: list[Part] = []
         self._saving: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
@@ -146,10 +151,11 @@ class CheckpointManager:
         writing = f"{WRITING}{name}-{secrets.token_hex(4)}"
         finishers: list[Callable[[], list[FileEntry]]] = []
         try:
+            self._fence()
             self.storage.make(writing)
             for part in self._parts:
                 finishers.append(part.begin(self.storage.path(writing)))
-        except OSError as error:
+        except (OSError, UserError) as error:
             for finish in finishers:  # what has begun must end before the next save begins
                 with contextlib.suppress(OSError):
                     finish()
@@ -197,6 +203,7 @@ class CheckpointManager:
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "trainer_version": __version__,
             "python_version": sys.version.split()[0],
+            "versions": {name: version(name) for name in ("torch", "transformers")},
             "parent_step": max(self.steps(), default=None),
             **description,
         }
@@ -207,6 +214,7 @@ class CheckpointManager:
         self.storage.rename(writing, name)
         failpoint("save:published")
         warnings: list[str] = []
+        _collect(warnings, lambda: self._committed(step))
         _collect(warnings, lambda: self.storage.write(HINT, f"{step}\n".encode()))
         failpoint("save:hinted")
         _collect(warnings, lambda: self._remove_aside(step))
@@ -300,11 +308,12 @@ class CheckpointManager:
 
         Only for the process that holds the run's lock.
         """
+        kinds = {WRITING: "an interrupted save", DELETING: "an interrupted deletion", PROBE: "an interrupted test"}
         notes = []
         for entry in self.storage.list():
-            if entry.startswith((WRITING, DELETING)):
+            kind = next((kind for prefix, kind in kinds.items() if entry.startswith(prefix)), None)
+            if kind is not None:
                 problem = _quietly(self.storage.remove, entry)
-                kind = "an interrupted save" if entry.startswith(WRITING) else "an interrupted deletion"
                 notes.append(f"removed {entry}, {kind}" if problem is None else f"{entry} cannot be removed: {problem}")
         return notes
 

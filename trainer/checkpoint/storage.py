@@ -5,14 +5,18 @@ Everything that knows whether a checkpoint lies on a disk or elsewhere is in her
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import posixpath
+import secrets
 
 import fsspec
 
 from trainer.durable import digest_bytes, digest_file, read_file, sync_directory, sync_tree, write_file
 
 _CHUNK = 8 << 20
+PROBE = ".probe-"
 
 
 class Storage:
@@ -45,6 +49,26 @@ class Storage:
 
     def make(self, relative: str) -> None:
         self.fs.makedirs(self.path(relative), exist_ok=True)
+
+    def probe(self) -> None:
+        """Try all that a save does: make a directory, write a file durably, rename, read back, remove.
+
+        Raises:
+            OSError: something of it failed.
+        """
+        name, data = f"{PROBE}{secrets.token_hex(4)}", secrets.token_bytes(64)
+        try:
+            self.make(name)
+            self.write(f"{name}/file", data)
+            self.sync(name)
+            self.rename(name, f"{name}-renamed")
+            if self.read(f"{name}-renamed/file") != data:
+                raise OSError(errno.EIO, "a file is not read back as it was written")
+        finally:
+            for left in (name, f"{name}-renamed"):
+                with contextlib.suppress(OSError):
+                    if self.exists(left):
+                        self.remove(left)
 
     def read(self, relative: str) -> bytes:
         """The content of a file; on a disk, of a regular file that is no link."""

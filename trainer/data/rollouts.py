@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.data.datasets import read_rows
@@ -17,7 +17,8 @@ _IDS = ("prompt_ids", "completion_ids")
 
 
 def write_rollouts(run_dir: str, step: int, prompts: Sequence[DrawnPrompt], completions: Sequence[Any],
-                   rewards: Sequence[float], texts: Sequence[str]) -> None:  # fmt: skip
+                   rewards: Sequence[float], texts: Sequence[str],
+                   fence: Callable[[], None] = lambda: None) -> None:  # fmt: skip
     """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line a completion.
 
     A step that is replayed after a kill writes the same file again.
@@ -25,7 +26,9 @@ def write_rollouts(run_dir: str, step: int, prompts: Sequence[DrawnPrompt], comp
     Args:
         completions: `Completion`s of the engine, as many for each prompt, those of one prompt together.
         texts: of the completions, as the reward saw them.
+        fence: raises when this process no longer holds the run directory; then nothing is written there.
     """
+    fence()
     directory = os.path.join(run_dir, "rollouts")
     os.makedirs(directory, exist_ok=True)
     n = len(completions) // len(prompts)
@@ -38,7 +41,7 @@ def write_rollouts(run_dir: str, step: int, prompts: Sequence[DrawnPrompt], comp
             "prompt_ids": list(drawn.prompt.token_ids), "completion_ids": completion.token_ids,
             "logprobs": completion.logprobs,
         }) + "\n")  # fmt: skip
-    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines))
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
 
 
 def read_rollouts(

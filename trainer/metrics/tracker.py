@@ -12,6 +12,7 @@ import math
 import numbers
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+CUT_FILE = "metrics.cut.jsonl"
 
 
 class Tracker:
@@ -94,7 +96,8 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Make it so that this run ended with `step` (-1: never began), before the first `log`.
 
-        Lines of later steps and a torn last line go, in one atomic replacement of the file. TensorBoard gets
+        Lines of later steps and a torn last line go, in one atomic replacement of the file. Lines that go are kept
+        in `metrics.cut.jsonl`, but for those that only a clock tells from a line that is there. TensorBoard gets
         a mark that hides the later events. W&B cannot forget: its later steps stay as they are and are not
         sent again; but steps that were on their way to it when the run was killed are sent now. In offline
         mode that makes every `offline-run-…` directory complete: sync the newest.
@@ -102,7 +105,9 @@ class Tracker:
         Raises:
             UserError: a line other than the last is not a JSON object.
         """
-        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
+        rows = read_metrics(self._path)
+        kept = [row for row in rows if row["step"] <= step]
+        self._keep_cut([row for row in rows if row["step"] > step])
         write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         os.close(self._file)
         self._file = _open_append(self._path)
@@ -111,6 +116,14 @@ class Tracker:
             LOG.warning("W&B has this run's steps before %d; they are not sent again", self._wandb.step)
         for row in kept:
             self._log_wandb(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+    def _keep_cut(self, cut: list[dict[str, Any]]) -> None:
+        path = os.path.join(self._run_dir, CUT_FILE)
+        known = read_metrics(path)
+        seen = {_identity(row) for row in known}
+        new = [row for row in cut if _identity(row) not in seen]
+        if new:
+            write_file(path, "".join(json.dumps(row) + "\n" for row in [*known, *new]))
 
     def flush(self) -> None:
         """Wait until the lines are on the disk, so that a checkpoint written now cannot outlive them."""
@@ -173,6 +186,42 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
         if row is None:
             raise UserError(f"{path}:{number} has no JSON object with a step; mend or remove the file")
     return rows
+
+
+def _identity(row: Mapping[str, Any]) -> str:
+    """A line without what a clock measured: the same for a step that was trained again with the same result."""
+    return json.dumps({name: row[name] for name in sorted(row) if not name.startswith(("time/", "perf/"))})
+
+
+def first_step(path: str) -> int | None:
+    """The step of the first line of a `metrics.jsonl`; None: it has no line."""
+    if not os.path.exists(path):
+        return None
+    with open(path, "rb") as file:
+        row = _parse(file.readline())
+    return None if row is None else row["step"]
+
+
+def check_lines(path: str, first: int | None, last: int) -> None:
+    """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
+
+    Args:
+        first: None: it is not known where the lines began; then only doubled lines are found.
+
+    Raises:
+        UserError: a line is missing, or there more than once.
+    """
+    counts = Counter(row["step"] for row in read_metrics(path))
+    wanted = range(last + 1 if first is None else first, last + 1)
+    missing = [step for step in wanted if step not in counts]
+    doubled = sorted(step for step, count in counts.items() if count > 1 and step <= last)
+    if missing or doubled:
+        step = min(missing[:1] + doubled[:1])
+        what = f"has no line for step {step}" if step in missing[:1] else f"has more than one line for step {step}"
+        raise UserError(
+            f"{path}: {what}, which this run has logged once; restore the file, or fork the checkpoint into another "
+            "trainer.run_name with trainer.resume_mode=from_path"
+        )
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

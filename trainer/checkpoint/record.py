@@ -1,0 +1,49 @@
+"""`committed.json` in the run directory: the last commit of a run, so that its restart notices when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+
+from trainer.durable import write_file
+from trainer.errors import UserError
+
+NAME = "committed.json"
+
+
+def write(run_dir: str, step: int, ckpt_path: str) -> None:
+    """Record that `global_step_{step}` was committed in `ckpt_path`."""
+    write_file(os.path.join(run_dir, NAME), json.dumps({"step": step, "ckpt_path": os.path.abspath(ckpt_path)}))
+
+
+def exists(run_dir: str) -> bool:
+    """This run has committed a checkpoint."""
+    return os.path.lexists(os.path.join(run_dir, NAME))
+
+
+def remove(run_dir: str) -> None:
+    """Forget what was committed. For a run whose checkpoints are about to be deleted on purpose."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(run_dir, NAME))
+
+
+def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
+    """For a run directory without a checkpoint: check that it never had one.
+
+    Raises:
+        UserError: it had one.
+    """
+    if not exists(run_dir):
+        return
+    path = os.path.join(run_dir, NAME)
+    try:
+        with open(path) as file:
+            record = json.load(file)
+        committed = f"global_step_{record['step']} in {record['ckpt_path']}"
+    except (OSError, ValueError, KeyError, TypeError):  # the record is damaged, but there was something to record
+        committed = "a checkpoint"
+    raise UserError(
+        f"trainer.ckpt_path={ckpt_path}: no checkpoint is there, and {path} says that this run has committed "
+        f"{committed}; mount or restore it, or, to start over, choose another trainer.run_name or remove {path}"
+    )
