@@ -228,9 +228,12 @@ def test_a_job_that_lost_its_checkpoint_directory_writes_nothing_there(tmp_path)
         (tmp_path / "shared/.lock").unlink()
         with RunLock(str(tmp_path / "shared"), 60) as other:
             other.acquire()
+            begun: list[str] = []
+            run.checkpoints.register(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
             run.save(1, {}, [])
             told: list[str] = []
             run.finish(told.append)
+            assert begun == []
             assert "lost the checkpoint directory to process" in told[-1]
             assert sorted(os.listdir(tmp_path / "shared")) == [".lock", ".lock.guard"]
 
