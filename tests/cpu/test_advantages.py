@@ -1,0 +1,122 @@
+"""Advantage estimators against plain float64 loops written from the papers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cpu.algorithm_checks import CASES, check_advantages, padded
+from tests.cpu.algorithm_checks import random_case as case
+from trainer.algorithms import ADVANTAGES, options_of
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=CASES,
+    whole=st.booleans(),
+    normalize_std=st.booleans(),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    pass_k=st.integers(1, 4),
+)
+def test_advantages_are_their_formulas(name, shape, whole, **options):
+    mask, ids, tensor = case(*shape)
+    check_advantages(name, tensor(whole=whole), mask, ids, tensor(), **options)
+
+
+# Groups of four, three and two, their rows mixed; completions of one to five tokens.
+IDS = torch.tensor([4, 9, 4, 2, 9, 4, 2, 9, 4])
+SCORES = [1.0, -0.5, 0.0, 2.0, 1.5, 1.0, -1.0, 0.25, -2.0]
+TOKENS = torch.tensor([1, 5, 3, 2, 4, 2, 5, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gae", {"gamma": 0.9, "lam": 0.8, "normalize_std": False}),
+        ("gae", {"gamma": 1.0, "lam": 0.5, "normalize_std": True}),
+        ("grpo", {}),
+        ("grpo", {"normalize_std": False}),
+        ("rloo", {}),
+        ("reinforce_plus_plus", {"gamma": 0.9}),
+        ("reinforce_plus_plus_baseline", {}),
+        ("remax", {"gamma": 0.9}),
+        ("maxrl", {}),
+        ("opo", {}),
+        ("grpo_passk", {"pass_k": 1}),
+        ("grpo_passk", {"pass_k": 2}),
+        ("grpo_passk", {"pass_k": 3}),
+    ],
+)
+def test_advantages_of_unequal_lengths_in_groups_of_several_sizes(name, options):
+    mask = (torch.arange(6) > 0) & (torch.arange(6) <= TOKENS[:, None])
+    mask[4, 2] = False  # tool output
+    lengths = mask.sum(dim=1).tolist()
+    # The last token earns most of it, and each one before it a little.
+    rewards = [[0.01] * (n - 1) + [score - 0.01 * (n - 1)] for n, score in zip(lengths, SCORES, strict=True)]
+    values = [[0.3 * (-1) ** t + 0.1 * t + 0.05 * n for t in range(n)] for n in lengths]
+    check_advantages(name, padded(rewards, mask), mask.double(), IDS, padded(values, mask), **options)
+
+
+def test_group_advantages_by_hand():
+    """Rewards 3, 1, 1, 0, -0.5 of completions of 1, 2, 1, 4, 2 tokens; their mean is 0.9."""
+    scores, tokens, ids = torch.tensor([3.0, 1.0, 1.0, 0.0, -0.5]), [1, 2, 1, 4, 2], torch.zeros(5, dtype=torch.long)
+    mask = (torch.arange(4) < torch.tensor(tokens)[:, None]).double()
+    rewards = torch.zeros(5, 4, dtype=torch.float64)
+    rewards[:, 0] = scores
+    centred = [2.1, 0.1, 0.1, -0.9, -1.4]
+    std = math.sqrt((2.1**2 + 2 * 0.1**2 + 0.9**2 + 1.4**2) / 4)
+    baseline = (3 + 2 + 1 + 0 - 1) / 10
+    of_two = math.sqrt(0.9 * 0.1)  # one pair of the ten has no right one
+    wrong = (0.1 - 1 / 4) / of_two  # and one of the four that a wrong one is in
+    expected = {
+        "grpo": [x / (std + 1e-6) for x in centred],
+        "rloo": [1.25 * x for x in centred],
+        "maxrl": [x / 0.9 for x in centred],
+        "opo": [x - baseline for x in scores.tolist()],
+        "grpo_passk": [0.1 / of_two] * 3 + [wrong] * 2,
+    }
+    for name, values in expected.items():
+        advantages, _ = ADVANTAGES[name](rewards, mask, ids)
+        assert advantages[:, 0].tolist() == pytest.approx(values, rel=1e-9), name
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "grpo_passk"])
+def test_groups_of_one_and_of_equal_rewards_teach_nothing(name):
+    # 0.1 + 0.2 summed in another order is another number: rounding must not become an advantage.
+    rewards = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.1, 0.2], [5.0, 0.0]])
+    advantages, _ = ADVANTAGES[name](rewards, torch.ones(4, 2), torch.tensor([3, 3, 3, 1]))
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_equal_values_does_not_blow_up_their_rounding(name):
+    mask = torch.ones(7, 3)
+    rewards = torch.zeros(7, 3)
+    rewards[:, -1] = 0.3
+    assert not ADVANTAGES[name](rewards, mask, torch.arange(7))[0].any()
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_advantages_have_no_gradient_and_the_widest_type_of_what_went_in(name):
+    """Rewards that are counted as integers, values that a critic has just computed."""
+    options = options_of(ADVANTAGES[name])
+    baselines, values = torch.tensor([0.5, 0.5]), torch.full((2, 1), 0.5, requires_grad=True)
+    given = {n: v for n, v in (("baselines", baselines), ("values", values), ("pass_k", 1)) if n in options}
+    ids, mask = torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.long)
+    results = [
+        ADVANTAGES[name](torch.tensor([[1], [0]], dtype=dtype), mask, ids, **given)
+        for dtype in (torch.int64, torch.bfloat16, torch.float32)
+    ]
+    for advantages, returns in results:
+        assert advantages.dtype == returns.dtype == torch.float32
+        assert not advantages.requires_grad and not returns.requires_grad
+        assert advantages[0] > 0 > advantages[1] and torch.equal(advantages, results[-1][0])
+    assert ADVANTAGES[name](torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), **{
+        n: v if n == "pass_k" else torch.zeros(0, 3) if n == "values" else torch.zeros(0) for n, v in given.items()
+    })[0].shape == (0, 3)  # fmt: skip
