@@ -9,9 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config import AlgorithmConfig, compose
+from trainer.config import AlgorithmConfig, Config, compose
+from trainer.data.datasets import Prompt
+from trainer.data.source import DrawnPrompt
 from trainer.errors import UserError
-from trainer.experience import add_advantages, check_functions, correct_rollouts, explained_variance, leave_out_rows
+from trainer.experience import (
+    add_advantages,
+    build_batch,
+    check_functions,
+    choose_groups,
+    correct_rollouts,
+    describe,
+    explained_variance,
+    leave_out_rows,
+    shape_rewards,
+)
 from trainer.rollout.engine import Completion
 
 
@@ -23,6 +35,81 @@ def batch(**arrays: np.ndarray) -> dict[str, np.ndarray]:
         "input_ids": zeros.astype(np.int64), "response_mask": mask, "lengths": np.array([5, 3, 5, 4]),
         "group_ids": np.array([0, 0, 1, 1]), "old_logprobs": zeros, "rollout_logprobs": zeros, **arrays,
     }  # fmt: skip
+
+
+def completion(*token_ids: int, reason: str = "stop") -> Completion:
+    return Completion(list(token_ids), [-0.5 * token for token in token_ids], reason, 1)
+
+
+def test_a_batch_of_two_prompts_with_three_completions_each():
+    prompts = [DrawnPrompt("0:7", Prompt(7, (50, 51), "", "")), DrawnPrompt("0:3", Prompt(3, (60, 61, 62, 63), "", ""))]
+    completions = [completion(1, 2, 3), completion(4), completion(5, 6), completion(7), completion(8, 9), completion(8)]
+    found = build_batch(prompts, completions)
+    assert found.keys() == {"input_ids", "response_mask", "rollout_logprobs", "lengths", "group_ids"}
+    assert found["input_ids"].tolist() == [
+        [50, 51, 1, 2, 3, 0],
+        [50, 51, 4, 0, 0, 0],
+        [50, 51, 5, 6, 0, 0],
+        [60, 61, 62, 63, 7, 0],
+        [60, 61, 62, 63, 8, 9],
+        [60, 61, 62, 63, 8, 0],
+    ]
+    assert found["response_mask"].tolist() == [
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 1, 0],
+    ]
+    assert found["rollout_logprobs"].tolist() == [
+        [0, 0, -0.5, -1.0, -1.5, 0],
+        [0, 0, -2.0, 0, 0, 0],
+        [0, 0, -2.5, -3.0, 0, 0],
+        [0, 0, 0, 0, -3.5, 0],
+        [0, 0, 0, 0, -4.0, -4.5],
+        [0, 0, 0, 0, -4.0, 0],
+    ]
+    assert found["lengths"].tolist() == [5, 3, 4, 5, 6, 5]
+    assert found["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
+    types = {name: array.dtype.name for name, array in found.items()}
+    assert types == {"input_ids": "int64", "response_mask": "float32", "rollout_logprobs": "float32",
+                     "lengths": "int64", "group_ids": "int64"}  # fmt: skip
+
+
+def test_rewards_fall_over_the_last_tokens_before_the_limit():
+    cfg = Config()
+    cfg.rollout.max_response_tokens = 10
+    completions = [completion(*range(n)) for n in (1, 6, 7, 8, 10)]
+    rewards = np.array([1.0, 1.0, 0.0, 1.0, 0.5])
+    assert shape_rewards(rewards, completions, cfg).tolist() == rewards.tolist()
+    cfg.algorithm.overlong_buffer, cfg.algorithm.overlong_factor = 4, 0.8
+    np.testing.assert_allclose(shape_rewards(rewards, completions, cfg), [1.0, 1.0, -0.2, 0.6, -0.3], atol=1e-12)
+    assert rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5]
+
+
+def test_the_first_groups_that_teach_something_are_chosen():
+    same, mixed = [1.0, 1.0], [0.0, 1.0]
+    assert choose_groups(np.array([mixed, same, mixed, mixed]), 2, complete=False) == ([0, 2], 3)
+    assert choose_groups(np.array([mixed, same, same]), 2, complete=False) is None
+    assert choose_groups(np.array([same, same, mixed]), 2, complete=True) == ([0, 2], 3)
+    assert choose_groups(np.array([same, same, same]), 2, complete=True) == ([0, 1], 3)
+
+
+def test_metrics_of_a_step_by_hand():
+    ours = np.array([[9, -1, 9, -1, 9], [9, -1, -1, 9, 9], [9, -1, -1, -1, -1], [9, 9, -1, -1, 9]], dtype=np.float32)
+    engine = np.where(ours < 0, np.float32(-1.5), np.float32(0.0))
+    engine[2, 4] = -3.0
+    values, returns = np.full((4, 5), 0.25, np.float32), np.full((4, 5), 0.5, np.float32)
+    given = batch(old_logprobs=ours, rollout_logprobs=engine, values=values, returns=returns)
+    completions = [completion(1, 2), completion(1, 2), completion(1, 2, 3, 4, reason="length"), completion(1, 2)]
+    found = describe(given, np.array([1.0, 0.0, 0.5, 0.5]), completions)
+    expected = {
+        "reward/mean": 0.5, "reward/std": np.sqrt(0.125), "reward/zero_std_frac": 0.5, "response_length/mean": 2.5,
+        "response_length/max": 4.0, "response_length/clip_ratio": 0.25, "rollout/logprob_diff_mean": 0.65,
+        "rollout/logprob_diff_max": 2.0, "critic/explained_variance": 1.0, "rollout/ratio_max": np.exp(2.0),
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_the_reward_comes_at_the_last_completion_token_and_values_reach_over_tool_output():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import random
 import resource
 import signal
 import time
@@ -345,3 +346,53 @@ def test_plan_takes_every_row_once_and_gives_every_rank_as_many_micro_batches():
         for micro_batch in (m for micro_batches in plan for m in micro_batches):
             padded = max((lengths[row] for row in micro_batch), default=0) * len(micro_batch)
             assert len(micro_batch) <= 1 or padded <= limit
+
+
+def draw(rank: Rank) -> tuple[float, float, float]:
+    return float(torch.rand(())), float(np.random.random()), random.random()
+
+
+def test_ranks_draw_different_numbers_and_the_same_again_after_a_restart():
+    first, again = (run_ranks(2, draw, cfg=config(seed=1)) for _ in range(2))
+    assert first == again
+    other_seed = run_ranks(2, draw, cfg=config(seed=2))
+    for generator in zip(*first, *other_seed, strict=True):
+        assert len(set(generator)) == 4
+
+
+def mini_batches(rank: Rank, path: str, steps: list[int]) -> dict[tuple[int, int], list[list[int]]]:
+    """The groups of each mini-batch of the policy and of the critic, by step and epoch."""
+    rank.build(["policy", "critic"], path, SCHEDULED)
+    orders = {}
+    for role, worker in (("policy", rank.policy), ("critic", rank.critic)):
+        seen: list[list[int]] = []
+        update = worker.update
+
+        def recording(batch, *args, update=update, seen=seen):
+            seen.append(batch["group_ids"].tolist())
+            return update(batch, *args)
+
+        worker.update = recording
+        for step in steps:
+            rank.update(role, make_batch(), step)
+            epochs, seen[:] = [seen[: GROUPS // 2], seen[GROUPS // 2 :]], []
+            for epoch, order in enumerate(epochs):
+                assert orders.setdefault((step, epoch), order) == order, "policy and critic differ"
+    return orders
+
+
+def test_mini_batches_are_whole_groups_in_an_order_of_their_step_and_epoch(tmp_path):
+    build_tiny(
+        TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(tmp_path)
+    )
+    cfg = config(mini_batch_size=2, update_epochs=2, seed=3)
+    first, second = run_ranks(2, mini_batches, str(tmp_path), [1, 2], cfg=cfg)
+    assert first == second, "the ranks differ"
+    for order in first.values():
+        assert [len(mini_batch) for mini_batch in order] == [2 * PER_GROUP] * (GROUPS // 2)
+        assert sorted(g for mini_batch in order for g in mini_batch) == make_batch()["group_ids"].tolist()
+    assert len({str(order) for order in first.values()}) == 4, "an order came twice"
+    resumed = run_ranks(1, mini_batches, str(tmp_path), [2], cfg=cfg)[0]
+    assert resumed == {key: order for key, order in first.items() if key[0] == 2}
+    cfg.trainer.seed += 1
+    assert run_ranks(1, mini_batches, str(tmp_path), [2], cfg=cfg)[0] != resumed
