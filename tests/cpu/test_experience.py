@@ -103,9 +103,9 @@ def test_metrics_of_a_step_by_hand():
     values, returns = np.full((4, 5), 0.25, np.float32), np.full((4, 5), 0.5, np.float32)
     given = batch(old_logprobs=ours, rollout_logprobs=engine, values=values, returns=returns)
     completions = [completion(1, 2), completion(1, 2), completion(1, 2, 3, 4, reason="length"), completion(1, 2)]
-    found = describe(given, np.array([1.0, 0.0, 0.5, 0.5]), completions)
+    found = describe(given, np.array([1.0, 0.0, 0.75, 0.25]), completions)
     expected = {
-        "reward/mean": 0.5, "reward/std": np.sqrt(0.125), "reward/zero_std_frac": 0.5, "response_length/mean": 2.5,
+        "reward/mean": 0.5, "reward/std": np.sqrt(0.15625), "reward/zero_std_frac": 0.0, "response_length/mean": 2.5,
         "response_length/max": 4.0, "response_length/clip_ratio": 0.25, "rollout/logprob_diff_mean": 0.65,
         "rollout/logprob_diff_max": 2.0, "critic/explained_variance": 1.0, "rollout/ratio_max": np.exp(2.0),
     }  # fmt: skip

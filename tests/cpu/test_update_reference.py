@@ -243,6 +243,23 @@ def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], 
     return metrics, found["old_logprobs"]
 
 
+def step_of_mini_batches(rank: Rank, path: str, batch: Batch) -> tuple[dict, list[tuple[float, dict]], dict]:
+    """Metrics of a step, tokens and metrics of each of its mini-batches, and metrics of a step without any token."""
+    rank.build(["policy"], path, {"policy": 10})
+    seen = []
+    update = rank.policy.update
+
+    def recording(mini_batch, *args):
+        seen.append((float(mini_batch["response_mask"].sum()), update(mini_batch, *args)))
+        return seen[-1][1]
+
+    rank.policy.update = recording
+    metrics = rank.update("policy", batch, 1)
+    parts = seen[:]
+    nothing = {**batch, "response_mask": np.zeros_like(batch["response_mask"])}
+    return metrics, parts, rank.update("policy", nothing, 2)
+
+
 def losses_at(rank: Rank, path: str, batch: Batch, kl_coefs: list[float | None]) -> list[float]:
     """The first update's loss with each of these coefficients."""
     found = []
@@ -344,3 +361,15 @@ def test_the_coefficient_of_the_config_is_used_where_none_is_given(model_path, e
     losses = run_ranks(1, losses_at, model_path, experience, [None, cfg.algorithm.kl_coef, 0.0, 1.0], cfg=cfg)[0]
     assert losses[0] == losses[1] != losses[2]
     assert losses[1] - losses[2] == pytest.approx(cfg.algorithm.kl_coef * (losses[3] - losses[2]), rel=1e-4)
+
+
+def test_metrics_of_a_step_are_means_over_its_mini_batches_and_kl_over_tokens(model_path, experience):
+    cfg = config(dataclasses.replace(CASES["tokens"], **BOUNDS))
+    cfg.trainer.mini_batch_size = 1
+    step, parts, without_tokens = run_ranks(1, step_of_mini_batches, model_path, experience, cfg=cfg)[0]
+    assert sorted(tokens for tokens, _ in parts) == [7, 10, 15]
+    assert step["kl"] == pytest.approx(sum(tokens * m["kl"] for tokens, m in parts) / 32)
+    for name in ("loss", "entropy", "clip_frac", "grad_norm"):
+        assert step[name] == pytest.approx(sum(m[name] for _, m in parts) / 3), name
+    assert step["lr"] == parts[-1][1]["lr"] != parts[0][1]["lr"]
+    assert "kl" not in without_tokens and without_tokens["loss"] == 0
