@@ -13,6 +13,7 @@ from trainer.data.datasets import Prompt
 from trainer.data.source import PromptSource
 from trainer.errors import UserError
 from trainer.experience import choose_groups
+from trainer.rollout.seeds import request_seed
 
 
 def prompts(count: int, answer: str = "") -> list[Prompt]:
@@ -67,6 +68,14 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_the_order_does_not_change():
     """Checkpoints stand on it: a run resumed with another version would skip and repeat prompts."""
     assert [d.prompt.index // 3 for d in PromptSource(prompts(8), 1).take(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
+
+
+def test_every_completion_has_a_seed_of_its_own_and_keeps_it():
+    names = [
+        (seed, step, uid, i) for seed in (1, 2) for step in (1, 2) for uid in ("0:3", "1:3", "0:4") for i in (0, 1)
+    ]
+    assert len({request_seed(*name) for name in names}) == len(names)
+    assert request_seed(1, 2, "0:3", 4) == 4388807139637722315, "a resumed run would sample something else"
 
 
 def test_only_what_was_taken_can_be_committed():
