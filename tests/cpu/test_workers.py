@@ -348,6 +348,10 @@ def test_plan_takes_every_row_once_and_gives_every_rank_as_many_micro_batches():
             assert len(micro_batch) <= 1 or padded <= limit
 
 
+def test_plan_spreads_the_long_rows_over_the_ranks():
+    assert plan_micro_batches([8, 1, 8, 1], num_ranks=2, max_tokens=8) == [[[0], [1]], [[2], [3]]]
+
+
 def draw(rank: Rank) -> tuple[float, float, float]:
     return float(torch.rand(())), float(np.random.random()), random.random()
 
