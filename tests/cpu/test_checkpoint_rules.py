@@ -11,6 +11,7 @@ import pytest
 
 from tests.cpu.test_checkpoint import hidden, manager, save
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.config_diff import is_allowed
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import DamagedError, verify
 from trainer.checkpoint.retention import Retention
@@ -85,3 +86,9 @@ def test_a_lock_that_is_held_shows_signs_of_life(tmp_path):
         while os.stat(tmp_path / ".lock").st_mtime_ns == first:
             assert time.monotonic() < deadline, "no heartbeat came"
             time.sleep(0.05)
+
+
+def test_a_change_is_allowed_by_its_key_or_section_and_not_by_the_beginning_of_its_name():
+    assert is_allowed("algorithm.kl_coef", ["algorithm.kl_coef"]) and is_allowed("algorithm.kl_coef", ["algorithm"])
+    for near in ("algorithm.kl", "algo", "algorithm.kl_coef.x", "kl_coef"):
+        assert not is_allowed("algorithm.kl_coef", [near]), near
