@@ -1,4 +1,4 @@
-"""Rules of the checkpoint directory, one by one: verification, deletion, retention, lock."""
+"""Rules of saving and restoring, one by one: verification, deletion, retention, lock, schedule."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import DamagedError, verify
 from trainer.checkpoint.retention import Retention
 from trainer.errors import UserError
+from trainer.intervals import SaveSchedule
 
 
 def test_each_level_of_verification_finds_what_it_says(tmp_path):
@@ -92,3 +93,11 @@ def test_a_change_is_allowed_by_its_key_or_section_and_not_by_the_beginning_of_i
     assert is_allowed("algorithm.kl_coef", ["algorithm.kl_coef"]) and is_allowed("algorithm.kl_coef", ["algorithm"])
     for near in ("algorithm.kl", "algo", "algorithm.kl_coef.x", "kl_coef"):
         assert not is_allowed("algorithm.kl_coef", [near]), near
+
+
+def test_a_save_that_cost_much_is_forgotten_by_halves():
+    schedule = SaveSchedule("auto", -1, mean_time_between_failures=50)
+    schedule.measured(blocked_s=8.0, duration_s=1.0)
+    for cost in (4.0, 2.0, 1.0):
+        schedule.measured(blocked_s=0.5, duration_s=1.0)
+        assert schedule.best_interval_s() == pytest.approx((2 * cost * 3000) ** 0.5)
