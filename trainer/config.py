@@ -65,11 +65,14 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     scheduler: str = "constant"
-    """Learning rate after warm-up: `constant` or `cosine` (falls to `min_lr_ratio` over the run)."""
+    """Learning rate after warm-up: `constant` or `cosine` (falls to `min_lr_ratio` over `schedule_steps`)."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: float = 0.1
     """Where `cosine` ends, as a share of `lr`."""
+    schedule_steps: int | None = None
+    """Steps of the run after which `cosine` has ended; later steps keep its last value. null: the steps of the run
+    (`trainer.total_steps`, `sft.steps`). With a number, a run can be extended without another schedule."""
 
 
 @dataclass
@@ -234,6 +237,11 @@ class TrainerConfig:
         """Optimizer steps of each trained role in the first `steps` steps of a run."""
         a_step = self.train_batch_size // self.mini_batch_size * self.update_epochs
         return {"critic": steps * a_step, "policy": max(0, steps - self.critic.warmup_steps) * a_step}
+
+    def scheduled_steps(self) -> dict[str, int]:
+        """Optimizer steps over which the learning rate of each trained role is scheduled."""
+        lengths = {"policy": self.policy.optimizer.schedule_steps, "critic": self.critic.optimizer.schedule_steps}
+        return {role: self.optimizer_steps(length or self.total_steps)[role] for role, length in lengths.items()}
 
 
 @dataclass
@@ -567,6 +575,12 @@ def register() -> None:
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
+    OmegaConf.register_new_resolver("embedded", _embedded, replace=True)
+
+
+def _embedded(value: Any, otherwise: Any, *, _root_: Any) -> Any:
+    """`value` while the embedded model is trained; `otherwise` when `model.path` names another."""
+    return value if _root_.model.path is None else otherwise
 
 
 def _sweep_suffix() -> str:

@@ -65,6 +65,15 @@ def read_inside(root: str, path: str) -> bytes:
         os.close(handle)
 
 
+def forget(path: str) -> None:
+    """Ask the kernel to drop a file's content from memory, so that the next read comes from the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
 def sync_file(path: str) -> None:
     """Make a file's content durable."""
     handle = os.open(path, os.O_RDONLY)

@@ -11,7 +11,6 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
-import torch
 
 from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.checkpoint.manager import json_part
@@ -40,6 +39,7 @@ from trainer.imports import import_function
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import final_report
+from trainer.metrics.throughput import model_flops, peak_flops
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import resolve_model_path
@@ -423,24 +423,11 @@ class Trainer:
 
     def _speed(self, tokens: int, samples: int, seconds: float) -> dict[str, float]:
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
-        peak = _peak_flops(self.cluster.device)
+        peak = peak_flops(self.ranks.device_name)
         if peak:
-            # Old log-probs are one forward (2 FLOP a parameter and token); an epoch of updates is one more and, twice
-            # as much, the gradients of activations and, but for frozen ones, of weights.
-            total, trained = self.ranks.num_parameters()
-            flops = tokens * (2 * total + self.cfg.trainer.update_epochs * (4 * total + 2 * trained))
+            flops = model_flops(tokens, *self.ranks.num_parameters(), self.cfg.trainer.update_epochs)
             metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
         return metrics
-
-
-def _peak_flops(device: str) -> float | None:
-    """Dense bfloat16 FLOP/s of this GPU by its data sheet; None on CPU and on GPUs not listed."""
-    if device != "cuda":
-        return None
-
-    name = torch.cuda.get_device_name()
-    known = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-    return next((flops for key, flops in known.items() if key in name), None)
 
 
 def _shorten(text: str, limit: int = 60) -> str:

@@ -184,6 +184,8 @@ class RunDirectory:
     def _newest(self, before: int | None = None) -> Resume | None:
         path, problems = self.checkpoints.latest(before)
         self.notes += [f"skipped a damaged checkpoint: {problem}" for problem in problems]
+        if len(problems) > 1:
+            self.notes.append(self.checkpoints.test_storage(len(problems)))
         if path is None:
             if before is None:
                 record.check_nothing_committed(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path)
@@ -234,21 +236,12 @@ class RunDirectory:
             return {"algorithm.kl_coef": "the adaptive controller has steered the weight since"}
         return {}
 
-    @property
-    def _scheduled(self) -> bool:
-        """The learning rate of every step depends on how many there are."""
-        t = self.cfg.trainer
-        return any(optimizer.scheduler != "constant" for optimizer in (t.policy.optimizer, t.critic.optimizer))
-
     def _meaningless(self) -> tuple[str, ...]:
         """Keys that change nothing for this kind of run."""
         if self._supervised:
-            steps = ("sft.steps",) if self.cfg.sft.optimizer.scheduler == "constant" else ()
             return ("algorithm.*", "rollout.*", "reward.*", "trainer.policy.optimizer.*", "trainer.critic.*",
-                    "trainer.reference.*", "trainer.total_steps", "trainer.*_batch_size", "trainer.update_epochs",
-                    *steps)  # fmt: skip
-        steps = () if self._scheduled else ("trainer.total_steps",)
-        return (*steps, "sft.*") if self.cfg.model.path is not None else steps
+                    "trainer.reference.*", "trainer.*_batch_size", "trainer.update_epochs", "sft.steps")  # fmt: skip
+        return ("sft.*",) if self.cfg.model.path is not None else ()
 
     # ---------------------------------------------------------------------------------------------------
     # Restore

@@ -40,6 +40,7 @@ AT_LEAST: dict[float, tuple[str, ...]] = {
         "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.max_num_seqs", "rollout.kv_cache_mb",
         "algorithm.max_sample_batches", "algorithm.pass_k", "reward.num_processes", "sft.steps", "sft.batch_size",
         "sft.max_length", "trainer.policy.lora.rank", "trainer.critic.lora.rank",
+        *(f"{optimizer}.schedule_steps" for optimizer in _OPTIMIZERS),
         *(f"model.tiny.{name}" for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads",
                                             "num_kv_heads", "head_dim", "max_position_embeddings")),
     ),

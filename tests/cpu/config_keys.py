@@ -17,13 +17,22 @@ PROOFS = {
 }
 """The test that proves that a change acts as in a run started with the new value, or is refused."""
 
-_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "scheduler", "warmup_steps", "min_lr_ratio")
+_OPTIMIZER = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "max_grad_norm",
+    "scheduler",
+    "warmup_steps",
+    "min_lr_ratio",
+    "schedule_steps",
+)
 
 _OPTIMIZERS = ("trainer.policy.optimizer", "trainer.critic.optimizer", "sft.optimizer")
 
 ALLOWED: dict[str, str] = {
     **{f"{section}.{name}": RANKS for section in _OPTIMIZERS for name in _OPTIMIZER},
-    "trainer.total_steps": DRIVER,  # harmless without a schedule
     "trainer.train_batch_size": DRIVER,
     "trainer.mini_batch_size": RANKS,
     "trainer.update_epochs": RANKS,
@@ -85,7 +94,7 @@ ALLOWED: dict[str, str] = {
     "rollout.top_k": DRIVER,
     "rollout.dtype": DRIVER,
     "rollout.engine_args": DRIVER,
-    "sft.steps": DRIVER,  # harmless in a supervised run without a schedule
+    "sft.steps": DRIVER,  # harmless in a supervised run
     "sft.batch_size": LEDGER,
     "sft.max_length": LEDGER,
     "sft.train_on": LEDGER,
@@ -98,6 +107,7 @@ ALLOWED: dict[str, str] = {
 
 HARMLESS: tuple[str, ...] = (
     "trainer.run_name",
+    "trainer.total_steps",
     "trainer.run_dir",
     "trainer.num_workers",
     "trainer.replicas",

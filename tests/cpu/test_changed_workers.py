@@ -38,6 +38,7 @@ OPTIMIZER_CHANGES: list[tuple[str, Any, Settings]] = [
     ("scheduler", "cosine", {}),
     ("warmup_steps", 9, {}),
     ("min_lr_ratio", 0.9, COSINE),
+    ("schedule_steps", 3, COSINE),
 ]
 """Key, new value, and what the run has set before and after."""
 
@@ -106,7 +107,13 @@ def model_path(tmp_path_factory) -> str:
 
 def configured(*changes: Settings) -> Config:
     cfg = Config()
-    defaults: Settings = {"trainer.mini_batch_size": GROUPS, "algorithm.kl_coef": 0.1, "sft.steps": 10}
+    defaults: Settings = {
+        "trainer.total_steps": 10,
+        "trainer.train_batch_size": GROUPS,
+        "trainer.mini_batch_size": GROUPS,
+        "algorithm.kl_coef": 0.1,
+        "sft.steps": 10,
+    }
     for section in OPTIMIZERS.values():
         defaults |= {f"{section}.lr": 1e-3, f"{section}.max_grad_norm": 0.0, f"{section}.warmup_steps": 0}
     for change in (defaults, *changes):
@@ -146,7 +153,7 @@ def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
     if role == "supervised":
         rank.build_for_sft(path)
     else:
-        rank.build([role], path, {role: 10})
+        rank.build([role], path, cfg.trainer.scheduled_steps())
     worker = rank.critic if role == "critic" else rank.policy
     assert worker is not None
     return worker

@@ -71,7 +71,7 @@ def single_rank(model_path, tmp_path_factory):
 
 def logprobs_of(model) -> np.ndarray:
     with torch.no_grad():
-        return token_logprobs(model, torch.from_numpy(make_batch()["input_ids"]))[0].numpy()
+        return token_logprobs(model, torch.from_numpy(make_batch()["input_ids"])).numpy()
 
 
 @pytest.mark.parametrize("ranks, replicas", [(2, 1), (4, 2)])

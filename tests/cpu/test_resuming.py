@@ -40,7 +40,11 @@ def test_harmless_changes_pass():
         ("trainer.seed=2", ["trainer"], "trainer.seed=2.*every random draw"),
         ("algorithm=ppo", ["algorithm"], "algorithm.advantage_estimator=gae.*critic"),
         ("rollout.n=4", [], r"rollout.n=4.*allow_config_change=\[rollout.n\]"),
-        ("trainer.total_steps=9", [], r"trainer.total_steps=9.*schedule.*change=\[trainer.total_steps\]"),
+        (
+            "trainer.policy.optimizer.schedule_steps=9",
+            [],
+            r"schedule_steps=9: .*saved with 140, and the learning rate.*change=\[trainer.policy.optimizer",
+        ),
         ("sft.steps=9", [], r"sft.steps=9.*allow_config_change"),
         ("algorithm.ref_update_interval=5", ["algorithm"], "ref_update_interval=5.*whether the checkpoint holds"),
         ("trainer.policy.lora.rank=5", ["trainer"], "trainer.policy.lora.rank=5.*another shape"),

@@ -306,15 +306,15 @@ def test_packed_examples_do_not_see_each_other(model_path, tokenizer, rows):
     ids, positions = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["position_ids"])
     checked = 0
     with torch.no_grad():
-        packed, _ = token_logprobs(model, ids, position_ids=positions)
+        packed = token_logprobs(model, ids, position_ids=positions)
         for row in range(rows):
             starts = [*torch.nonzero(positions[row] == 0).flatten().tolist(), 100]
             assert len(starts) > 4
             for begin, end in zip(starts, starts[1:], strict=False):
-                alone, _ = token_logprobs(model, ids[row : row + 1, begin:end])
+                alone = token_logprobs(model, ids[row : row + 1, begin:end])
                 torch.testing.assert_close(packed[row, begin + 1 : end], alone[0, 1:], atol=1e-5, rtol=0)
                 checked += end - begin
         # The comparison can fail: without positions the examples do see each other.
-        blind, _ = token_logprobs(model, ids)
+        blind = token_logprobs(model, ids)
     assert checked == rows * 100
     assert (blind - packed).abs().max() > 1e-2

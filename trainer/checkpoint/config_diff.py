@@ -17,7 +17,7 @@ from trainer.errors import UserError
 # Where the run lives, how it is spread over machines, what it prints, saves and keeps: none of it changes
 # what is computed, beyond rounding. Data is here because the prompt ledger compares the prompts themselves.
 HARMLESS = (
-    "logger.*", "data.*", "model.cache_dir", "reward.timeout_s", "reward.num_processes",
+    "logger.*", "data.*", "model.cache_dir", "trainer.total_steps", "reward.timeout_s", "reward.num_processes",
     "trainer.run_name", "trainer.run_dir", "trainer.export_path", "trainer.hf_save_*", "trainer.stop_at",
     "trainer.val_*", "trainer.ckpt_*", "trainer.keep_*", "trainer.best_*", "trainer.max_ckpts_to_keep",
     "trainer.resume_*", "trainer.verify_checkpoint", "trainer.allow_config_change", "trainer.on_resume_mismatch",
@@ -63,7 +63,9 @@ ROUNDING = (
 VALIDATION = ("data.val_*", "rollout.val_n")
 
 # Why a value that may change if the user says so does not change by itself, where that is not plain.
-REASONS = {"trainer.total_steps": "the schedule of the learning rate goes by it"}
+REASONS = {
+    "*.optimizer.schedule_steps": "the learning rate of every step goes by it (null: the number of steps of the run)",
+}
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,12 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[
     Args:
         defaults: stands in for keys that the saved config, written by an older version, does not have.
     """
-    old, new, fallback = _flatten(saved), _flatten(now), _flatten(defaults)
+    fallback = _flatten(defaults)
+    old, new = (_with_schedules(fallback | _flatten(config)) for config in (saved, now))
     found = []
     for name in sorted(new):
-        before = old.get(name, fallback.get(name))
-        if before != new[name]:
-            found.append(Change(name, before, new[name]))
+        if old.get(name) != new[name]:
+            found.append(Change(name, old.get(name), new[name]))
     return found
 
 
@@ -135,7 +137,7 @@ def check(
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
                             "restore the value, or start a new run")  # fmt: skip
         if not is_allowed(change.key, allowed):
-            why = f", and {REASONS[change.key]}" if change.key in REASONS else ""
+            why = "".join(f", and {why}" for pattern, why in REASONS.items() if fnmatchcase(change.key, pattern))
             raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}{why}; restore "
                             f"the value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
         permitted.append(change)
@@ -165,6 +167,22 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 def is_allowed(name: str, allowed: list[str]) -> bool:
     """`trainer.allow_config_change` names this key, or a section that it is in."""
     return any(name == key or name.startswith(f"{key}.") for key in allowed)
+
+
+def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
+    """Put the steps that each schedule really takes in place of null; null where there is no schedule."""
+    totals = {
+        "trainer.policy.optimizer": "trainer.total_steps",
+        "trainer.critic.optimizer": "trainer.total_steps",
+        "sft.optimizer": "sft.steps",
+    }
+    lengths = {}
+    for optimizer, total in totals.items():
+        key = f"{optimizer}.schedule_steps"
+        if key in flat:
+            scheduled = flat[f"{optimizer}.scheduler"] != "constant"
+            lengths[key] = (flat[key] or flat[total]) if scheduled else None
+    return flat | lengths
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,6 +37,7 @@ from trainer.errors import UserError
 from trainer.failpoints import failpoint
 
 HINT = "latest_ckpt_global_step.txt"
+_TEST_BYTES = 64 << 20
 WRITING, DELETING, ASIDE = ".writing-", ".deleting-", ".aside-"
 
 
@@ -284,6 +285,26 @@ class CheckpointManager:
                 "mend one, move them away to start over, or name another with trainer.resume_mode=from_path"
             )
         return None, []
+
+    def test_storage(self, damaged: int) -> str:
+        """Try the storage after `damaged` damaged checkpoints in a row; returns what to tell the user.
+
+        Raises:
+            UserError: a file was not written, or not read back as it was.
+        """
+        root = self.storage.root
+        try:
+            self.storage.probe(_TEST_BYTES)
+        except OSError as error:
+            raise UserError(
+                f"trainer.ckpt_path={root}: the {damaged} newest checkpoints are damaged, and a test file of "
+                f"{_TEST_BYTES >> 20} MiB could not be kept there ({error.strerror or error}); the storage is failing: "
+                "repair it, or continue elsewhere with trainer.resume_mode=from_path"
+            ) from error
+        return (
+            f"WARNING: {damaged} damaged checkpoints in a row are a sign of failing storage; a test file of "
+            f"{_TEST_BYTES >> 20} MiB was written to {root} and read back well"
+        )
 
     def load(self, path: str, only: Collection[str] | None = None) -> int:
         """Restore all registered parts (or those named in `only`) from `path`; returns its step.

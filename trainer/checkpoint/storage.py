@@ -13,7 +13,7 @@ import secrets
 
 import fsspec
 
-from trainer.durable import digest_bytes, digest_file, read_file, sync_directory, sync_tree, write_file
+from trainer.durable import digest_bytes, digest_file, forget, read_file, sync_directory, sync_tree, write_file
 
 _CHUNK = 8 << 20
 PROBE = ".probe-"
@@ -50,18 +50,23 @@ class Storage:
     def make(self, relative: str) -> None:
         self.fs.makedirs(self.path(relative), exist_ok=True)
 
-    def probe(self) -> None:
+    def probe(self, size: int = 64) -> None:
         """Try all that a save does: make a directory, write a file durably, rename, read back, remove.
+
+        Args:
+            size: bytes of the file; they are read back from the disk where the system can be made to.
 
         Raises:
             OSError: something of it failed.
         """
-        name, data = f"{PROBE}{secrets.token_hex(4)}", secrets.token_bytes(64)
+        name, data = f"{PROBE}{secrets.token_hex(4)}", secrets.token_bytes(size)
         try:
             self.make(name)
             self.write(f"{name}/file", data)
             self.sync(name)
             self.rename(name, f"{name}-renamed")
+            if self.is_local:
+                forget(self.path(f"{name}-renamed/file"))
             if self.read(f"{name}-renamed/file") != data:
                 raise OSError(errno.EIO, "a file is not read back as it was written")
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection
 from typing import Any
@@ -56,7 +57,7 @@ class Ranks:
     def build(self, model_path: str) -> None:
         """Load the start weights of every role."""
         t = self.cfg.trainer
-        steps = t.optimizer_steps(t.total_steps)
+        steps = t.scheduled_steps()
         critic_path = resolve_model_path(t.critic.path) if t.critic.path else None
         pending = [g.start("build", roles, model_path, steps, critic_path) for g, roles in self._hosts()]
         for one in pending:
@@ -132,6 +133,11 @@ class Ranks:
     def take_blocked(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
         return max(seconds for group, _ in self._hosts() for seconds in group.call("take_blocked"))
+
+    @functools.cached_property
+    def device_name(self) -> str:
+        """What the ranks compute on. The driver's node may have no GPU, or another one."""
+        return self.policy.call_one(0, "device_name")
 
     def num_parameters(self) -> tuple[int, int]:
         """Parameters of the policy, and how many of them are trained."""

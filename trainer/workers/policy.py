@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
 from trainer.config import AlgorithmConfig, chosen_options
 from trainer.models.export import export_tensors, merged_tensors, plan_layout, write_safetensors
-from trainer.models.logprobs import token_logprobs
+from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapters_off
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
 from trainer.parallel.mesh import sum_over_ranks
@@ -27,7 +27,7 @@ class PolicyWorker(TrainedWorker):
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature)[0])
+        return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature))
 
     def update(
         self, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_tokens: int, kl_coef: float
@@ -51,7 +51,7 @@ class PolicyWorker(TrainedWorker):
 
         def loss_function(mb: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             mask = mb["response_mask"]
-            logprobs, entropy = token_logprobs(
+            logprobs, entropy = logprobs_and_entropy(
                 self.module, mb["input_ids"], temperature, entropy_grad=algorithm.entropy_coef > 0
             )
             loss, metrics = policy_loss(
@@ -108,7 +108,7 @@ class PolicyWorker(TrainedWorker):
         return sum_over_ranks({"loss": share})["loss"]
 
     def _packed_logprobs(self, mb: dict[str, Tensor]) -> Tensor:
-        return token_logprobs(self.module, mb["input_ids"], position_ids=mb["position_ids"], entropy_grad=False)[0]
+        return token_logprobs(self.module, mb["input_ids"], position_ids=mb["position_ids"])
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the files that `write_weights` writes."""
@@ -148,7 +148,7 @@ class ReferenceWorker(ModelWorker):
     def logprobs(self, batch: Batch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         with adapters_off(self.module) if self.of_policy else nullcontext():
-            return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature)[0])
+            return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature))
 
     @torch.no_grad()
     def refresh(self, policy: nn.Module) -> None:

@@ -114,7 +114,8 @@ class Rank:
         cfg, t = self.cfg, self.cfg.trainer
         path = resolve_model_path(model_path)
         module = load_causal_lm(cfg.model, path, self.mesh, t.policy.fsdp, t.policy.lora, t.seed)
-        self.policy = PolicyWorker(module, self.mesh, t.max_tokens_per_micro_batch, cfg.sft.optimizer, cfg.sft.steps)
+        steps = cfg.sft.optimizer.schedule_steps or cfg.sft.steps
+        self.policy = PolicyWorker(module, self.mesh, t.max_tokens_per_micro_batch, cfg.sft.optimizer, steps)
 
     # ---------------------------------------------------------------------------------------------------
     # The steps of the loop
@@ -261,6 +262,10 @@ class Rank:
         worker.load(files, what)
         if isinstance(worker, TrainedWorker) and "optimizer" in what:
             worker.optimizer_steps += steps_added
+
+    def device_name(self) -> str:
+        """The name of this rank's GPU, or `cpu`. No collective."""
+        return torch.cuda.get_device_name() if self.device == "cuda" else self.device
 
     def num_parameters(self) -> tuple[int, int]:
         """Parameters of the policy, and how many of them are trained."""

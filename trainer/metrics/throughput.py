@@ -1,0 +1,19 @@
+"""How much of a GPU's arithmetic training uses."""
+
+from __future__ import annotations
+
+_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by its data sheet; None for a CPU and for GPUs that are not listed."""
+    return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
+
+
+def model_flops(tokens: int, parameters: int, trained: int, epochs: int) -> float:
+    """FLOPs of a step: old log-probs, and `epochs` passes of the update.
+
+    A forward pass takes 2 FLOP a parameter and token. An update takes one more forward pass and, as much again each,
+    the gradients of activations and, for trained parameters alone, of weights (Kaplan et al., 2020).
+    """
+    return tokens * (2 * parameters + epochs * (4 * parameters + 2 * trained))
