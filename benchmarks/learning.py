@@ -47,7 +47,8 @@ def presets() -> list[str]:
 
 def overrides(preset: str, seed: int, steps: int, extra: list[str]) -> list[str]:
     """What a job is started with, but for where it writes."""
-    return [f"algorithm={preset}", f"trainer.seed={seed}", f"trainer.total_steps={steps}", *extra]
+    schedule = "trainer.policy.optimizer.schedule_steps=null"  # over the whole run, however long it is
+    return [f"algorithm={preset}", f"trainer.seed={seed}", f"trainer.total_steps={steps}", schedule, *extra]
 
 
 def run(preset: str, seed: int, steps: int, extra: list[str], out: str) -> Rows:
