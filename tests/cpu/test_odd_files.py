@@ -275,11 +275,9 @@ def test_a_lineage_that_is_none_is_refused(run_dir, content):
 
 @pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
 def test_a_lock_that_is_garbage_is_taken_over_when_it_is_old(tmp_path, content):
-    lock = RunLock(str(tmp_path), 60)
+    """Nobody keeps its heartbeat going."""
+    lock = RunLock(str(tmp_path), 0.2)
     Path(lock.path).write_bytes(content)
-    with pytest.raises(UserError, match="in use by an unknown process .the lock file is damaged."):
-        lock.acquire()
-    os.utime(lock.path, (1, 1))
     assert "took over the run directory from an unknown process" in lock.acquire()
     lock.release()
 
@@ -287,7 +285,7 @@ def test_a_lock_that_is_garbage_is_taken_over_when_it_is_old(tmp_path, content):
 @pytest.mark.parametrize("name", [".lock", ".lock.guard"])
 def test_a_lock_that_is_a_directory_is_refused(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match="lock of the run directory cannot be taken.*remove what is there"):
+    with pytest.raises(UserError, match="the lock cannot be taken.*remove what is there"):
         RunLock(str(tmp_path), 60).acquire()
 
 
