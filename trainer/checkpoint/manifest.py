@@ -81,11 +81,14 @@ _RUN_FIELDS: dict[Any, Shape] = {
     "score": (is_number, NoneType),
     "parent": (NoneType, LINEAGE),
 }
+# What a run adds since, and older checkpoints lack.
+_LATER_FIELDS: dict[Any, Shape] = {"score_metric": str, "metrics_from": (is_count, NoneType)}
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
     """Say what is wrong with the shape of a manifest; None: nothing."""
-    shape = _FIELDS | {name: one for name, one in _RUN_FIELDS.items() if name in manifest}
+    optional = _RUN_FIELDS | _LATER_FIELDS
+    shape = _FIELDS | {name: one for name, one in optional.items() if name in manifest}
     problem = mismatch(manifest, shape)
     if problem:
         return problem
