@@ -127,7 +127,7 @@ class StopRequest:
 
     def __init__(self, stop_at: str | None):
         self._deadline: float | None = None
-        self._overdue: str | None = None
+        self._asked: str | None = None
         slurm = os.environ.get("SLURM_JOB_END_TIME")
         if stop_at is not None:
             self._deadline, self._source = datetime.fromisoformat(stop_at).timestamp(), f"trainer.stop_at={stop_at}"
@@ -137,12 +137,16 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         """Why the run should stop; None: it should not."""
-        return SIGNALS.first or self._overdue
+        return SIGNALS.first or self._asked
+
+    def ask(self, reason: str) -> None:
+        """Ask to stop after the current step."""
+        self._asked = reason
 
     def consider_deadline(self, seconds_needed: float) -> None:
         """Ask to stop if another step and a save, `seconds_needed`, would not end before the deadline."""
         if self._deadline is not None and time.time() + seconds_needed > self._deadline:
-            self._overdue = self._source
+            self.ask(self._source)
 
 
 def _say(text: str) -> None:

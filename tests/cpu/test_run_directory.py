@@ -32,7 +32,7 @@ TOTAL = 5
 
 def stop_request(reason: str | None) -> StopRequest:
     stop = StopRequest(None)
-    stop.reason = reason
+    stop.ask(reason)
     return stop
 
 

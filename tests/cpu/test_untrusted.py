@@ -96,8 +96,8 @@ class OneRank:
         self.rank.begin_save(["policy"], files)
         return self.rank.finish_save
 
-    def load(self, role: str, files: Any, what: Any) -> None:
-        self.rank.load(role, files, what)
+    def load(self, role: str, files: Any, what: Any, steps_added: int = 0) -> None:
+        self.rank.load(role, files, what, steps_added)
 
 
 def open_run(rank: Rank, root: str, model: str) -> RunDirectory:

@@ -93,9 +93,11 @@ class RunLock:
             except FileNotFoundError:  # the last owner is removing the directory
                 continue
             except OSError as error:
+                if not (_is_odd(self.path) or _is_odd(f"{self.path}.guard")):
+                    raise
                 raise UserError(
-                    f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove "
-                    f"what is there, or {self._remedy}"
+                    f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove what is there, or "
+                    f"{self._remedy}"
                 ) from error
             if (_same_place(owner) or watch.moved) and not wait:
                 raise UserError(f"{self.directory}: in use by {_who(owner)}; {self._remedy}")
@@ -216,6 +218,11 @@ class _Watch:
             self.moved = self._last is not None
             self._last, self._since = beat, now
         return now - self._since
+
+
+def _is_odd(path: str) -> bool:
+    """Something is there that no job has made: a directory, a link, a pipe."""
+    return os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path))
 
 
 def _same_place(owner: dict[str, Any]) -> bool:
