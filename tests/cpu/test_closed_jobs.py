@@ -175,19 +175,20 @@ def handles_signals(job: subprocess.Popen) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def runs(job: subprocess.Popen, name: str) -> bool:
+def runs(job: subprocess.Popen, name: str, count: int = 1) -> bool:
+    """At least so many processes of the job have a name or command line with `name` in it."""
+    found = 0
     for process in family(job.pid):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if name in " ".join([process.name(), *process.cmdline()]):
-                return True
-    return False
+            found += name in " ".join([process.name(), *process.cmdline()])
+    return found >= count
 
 
 MOMENTS = {
     "the first one": (signal.SIGUSR1, handles_signals),
     "ray starts": (signal.SIGTERM, lambda job: runs(job, "gcs_server")),
     "a rank starts": (signal.SIGINT, lambda job: runs(job, "ray::_Member")),
-    "an engine starts": (signal.SIGTERM, lambda job: runs(job, "ray::_Member.where")),
+    "an engine starts": (signal.SIGTERM, lambda job: runs(job, "ray::_Member", count=2)),
 }
 
 
