@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,34 @@ def run_app(job: Callable[[Config, str], None]) -> None:
     """
     guard_output()
     with SIGNALS.listening():
+        status = _run(job)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
+        os._exit(status)
+
+
+def _run(job: Callable[[Config, str], None]) -> int:
+    """Run the job and tell how it ended; returns the exit status. Signals that come after that are ignored."""
+    try:
         try:
             _compose_and_run(job)
-        except Stopped as stopped:
-            print(stopped, flush=True)
-            sys.exit(EXIT_STATUS)
-        except KeyboardInterrupt:
-            print("interrupted; the last checkpoint is as it was", file=sys.stderr)
-            sys.exit(INTERRUPTED_STATUS)
+        finally:
+            SIGNALS.ignore()
+    except Stopped as stopped:
+        SIGNALS.ignore()  # this signal may have come in the line above
+        print(stopped)
+        return EXIT_STATUS
+    except KeyboardInterrupt:
+        SIGNALS.ignore()
+        print("interrupted; the last checkpoint is as it was", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _compose_and_run(job: Callable[[Config, str], None]) -> None:

@@ -62,6 +62,12 @@ class Signals:
         for number in HANDLED:
             signal.signal(number, signal.getsignal(number))
 
+    @staticmethod
+    def ignore() -> None:
+        """Ignore the signals from now on: the run has ended, and a late one must not change how."""
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_IGN)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """While the block runs, a signal is recorded and raises nothing; it is raised after the block.

@@ -116,3 +116,18 @@ def test_a_deadline_leaves_room_for_a_step_and_a_save(monkeypatch):
         assert stop.reason is None
         stop.consider_deadline(90)
         assert stop.reason is not None
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_a_signal_after_the_end_of_the_run_does_not_change_its_status(number, tmp_path):
+    """Exit handlers run when the job has told how it ended: that is the latest moment at which Python runs."""
+    code = (
+        "import atexit, os, sys, time\n"
+        "from trainer.main import run_app\n"
+        f"atexit.register(lambda: [os.kill(os.getpid(), {int(number)}), time.sleep(0.1)])\n"
+        "def job(cfg, device): print('finished')\n"
+        "run_app(job)\n"
+    )
+    arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "finished\n", "")
