@@ -24,6 +24,12 @@ class NotSavedError(RuntimeError):
     """The last state of a process could not be saved: its steps since the last checkpoint must be trained again."""
 
 
+def memory_ran_out(error: BaseException) -> bool:
+    """Whether `error` says that a process could not get the memory of the machine or of the GPU that it asked for."""
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
+    return isinstance(error, MemoryError) or is_torchs  # by name: this module does not import torch
+
+
 def describe_error(error: BaseException) -> str:
     """Return `Type: text` as one short printable line. Made for errors of user code, whose text may itself raise."""
     try:

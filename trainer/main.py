@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError
+from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import guard_output
 from trainer.stopping import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
@@ -110,6 +110,15 @@ def _errors_as_sentences() -> Iterator[None]:
         sys.exit(2)
     except (WorkerError, NonFiniteError, NotSavedError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if not memory_ran_out(error):
+            raise
+        print(
+            f"error: the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
+            "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

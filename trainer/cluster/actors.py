@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trainer.errors import UserError, WorkerError
+from trainer.errors import UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import guard_output
 from trainer.stopping import SIGNALS, Stopped
 
@@ -226,7 +226,7 @@ class Pending:
             try:
                 with SIGNALS.held():
                     results[i] = ray.get(done[0])
-            except (RayTaskError, RayActorError, GetTimeoutError) as error:
+            except RayError as error:
                 failures.append(_as_itself(error, self._members[i].name))
                 deadline = min(deadline, time.monotonic() + _ECHO_S)
         if failures:
@@ -260,17 +260,34 @@ class Pending:
             )
 
 
-def _as_itself(error: Exception, where: str) -> Exception:
-    """The exception that a member raised, in place of Ray's around it."""
+def _as_itself(error: RayError, where: str) -> Exception:
+    """The exception that a member raised, in place of Ray's around it; for a dead member, what is known of its end."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, UserError):
             return cause
         if isinstance(cause, Exception):
+            if memory_ran_out(cause):
+                return WorkerError(
+                    f"{where} has no memory left ({one_line(str(cause)) or 'MemoryError'}); lower "
+                    "trainer.max_tokens_per_micro_batch or rollout.max_num_seqs, or use more devices, and restart the "
+                    "job with the same command"
+                )
             cause.add_note(f"in {where}; its own traceback:\n{error}")
             return cause
         return WorkerError(f"{where} failed: {error}")
-    return WorkerError(f"{where} died: {str(error).strip()}")
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # the text holds its traceback
+        return WorkerError(f"{where} died: {str(error).strip()}")
+    if isinstance(error, OutOfMemoryError):
+        reason = "Ray ended it, because the memory of its machine ran low"
+    elif isinstance(error, RayActorError):
+        reason = "its process was killed or crashed, perhaps because memory ran out"
+    else:
+        reason = one_line(str(error))
+    return WorkerError(
+        f"{where} died: {reason}; restart the job with the same command (its last output is among Ray's logs, those "
+        f"of a Ray that the job has started are in ray_logs of the run directory)"
+    )
 
 
 def _echo_rank(error: Exception) -> int:

@@ -47,6 +47,7 @@ class LocalRay:
         self.directory = self._private.path
         self._environment = _set_environment()
         _follow_environment(True)
+        _silence()
         options = {"num_cpus": num_cpus, "directory": self.directory}
         if object_store_bytes is not None:
             options["object_store_memory"] = object_store_bytes
@@ -82,6 +83,7 @@ class LocalRay:
         """End Ray and every process that it has started, and wait for their end."""
         assert self._supervisor.stdin is not None
         with contextlib.suppress(OSError):
+            self._supervisor.stdin.write(supervisor.END)
             self._supervisor.stdin.close()
         if not self._daemons:
             self._supervisor.terminate()  # it still starts Ray, and does not look at the pipe
@@ -143,3 +145,10 @@ def _follow_environment(local: bool) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = not local
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _silence() -> None:
+    """Drop the pages that Ray prints when a process dies: the job says it in one sentence, and keeps the logs."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None

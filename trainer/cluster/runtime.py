@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -17,7 +20,7 @@ from trainer.cluster.actors import ActorGroup, Patience
 from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError, one_line
 from trainer.stopping import SIGNALS, Stopped
 
 _PLACEMENT_TIMEOUT_S = 60.0
@@ -74,7 +77,7 @@ class Cluster:
             if not self._lost():
                 for group, _ in list(self._groups):
                     # The cluster may be what failed; then its actors and placement groups went with it.
-                    with contextlib.suppress(ray.exceptions.RayError):
+                    with contextlib.suppress(RayError):
                         self.release(group)
             if self._local is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
                 self._local.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
@@ -164,11 +167,20 @@ class Cluster:
             })  # fmt: skip
         return options
 
-    @staticmethod
-    def put(value: Any) -> Any:
-        """A reference to `value` in the object store; actors get the value, arrays without a copy."""
-        with SIGNALS.held():
-            return ray.put(value)
+    def put(self, value: Any) -> Any:
+        """A reference to `value` in the object store; actors get the value, arrays without a copy.
+
+        Raises:
+            WorkerError: Ray has died, or its object store is full.
+        """
+        try:
+            with SIGNALS.held():
+                return ray.put(value)
+        except RayError as error:
+            reason = (
+                f"Ray's {lost} died" if (lost := self._lost()) else f"Ray cannot store a batch: {one_line(str(error))}"
+            )
+            raise WorkerError(f"{reason}; restart the job with the same command") from error
 
     def _keep(self, group: ActorGroup, placement: PlacementGroup | None) -> ActorGroup:
         self._groups.append((group, placement))
@@ -219,7 +231,7 @@ def _held() -> str:
 
 
 def _probe(address: str) -> None:
-    """Fail within seconds when nothing listens at `address`; Ray itself would retry for a minute."""
+    """Fail within seconds when nothing listens at `address`, or wants a token; Ray itself would retry for a minute."""
     if address == "auto" or address.startswith("ray://"):
         return
     host, _, port = address.rpartition(":")
@@ -231,4 +243,13 @@ def _probe(address: str) -> None:
         raise UserError(
             f"trainer.ray_address={address}: no Ray cluster answers there ({error}); start one with "
             "`ray start --head`, or leave the key out to run on this machine"
+        ) from error
+    try:
+        with SIGNALS.held():
+            ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+            GcsClient(address=address)
+    except AuthenticationError as error:
+        raise UserError(
+            f"trainer.ray_address={address}: the cluster wants a token, and this process has none or another one; set "
+            "RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
         ) from error

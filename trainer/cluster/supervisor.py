@@ -12,10 +12,12 @@ import os
 import shutil
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
+END = b"end"
+"""What the driver writes before it closes the pipe. A driver that is killed, or that Ray ends, does not."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -24,34 +26,38 @@ def main() -> None:
     """Start Ray, tell the driver where it is, wait for the driver's end, and end everything."""
     options = json.loads(sys.argv[1])
     directory = options.pop("directory")
+    daemons: dict[str, int] = {}
+
+    def end(*_: object) -> NoReturn:
+        # The handler itself does everything: an exception that it raised could get lost in a callback of a library.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _say_what_died(daemons)
+        _end_descendants()
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)  # Ray's own shutdown could wait for processes that are gone
+
     libc = ctypes.CDLL(None)
     # What Ray's processes leave behind when they die becomes a child of this process, and is found.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A process that the driver has forked may hold the pipe open; its death is noticed all the same.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     try:
-        try:
-            answer = _start_ray(os.path.join(directory, "ray"), options)
-            signal.signal(signal.SIGTERM, _end)  # Ray has installed a handler of its own
-            _tell(answer)
-            _wait_for_the_driver()
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    finally:  # not even a signal that came a moment ago leaves this early
-        _end_descendants()
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)  # Ray's own shutdown could wait for processes that are gone
-
-
-def _end(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit()
+        answer = _start_ray(os.path.join(directory, "ray"), options)
+        signal.signal(signal.SIGTERM, end)  # Ray's C++ part has installed a handler of its own
+        daemons.update(answer.get("daemons", {}))
+        _tell(answer)
+        if _last_words_of_the_driver() == END:
+            daemons.clear()
+    finally:
+        end()
 
 
 def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     import ray
+    from ray._private import utils
 
+    utils.set_sigterm_handler = lambda _: None  # this process has its own
     try:
         ray.init(
             address="local",
@@ -72,9 +78,21 @@ def _tell(answer: dict[str, Any]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def _wait_for_the_driver() -> None:
-    while os.read(0, 1024):
-        pass
+def _last_words_of_the_driver() -> bytes:
+    """Wait until the driver closes the pipe or dies; returns what it has written last."""
+    words = b""
+    while text := os.read(0, 1024):
+        words = text
+    return words
+
+
+def _say_what_died(daemons: dict[str, int]) -> None:
+    """Tell the user if Ray has ended the driver, which it does in C++ and without a word, because a daemon died."""
+    for name, pid in daemons.items():
+        if not psutil.pid_exists(pid) or not is_running(psutil.Process(pid)):
+            text = f"error: Ray's {name} died, and the job with it; restart it with the same command\n"
+            os.write(2, text.encode())
+            return
 
 
 def _end_descendants() -> None:
