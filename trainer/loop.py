@@ -52,8 +52,8 @@ from trainer.rollout.engine import Completion, Request, Sampling
 from trainer.rollout.launch import Rollout
 from trainer.rollout.seeds import request_seed
 from trainer.run_directory import RunDirectory
-from trainer.sft import check_cache, prepare_model
 from trainer.stopping import SIGNALS, StopRequest
+from trainer.supervised import check_cache, prepare_model
 
 _STATE: dict[Any, Shape] = {
     "step": is_count,

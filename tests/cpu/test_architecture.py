@@ -78,7 +78,8 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["trainer.config", "trainer.main"])
+@pytest.mark.parametrize("module", ["trainer.config", "trainer.main", "trainer.sft"])
 def test_help_needs_no_torch(module):
+    """And signals are heard before it is imported, which takes seconds."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
