@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import ray
 import torch
 
 from tests.cpu.jobs import left_running
+from trainer.cluster import actors
 from trainer.cluster.runtime import Cluster
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.config import Config
@@ -61,8 +63,12 @@ class Victim:
         self._limit()
         bytearray(10**9)
 
-    def waits(self) -> None:
-        time.sleep(600)
+    def waits(self, seconds: float = 600) -> str:
+        time.sleep(seconds)
+        return "waited"
+
+    def waits_a_little(self) -> str:
+        return self.waits(1)
 
     def fills_the_gpu(self) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB free")
@@ -83,6 +89,16 @@ def test_a_rank_without_memory_is_one_sentence(end, cluster, capfd):
     assert text.startswith("rank 0 ") and "\n" not in text, text
     assert "memory" in text and "the same command" in text
     assert capfd.readouterr() == ("", ""), "Ray tells it too, on a page"
+
+
+def test_a_save_and_the_loop_can_watch_an_actor_at_the_same_time(cluster, monkeypatch):
+    monkeypatch.setattr(actors, "_LOOK_S", 0.0)
+    monkeypatch.setattr(actors, "_PULSE_S", 0.0)
+    group = cluster.launch_ranks("rank", Victim, {})
+    calls = [group.start("waits", 3.0), *(group.start_aside("waits_a_little") for _ in range(3))]
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(lambda call: call.result(), calls)) == [["waited"]] * 4
+    cluster.release(group)
 
 
 JOINS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class Patience:
 
 
 class _Handle:
-    """One actor as the driver sees it: its calls, and whether it still answers."""
+    """One actor as the driver sees it: its calls, and whether it still answers. The loop and a save both ask."""
 
     def __init__(self, name: str, actor: Any):
         self.name = name
@@ -91,18 +92,20 @@ class _Handle:
         self._asked = 0.0
         self._who: str | None = None
         self._said = False
+        self._lock = threading.Lock()
 
     def __str__(self) -> str:
         return f"{self.name} ({self._who})" if self._who else self.name
 
     def silence_s(self) -> float:
         """Seconds that a pulse has been without an answer; 0 while the actor starts."""
-        now = time.monotonic()
-        if self._pulse is not None and ray.wait([self._pulse], timeout=0)[0]:
-            self._hear()
-        if self._pulse is None and now - self._asked > _PULSE_S:
-            self._pulse, self._asked = self.actor.pulse.remote(), now
-        return now - self._asked if self._pulse is not None and self._who is not None else 0.0
+        with self._lock:
+            now = time.monotonic()
+            if self._pulse is not None and ray.wait([self._pulse], timeout=0)[0]:
+                self._hear()
+            if self._pulse is None and now - self._asked > _PULSE_S:
+                self._pulse, self._asked = self.actor.pulse.remote(), now
+            return now - self._asked if self._pulse is not None and self._who is not None else 0.0
 
     def _hear(self) -> None:
         try:
