@@ -157,6 +157,30 @@ def test_a_driver_that_ray_ends_leaves_a_sentence(marker):
     assert left_running(marker) == []
 
 
+LOSES_THE_GCS = """
+import sys
+from trainer.cluster.runtime import Cluster
+from trainer.cluster.supervisor import is_running
+from trainer.config import Config
+from trainer.errors import WorkerError
+try:
+    with Cluster(Config(), "cpu") as cluster:
+        daemon = cluster._local._daemons["gcs_server"]
+        daemon.kill()
+        while is_running(daemon):
+            pass
+        cluster.launch_ranks("rank", object, {})
+except WorkerError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_no_place_is_asked_of_a_ray_that_has_died():
+    """Ray would wait for a minute, and then end this process."""
+    done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], stderr=subprocess.PIPE, text=True, timeout=180)
+    assert done.stderr.startswith("Ray's gcs_server died, and the job with it"), done.stderr
+
+
 MEMORY_RUNS_LOW = """
 from tests.cpu.test_cluster import Victim
 from trainer.cluster.runtime import Cluster

@@ -81,6 +81,15 @@ class Patience:
     lost: Callable[[], str | None] = lambda: None
     """Which part of Ray itself has died, if one has."""
 
+    def check_ray(self) -> None:
+        """Check that all of Ray is there. Without a part of it, a call of Ray may hang, or end this process.
+
+        Raises:
+            WorkerError: a part has died.
+        """
+        if part := self.lost():
+            raise WorkerError(f"Ray's {part} died, and the job with it; restart it with the same command")
+
 
 class _Handle:
     """One actor as the driver sees it: its calls, and whether it still answers. The loop and a save both ask."""
@@ -187,6 +196,7 @@ class ActorGroup:
         self._members = []
 
     def _begin(self, calls: Sequence[tuple[_Handle, Any, tuple, dict]], aside: bool = False) -> Pending:
+        self._patience.check_ray()
         with SIGNALS.held():
             refs = [method.remote(*args, **kwargs) for _, method, args, kwargs in calls]
         return Pending([member for member, *_ in calls], refs, self._patience, aside)
@@ -239,8 +249,7 @@ class Pending:
     def _look(self, members: Sequence[_Handle], elapsed_s: float) -> None:
         """While nothing comes: does Ray live, does everybody answer, is it taking too long?"""
         patience = self._patience
-        if lost := patience.lost():
-            raise WorkerError(f"Ray's {lost} died, and the job with it; restart it with the same command")
+        patience.check_ray()
         for member in members:
             with SIGNALS.held():
                 silence_s = member.silence_s()

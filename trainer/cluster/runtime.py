@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.errors import UserError, WorkerError, one_line
 from trainer.stopping import SIGNALS, Stopped
 
 _PLACEMENT_TIMEOUT_S = 60.0
+_LOOK_S = 0.5  # between two looks at signals while a place is awaited
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
 CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
@@ -49,7 +51,9 @@ class Cluster:
             if address is None:
                 slots = max(os.cpu_count() or 1, self._slots_needed())
                 directory = temporary_directory(CPU_OBJECT_STORE_BYTES)
-                self._local = LocalRay(directory, slots, CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None)
+                store = CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None
+                with SIGNALS.held():  # a signal must find `_local` set: it says what to end
+                    self._local = LocalRay(directory, slots, store)
                 address = self._local.connect()
             else:
                 _probe(address)
@@ -173,13 +177,13 @@ class Cluster:
         Raises:
             WorkerError: Ray has died, or its object store is full.
         """
+        self._patience.check_ray()
         try:
             with SIGNALS.held():
                 return ray.put(value)
         except RayError as error:
-            reason = (
-                f"Ray's {lost} died" if (lost := self._lost()) else f"Ray cannot store a batch: {one_line(str(error))}"
-            )
+            self._patience.check_ray()  # it may have died meanwhile
+            reason = f"Ray cannot store a batch: {one_line(str(error))}"
             raise WorkerError(f"{reason}; restart the job with the same command") from error
 
     def _keep(self, group: ActorGroup, placement: PlacementGroup | None) -> ActorGroup:
@@ -187,16 +191,20 @@ class Cluster:
         return group
 
     def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
+        self._patience.check_ray()
         with SIGNALS.held():
             placement = placement_group(bundles, strategy="PACK")
-            placed = placement.wait(_PLACEMENT_TIMEOUT_S)
-        if not placed:
-            remove_placement_group(placement)
-            raise UserError(
-                f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
-                f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"
-            )
-        return placement
+        end = time.monotonic() + _PLACEMENT_TIMEOUT_S
+        while time.monotonic() < end:
+            with SIGNALS.held():
+                if placement.wait(_LOOK_S):
+                    return placement
+            self._patience.check_ray()
+        remove_placement_group(placement)
+        raise UserError(
+            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
+            f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"
+        )
 
     def _rank_groups(self) -> int:
         roles = 1 + self.cfg.has_critic + self.cfg.has_reference
