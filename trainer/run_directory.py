@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import posixpath
@@ -15,9 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from trainer.checkpoint import config_diff, record
+from trainer.checkpoint import config_diff, lineage, record
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.claim import Claim
 from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
@@ -25,10 +22,8 @@ from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import RESUME_LOAD, Config
-from trainer.documents import parse_object
-from trainer.durable import digest_bytes, digest_weights, read_file, write_file
+from trainer.durable import digest_bytes, digest_weights
 from trainer.errors import NonFiniteError, NotSavedError, UserError
-from trainer.hub import first_line
 from trainer.intervals import SaveSchedule
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
@@ -38,7 +33,6 @@ from trainer.stopping import Stopped, StopRequest
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
 
-LINEAGE = "lineage.json"
 Note = Callable[[str], None]
 _SETTLE_S = 60.0
 _LAST_SAVE_TRIES = 4
@@ -149,9 +143,7 @@ class RunDirectory:
 
     def _find_resume(self) -> Resume | None:
         t = self.cfg.trainer
-        lineage = os.path.join(t.run_dir, LINEAGE)
-        if os.path.lexists(lineage):
-            self.lineage = _read_lineage(lineage)
+        self.lineage = lineage.read(t.run_dir)
         holds_run = bool(self.checkpoints.steps()) or os.path.exists(self._metrics_file) or record.exists(t.run_dir)
         if t.resume_mode in (None, "none"):
             if holds_run:
@@ -177,8 +169,7 @@ class RunDirectory:
             raise UserError(f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another "
                             "trainer.run_name, or continue it with trainer.resume_mode=latest")  # fmt: skip
         manifest = manifests.verify(path, t.verify_checkpoint)  # never another one in its place
-        self.lineage = {"forked_from": path, "step": manifest["step"], "manifest": manifest["self"]}
-        write_file(lineage, json.dumps(self.lineage, indent=2))
+        self.lineage = lineage.write(t.run_dir, path, manifest)
         return Resume(path, manifest["step"], fork=True)
 
     def _newest(self, before: int | None = None) -> Resume | None:
@@ -218,9 +209,9 @@ class RunDirectory:
         permitted = config_diff.check(
             found,
             cfg.trainer.allow_config_change,
-            self._meaningless(),
+            config_diff.meaningless(cfg, self._supervised),
             saved_critic != cfg.has_critic,
-            self._impossible(saved, restored),
+            config_diff.impossible(cfg, saved, restored),
         )
         self.added_steps = {} if self._supervised else config_diff.added_steps(found, cfg.trainer, resume.step)
         keys = [change.key for change in found]
@@ -228,20 +219,6 @@ class RunDirectory:
         self._same_run = not permitted and not any(config_diff.matches(key, config_diff.VALIDATION) for key in keys)
         shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
         return [f"config changed since the checkpoint: {change}" for change in shown]
-
-    def _impossible(self, saved: dict[str, Any], restored: set[str]) -> dict[str, str]:
-        """Keys whose new value would not fit the state that is restored, and why."""
-        before = saved.get("algorithm", {}).get("kl_controller")
-        if "state" in restored and before == self.cfg.algorithm.kl_controller == "adaptive":
-            return {"algorithm.kl_coef": "the adaptive controller has steered the weight since"}
-        return {}
-
-    def _meaningless(self) -> tuple[str, ...]:
-        """Keys that change nothing for this kind of run."""
-        if self._supervised:
-            return ("algorithm.*", "rollout.*", "reward.*", "trainer.policy.optimizer.*", "trainer.critic.*",
-                    "trainer.reference.*", "trainer.*_batch_size", "trainer.update_epochs", "sft.steps")  # fmt: skip
-        return ("sft.*",) if self.cfg.model.path is not None else ()
 
     # ---------------------------------------------------------------------------------------------------
     # Restore
@@ -314,7 +291,7 @@ class RunDirectory:
 
     def config_part(self) -> Part:
         """The resolved config."""
-        return files_part("config", lambda: {"config.yaml": config_yaml(self.cfg)}, lambda _: None)
+        return files_part("config", lambda: {"config.yaml": config_diff.config_yaml(self.cfg)}, lambda _: None)
 
     @property
     def restored(self) -> set[str]:
@@ -403,7 +380,7 @@ class RunDirectory:
             "roles": roles,
             "ranks": t.num_workers,
             "replicas": t.replicas,
-            "config_digest": digest_bytes(config_yaml(self.cfg)),
+            "config_digest": digest_bytes(config_diff.config_yaml(self.cfg)),
             "score_metric": t.best_metric,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.lineage or None,
@@ -506,17 +483,3 @@ class RunDirectory:
         """Wait for the save that is under way and tell how it ended."""
         self.checkpoints.wait()
         self.report(note)
-
-
-def _read_lineage(path: str) -> dict[str, Any]:
-    try:
-        return parse_object(read_file(path), manifests.LINEAGE)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: is damaged, and holds what this fork started from ({first_line(error)}); restore it from "
-            "`parent` in the manifest.json of a checkpoint, or remove it and use trainer.resume_mode=latest"
-        ) from error
-
-
-def config_yaml(cfg: Config) -> bytes:
-    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False).encode()

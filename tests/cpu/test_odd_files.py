@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.config_diff import config_yaml
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import json_part
 from trainer.checkpoint.manifest import DamagedError, verify
@@ -235,9 +236,13 @@ def test_a_config_that_is_no_mapping_of_sections_is_refused(run_dir, text, capsy
     assert "config.yaml is damaged" in capsys.readouterr().err
 
 
-def test_the_config_of_a_run_is_read_as_it_was_written():
-    from trainer.run_directory import config_yaml
+def test_configs_that_lack_keys_are_compared(run_dir, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, "config.yaml", b"trainer: {policy: {optimizer: {schedule_steps: 3}}}")
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) == 0
 
+
+def test_the_config_of_a_run_is_read_as_it_was_written():
     assert parse_yaml(config_yaml(Config())) == yaml.safe_load(config_yaml(Config()))
 
 

@@ -1,16 +1,16 @@
-"""May a run go on under a config that is not the one it was saved with?"""
+"""The config of a checkpoint, and whether a run may continue from it under another config."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.storage import Storage
-from trainer.config import OPEN_SECTIONS, TrainerConfig
+from trainer.config import OPEN_SECTIONS, Config, TrainerConfig
 from trainer.documents import parse_yaml
 from trainer.errors import UserError
 
@@ -94,6 +94,13 @@ def read_config(checkpoint: str) -> dict[str, Any]:
         raise DamagedError(f"{checkpoint}: config.yaml is damaged ({error})") from error
 
 
+def config_yaml(cfg: Config) -> bytes:
+    """The content of `config.yaml`: the resolved config."""
+    import yaml
+
+    return yaml.safe_dump(asdict(cfg), sort_keys=False).encode()
+
+
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
     """The leaf keys in which two nested configs differ.
 
@@ -107,6 +114,26 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[
         if old.get(name) != new[name]:
             found.append(Change(name, old.get(name), new[name]))
     return found
+
+
+def meaningless(cfg: Config, supervised: bool) -> tuple[str, ...]:
+    """Patterns of keys that change nothing for this kind of run."""
+    if supervised:
+        return ("algorithm.*", "rollout.*", "reward.*", "trainer.policy.optimizer.*", "trainer.critic.*",
+                "trainer.reference.*", "trainer.*_batch_size", "trainer.update_epochs", "sft.steps")  # fmt: skip
+    return ("sft.*",) if cfg.model.path is not None else ()
+
+
+def impossible(cfg: Config, saved: Mapping[str, Any], restored: set[str]) -> dict[str, str]:
+    """Keys whose new value would not fit the state that is restored, and why.
+
+    Args:
+        restored: what is taken over from the checkpoint, of `RESUME_LOAD`.
+    """
+    before = saved.get("algorithm", {}).get("kl_controller")
+    if "state" in restored and before == cfg.algorithm.kl_controller == "adaptive":
+        return {"algorithm.kl_coef": "the adaptive controller has steered the weight since"}
+    return {}
 
 
 def check(
@@ -180,8 +207,8 @@ def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
     for optimizer, total in totals.items():
         key = f"{optimizer}.schedule_steps"
         if key in flat:
-            scheduled = flat[f"{optimizer}.scheduler"] != "constant"
-            lengths[key] = (flat[key] or flat[total]) if scheduled else None
+            scheduled = flat.get(f"{optimizer}.scheduler") != "constant"
+            lengths[key] = (flat[key] or flat.get(total)) if scheduled else None
     return flat | lengths
 
 
