@@ -1,4 +1,4 @@
-"""What a run keeps on disk, and how it comes back: lock, checkpoints, lineage. RL and supervised runs alike."""
+"""What a run keeps on disk, and how it comes back: locks, checkpoints, metrics. RL and supervised runs alike."""
 
 from __future__ import annotations
 
@@ -104,11 +104,18 @@ class RunDirectory:
             self.resume = self._find_resume()
             if self.resume is not None:
                 self.notes += self._check_config(self.resume)
+                self._complete_record(self.resume)
             self._check_metrics()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _complete_record(self, resume: Resume) -> None:
+        """Record the commit that was found, where a kill came between the two, or an older version kept no record."""
+        t = self.cfg.trainer
+        if not (resume.fork or record.exists(t.run_dir)):
+            record.write(t.run_dir, resume.step, t.ckpt_path)
 
     def _check_metrics(self) -> None:
         """Check that `metrics.jsonl` has what the run had logged when it saved the checkpoint."""

@@ -196,6 +196,13 @@ def test_a_manifest_without_any_of_its_files_falls_back(run_dir):
     assert resume(run_dir) == 1
 
 
+def test_a_checkpoint_of_a_step_that_no_run_reaches_is_compared_with_its_lines_at_once(run_dir):
+    name, step = "global_step_900000000000000000", 900_000_000_000_000_000
+    checkpoint = (run_dir / "checkpoints/global_step_2").rename(run_dir / "checkpoints" / name)
+    rewrite(checkpoint, json.loads((checkpoint / "manifest.json").read_text()) | {"step": step, "metrics_from": 1})
+    assert "metrics.jsonl: has no line for step 3" in resume(run_dir)
+
+
 @pytest.mark.parametrize(
     "name", ["global_step_٢", "global_step_02", "global_step_9999999999999999999999", "global_step_2\n"]
 )

@@ -141,13 +141,27 @@ def test_latest_does_not_start_over_where_committed_checkpoints_are_not_found(tm
 def test_a_damaged_record_still_says_that_something_was_committed(tmp_path):
     a_run(tmp_path)
     lose(tmp_path / "checkpoints", "gone")
-    for content in ("", "[]", "{}"):
+    for content in ("", "[]", "{}", '{"step": "2", "ckpt_path": 3}', '{"a":' * 100_000):
         (tmp_path / "committed.json").write_text(content)
         with pytest.raises(UserError, match="has committed a checkpoint; mount or restore it"):
             RunDirectory(settings(tmp_path, resume_mode="latest")).open()
     (tmp_path / "committed.json").unlink()  # as the message says: the user wants to start over
     with RunDirectory(settings(tmp_path, resume_mode="latest")).open() as run:
         assert run.resume is None and "metrics.cut.jsonl" in run.notes[-1]
+
+
+@pytest.mark.parametrize("resume_mode", ["latest", "from_path"])
+def test_a_commit_that_was_not_recorded_is_recorded_at_the_next_start(tmp_path, resume_mode):
+    """The process died between the two, or its version kept no record."""
+    a_run(tmp_path)
+    (tmp_path / "committed.json").unlink()
+    cfg = settings(tmp_path, resume_mode=resume_mode)
+    cfg.trainer.resume_path = str(tmp_path / "checkpoints/global_step_2") if resume_mode == "from_path" else None
+    with RunDirectory(cfg).open() as run:
+        assert run.resume.step == 2
+    lose(tmp_path / "checkpoints", "gone")
+    with pytest.raises(UserError, match="global_step_2 in .*/checkpoints; mount or restore it"):
+        RunDirectory(settings(tmp_path, resume_mode="latest")).open()
 
 
 def test_a_fork_does_not_start_over_either(tmp_path):

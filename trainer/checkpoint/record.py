@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 
-from trainer.durable import write_file
-from trainer.errors import UserError
+from trainer.documents import is_count, parse_object
+from trainer.durable import read_file, write_file
+from trainer.errors import UserError, one_line
 
 NAME = "committed.json"
 
@@ -38,10 +39,9 @@ def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
         return
     path = os.path.join(run_dir, NAME)
     try:
-        with open(path) as file:
-            record = json.load(file)
-        committed = f"global_step_{record['step']} in {record['ckpt_path']}"
-    except (OSError, ValueError, KeyError, TypeError):  # the record is damaged, but there was something to record
+        record = parse_object(read_file(path), {"step": is_count, "ckpt_path": str})
+        committed = f"global_step_{record['step']} in {one_line(record['ckpt_path'])}"
+    except (OSError, ValueError):  # the record is damaged, but there was something to record
         committed = "a checkpoint"
     raise UserError(
         f"trainer.ckpt_path={ckpt_path}: no checkpoint is there, and {path} says that this run has committed "

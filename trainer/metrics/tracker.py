@@ -213,11 +213,13 @@ def check_lines(path: str, first: int | None, last: int) -> None:
     """
     counts = Counter(row["step"] for row in read_metrics(path))
     wanted = range(last + 1 if first is None else first, last + 1)
-    missing = [step for step in wanted if step not in counts]
     doubled = sorted(step for step, count in counts.items() if count > 1 and step <= last)
-    if missing or doubled:
-        step = min(missing[:1] + doubled[:1])
-        what = f"has no line for step {step}" if step in missing[:1] else f"has more than one line for step {step}"
+    missing = next((step for step in wanted if step not in counts), None)  # the first: `last` may be any number
+    if doubled or missing is not None:
+        if missing is None or doubled and doubled[0] < missing:
+            what = f"has more than one line for step {doubled[0]}"
+        else:
+            what = f"has no line for step {missing}"
         raise UserError(
             f"{path}: {what}, which this run has logged once; restore the file, or fork the checkpoint into another "
             "trainer.run_name with trainer.resume_mode=from_path"
