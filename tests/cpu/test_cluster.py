@@ -101,6 +101,20 @@ def test_a_save_and_the_loop_can_watch_an_actor_at_the_same_time(cluster, monkey
     cluster.release(group)
 
 
+class SlowToLoad(Victim):
+    def __init__(self, *_: object):
+        time.sleep(8)
+
+
+def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(actors, "_SAY_START_S", 1.0)
+    group = cluster.launch_ranks("slow rank", SlowToLoad, {})
+    group.call("waits", 0.0)
+    cluster.release(group)
+    (warning,) = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
+    assert warning.startswith("slow rank 0") and "; the job ends after" in warning, warning
+
+
 JOINS = """
 import dataclasses, sys
 from trainer.cluster.runtime import Cluster

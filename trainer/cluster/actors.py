@@ -27,6 +27,7 @@ _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvByt
 _LOOK_S = 0.5  # between two looks at signals, at Ray and at the members' pulses, while a call runs
 _PULSE_S = 2.0  # between two pulses
 _SAY_S = 20.0  # silence after which the user is told
+_SAY_START_S = 300.0  # time to start after which the user is told; an engine may compile for minutes
 _LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
 
 
@@ -123,14 +124,25 @@ class _Handle:
             pass  # it died: the call under way says so
         else:
             if self._said:
-                LOG.warning("%s answers again", self)
+                LOG.warning("%s answers now", self)
         self._pulse, self._said = None, False
+
+    @property
+    def starts(self) -> bool:
+        """It has not answered yet: until it has loaded what it hosts, it cannot."""
+        return self._who is None
 
     def say_silent(self, silence_s: float, limit_s: float) -> None:
         """Tell the user, once for each silence."""
         if not self._said:
             self._said = True
             LOG.warning("%s does not answer since %.0f s; the job ends after %g s of silence", self, silence_s, limit_s)
+
+    def say_starting(self, elapsed_s: float, limit_s: float) -> None:
+        """Tell the user, once."""
+        if not self._said:
+            self._said = True
+            LOG.warning("%s has not started after %.0f s; the job ends after %g s", self, elapsed_s, limit_s)
 
 
 class ActorGroup:
@@ -265,6 +277,8 @@ class Pending:
                 )
             if silence_s > _SAY_S:
                 member.say_silent(silence_s, patience.silence_s)
+            if member.starts and elapsed_s > _SAY_START_S:
+                member.say_starting(elapsed_s, patience.call_s)
         if elapsed_s > patience.call_s:
             raise WorkerError(
                 f"{', '.join(map(str, members))}: no result after {elapsed_s:.0f} s (trainer.call_timeout_s); "
