@@ -246,7 +246,7 @@ def _age(saved_at: str) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if seconds > -1 else "in the future"  # by this machine's clock
 
 
 if __name__ == "__main__":

@@ -230,12 +230,17 @@ def _same_place(owner: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """This boot of this machine and this view of its processes."""
+    """This boot of this machine, this view of its processes, and this view of when they started."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+            view = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if _has_namespace(kind))
+            return f"{file.read().strip()} {view}"
     except OSError:
         return f"{socket.gethostname()} (unknown)"
+
+
+def _has_namespace(kind: str) -> bool:
+    return os.path.lexists(f"/proc/self/ns/{kind}")  # that of time is not in every kernel
 
 
 def _started(pid: int) -> str | None:
