@@ -98,8 +98,9 @@ class _Handle:
     def __init__(self, name: str, actor: Any):
         self.name = name
         self.actor = actor
-        self._pulse: Any = None  # under way
-        self._asked = 0.0
+        # Under way, from the beginning: its answer tells when the actor has started.
+        self._pulse: Any = actor.pulse.remote()
+        self._asked = time.monotonic()
         self._who: str | None = None
         self._said = False
         self._lock = threading.Lock()
