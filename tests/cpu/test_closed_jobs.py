@@ -83,8 +83,9 @@ def intrude(port: int, **env: str) -> subprocess.Popen:
     )
 
 
-def test_a_job_listens_on_loopback_alone_and_refuses_clients_without_its_token(tmp_path, marker):
-    job = start_job(*BASE, "trainer.num_workers=2", cwd=tmp_path)
+@pytest.mark.parametrize("engine", [[], ["rollout=vllm", "rollout.weight_sync=broadcast"]], ids=["files", "broadcast"])
+def test_a_job_listens_on_loopback_alone_and_refuses_clients_without_its_token(engine, tmp_path, marker):
+    job = start_job(*BASE, *engine, "trainer.num_workers=2", cwd=tmp_path)
     output = reach(job, "step 1/500")
     try:
         found = listeners(job)
