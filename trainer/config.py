@@ -184,7 +184,7 @@ class TrainerConfig:
     mean_time_between_failures: float = 240
     """Minutes between failures to expect, for `ckpt_interval=auto`."""
     ckpt_async: bool = True
-    """Write checkpoints while training goes on. Takes host memory for one copy of each rank's shards."""
+    """Write checkpoints while training continues. Takes host memory for one copy of each rank's shards."""
     ckpt_failures_allowed: int = 3
     """Saves that may fail in a row before the run stops; it trains on with the checkpoint before."""
     max_ckpts_to_keep: int = -1
@@ -199,10 +199,10 @@ class TrainerConfig:
     """`max`: higher is better; `min`: lower."""
     resume_mode: str | None = None
     """`latest` (the newest valid checkpoint in `ckpt_path`, or a new run when there is none: one command for the
-    first start and every restart), `from_path` (see `resume_path`), `none` or null (start anew)."""
+    first start and every restart), `from_path` (see `resume_path`), `none` or null (start from scratch)."""
     resume_path: str | None = None
     """With `resume_mode=from_path`: the `global_step_N` directory of another run to fork from. Restarted with
-    the same command, the fork goes on from its own newest checkpoint."""
+    the same command, the fork continues from its own newest checkpoint."""
     resume_load: list[str] = field(default_factory=list)
     """What a fork takes over, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the place in the
     data) and `state` (step, counters, best metric); empty: all."""

@@ -306,7 +306,7 @@ class Trainer:
     # State
 
     def save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
-        """Begin to write `global_step_{step}`; training goes on meanwhile."""
+        """Begin to write `global_step_{step}`; training continues meanwhile."""
         self.tracker.flush()
         self.directory.save(step, metrics, self.ranks.saved_roles)
 
@@ -374,8 +374,8 @@ class Trainer:
         cfg = self.cfg
         tracker = Tracker(cfg.trainer.run_dir, cfg.logger, cfg.trainer.run_name, dataclasses.asdict(cfg),
                           self.tracker_state.get("wandb_run_id"))  # fmt: skip
-        # A run that starts anew, be it with the weights of another, rewinds to before its first line: an earlier
-        # start may have died before its first checkpoint.
+        # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
+        # earlier start may have died before its first checkpoint.
         tracker.rewind(self.step or -1)
         return tracker
 

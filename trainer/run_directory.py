@@ -88,7 +88,7 @@ class RunDirectory:
     # Start
 
     def open(self, wait: bool = False) -> RunDirectory:
-        """Take the locks, clear away what a killed run left, and find out where to go on.
+        """Take the locks, clear away what a killed run left, and find the checkpoint to continue from.
 
         Args:
             wait: when another job runs here, wait for its end.
@@ -243,7 +243,7 @@ class RunDirectory:
             saved = manifests.read(directory)["roles"]
             for role in ranks.saved_roles:
                 if role not in saved and self.resume.fork:
-                    self.notes.append(f"the checkpoint holds no {role}: it starts anew")
+                    self.notes.append(f"the checkpoint holds no {role}: it starts from scratch")
                     continue
                 ranks.load(role, ShardedFiles(os.path.abspath(directory)), what, self.added_steps.get(role, 0))
 
@@ -420,7 +420,7 @@ class RunDirectory:
             save()
         if stopping:
             raise Stopped(f"stopped after step {step} of {total} ({stop.reason}); the same command with "
-                          "trainer.resume_mode=latest goes on")  # fmt: skip
+                          "trainer.resume_mode=latest continues the run")  # fmt: skip
 
     def _save_last(self, step: int, save: Callable[[], None], note: Note) -> None:
         """Save the last state of this process, and wait until it is committed; try again if that fails.
@@ -484,7 +484,7 @@ class RunDirectory:
             if self._failures > allowed and not last:
                 raise UserError(f"trainer.ckpt_path={self.cfg.trainer.ckpt_path}: {message}; {self._failures} failed "
                                 f"in a row, trainer.ckpt_failures_allowed={allowed}")  # fmt: skip
-            note(f"WARNING: {message}" + ("" if last else "; training goes on"))
+            note(f"WARNING: {message}" + ("" if last else "; training continues"))
 
     def finish(self, note: Note) -> None:
         """Wait for the save that is under way and tell how it ended."""

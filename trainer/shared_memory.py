@@ -29,7 +29,7 @@ class PrivateDirectory:
     Its name is `prefix` and `random_bytes` random bytes in hexadecimal. This process holds a lock (flock) on the
     directory. The kernel drops the lock when the process dies, however it dies, and knows it in all containers that
     share the file system. So a directory without a lock is abandoned, and `clear_abandoned` deletes it. A process id
-    would prove nothing: containers number their processes anew.
+    would prove nothing: each container numbers its own processes.
 
     Raises:
         FileExistsError: something has the name that was drawn.

@@ -124,7 +124,7 @@ class SupervisedTrainer:
                 self.directory.end_of_step(step, steps, metrics["time/step"], self.stop, save, progress.note)
 
     def save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
-        """Begin to write `global_step_{step}`; training goes on meanwhile."""
+        """Begin to write `global_step_{step}`; training continues meanwhile."""
         self.tracker.flush()
         self.directory.save(step, metrics, ["policy"])
 

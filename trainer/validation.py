@@ -284,7 +284,7 @@ def _trainer(check: _Check) -> None:
         fail("trainer.resume_path", "needs trainer.resume_mode=from_path")
     if t.resume_load:
         if t.resume_mode != "from_path":
-            fail("trainer.resume_load", "needs trainer.resume_mode=from_path: a run goes on with all of its state")
+            fail("trainer.resume_load", "needs trainer.resume_mode=from_path: a run continues with all of its state")
         if not set(t.resume_load) <= set(RESUME_LOAD):
             fail("trainer.resume_load", f"may name {', '.join(RESUME_LOAD)}")
     for key in ("trainer.keep_best", "trainer.keep_every"):

@@ -140,7 +140,8 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path, ra
                    "algorithm.kl_coef=0.01", "algorithm.ref_update_interval=1", "trainer.resume_load=[weights]",
                    "trainer.resume_mode=from_path", "trainer.resume_path=outputs/whole/checkpoints/global_step_2",
                    cwd=tmp_path)  # fmt: skip
-    assert done.returncode == 0 and "the checkpoint holds no reference: it starts anew" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint holds no reference: it starts from scratch" in done.stdout
     saved = tmp_path / "outputs/weights/checkpoints/global_step_1"
     assert {path.name for path in saved.iterdir() if path.is_dir()} == {"policy", "reference"}
 

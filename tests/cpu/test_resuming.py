@@ -263,7 +263,7 @@ def test_failed_saves_are_told_and_bounded(tmp_path):
         run.checkpoints.register(json_part("state", broken, lambda _: None))
         run.save(2, {}, [])
         run.finish(told.append)
-        assert "FAILED (No space left on device)" in told[-1] and good in told[-1] and "training goes on" in told[-1]
+        assert "FAILED (No space left on device)" in told[-1] and good in told[-1] and "training continues" in told[-1]
         run.save(3, {}, [])
         with pytest.raises(UserError, match="trainer.ckpt_path.*No space.*2 failed in a row"):
             run.finish(told.append)

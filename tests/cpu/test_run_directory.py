@@ -83,7 +83,7 @@ def test_a_save_that_is_not_the_last_does_not_hold_training_up(tmp_path):
         told: list[str] = []
         run.end_of_step(2, TOTAL, 1.0, stop_request(None), partial(run.save, 2, {}, []), told.append)
         run.finish(told.append)
-        assert "FAILED" in told[-1] and told[-1].endswith("training goes on")
+        assert "FAILED" in told[-1] and told[-1].endswith("training continues")
 
 
 @pytest.mark.slow

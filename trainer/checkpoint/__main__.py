@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     prune.add_argument("--keep", type=int, required=True, help="newest to keep, at least 1")
     prune.add_argument("--every", type=int, default=-1, help="keep also steps that are multiples of this")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    back = command("rollback", "put newer checkpoints aside: resume_mode=latest then goes on from an older one", root)
+    back = command("rollback", "put newer checkpoints aside: resume_mode=latest then continues from an older one", root)
     back.add_argument("--to", type=int, required=True, help="step to go back to")
     args = parser.parse_args(argv)
     try:

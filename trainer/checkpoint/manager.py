@@ -4,11 +4,11 @@ A save writes to `.writing-global_step_N-<token>`, where no reader looks; makes 
 it; writes `manifest.json`; and renames the directory to `global_step_N`. That rename is the commit: a
 directory is a checkpoint if and only if its manifest agrees with its files. The hint file and the deletion
 of old checkpoints come after. Everything past the copying of the state happens on another thread, while
-training goes on; at most one save is under way.
+training continues; at most one save is under way.
 
     .writing-…     a save under way, or one that was killed
     .deleting-…    taken out of service by retention, not gone yet
-    .aside-…       newer than the checkpoint that the run went back to; gone once its step is saved anew
+    .aside-…       newer than the checkpoint that the run went back to; gone once its step is saved again
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ class CheckpointManager:
     def set_aside(self, after: int) -> list[str]:
         """Take checkpoints newer than `after` out of service, by renaming; returns their new names.
 
-        They are deleted when their step is saved anew, not before.
+        They are deleted when their step is saved again, not before.
         """
         moved = []
         for step in self.steps():
