@@ -15,7 +15,6 @@ import fsspec
 
 from trainer.durable import digest_bytes, digest_file, forget, read_file, sync_directory, sync_tree, write_file
 
-_CHUNK = 8 << 20
 PROBE = ".probe-"
 
 

@@ -15,8 +15,6 @@ from trainer.config import Config
 from trainer.models.files import resolve_model_path
 from trainer.parallel.batching import Batch
 
-ROLES = ("policy", "critic", "reference")
-
 
 def _build_rank(*args: Any) -> Any:
     # Imported where it is used: the driver is up seconds earlier without FSDP and the model classes.

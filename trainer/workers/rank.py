@@ -206,7 +206,7 @@ class Rank:
         self.reference.refresh(self.policy.module)
 
     def check_shared(self, dtype: str, reserved: int) -> None:
-        """Check that this machine's shared memory has room for the policy's weights as `dtype` (see `check_room`)."""
+        """Check that shared memory has room for the policy's weights as `dtype` (see `check_room`). No collective."""
         assert self.policy is not None
         check_room(self.policy.weight_bytes(param_dtype(dtype, self.device)), reserved)
 
