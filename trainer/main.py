@@ -79,7 +79,8 @@ def _compose_and_run(job: Callable[[Config, str], None]) -> None:
             if HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN:
                 print(f"[{HydraConfig.get().job.num}] {cfg.trainer.run_dir}", flush=True)
             _make_run_dir(cfg)
-            from trainer.parallel.mesh import pick_device  # the first import of torch: the config has passed
+            with SIGNALS.held():  # torch would swallow an exception while it imports NumPy, and so lose the signal
+                from trainer.parallel.mesh import pick_device  # the first import of torch: the config has passed
 
             device = pick_device(cfg.trainer.device)
             _check_devices(cfg, device)
@@ -177,7 +178,8 @@ def _check_devices(cfg: Config, device: str) -> None:
 
 
 def _job(cfg: Config, device: str) -> None:
-    from trainer.loop import run
+    with SIGNALS.held():
+        from trainer.loop import run
 
     run(cfg, device)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.main import run_app
+from trainer.stopping import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 
 def _job(cfg: Config, device: str) -> None:
-    from trainer.supervised import run  # torch and Ray: not before signals are heard
+    with SIGNALS.held():
+        from trainer.supervised import run  # torch and Ray: not before signals are heard
 
     run(cfg, device)
 

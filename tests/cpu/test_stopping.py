@@ -131,3 +131,25 @@ def test_a_signal_after_the_end_of_the_run_does_not_change_its_status(number, tm
     arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "finished\n", "")
+
+
+@pytest.mark.parametrize("module", ["numpy.linalg", "numpy._core.getlimits", "torch.storage"])
+def test_a_signal_during_an_import_is_not_lost(module, tmp_path):
+    """Where torch imports NumPy, it takes an exception for a NumPy that is not there."""
+    code = (
+        "import os, signal, sys\n"
+        "from trainer.main import run_app\n"
+        "class Interrupt:\n"
+        f"    name = {module!r}\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == self.name:\n"
+        "            self.name = None\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "def job(cfg, device): print('trained')\n"
+        "run_app(job)\n"
+    )
+    arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (EXIT_STATUS, "")
+    assert done.stdout.startswith("stopped by SIGTERM")
