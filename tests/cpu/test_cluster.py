@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
@@ -42,7 +43,8 @@ def test_a_zombie_has_ended():
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
-        with Cluster(Config(), "cpu") as cluster:
+        limits = dataclasses.replace(Config().trainer, silence_timeout_s=10.0)
+        with Cluster(dataclasses.replace(Config(), trainer=limits), "cpu") as cluster:
             yield cluster
 
 
@@ -62,6 +64,9 @@ class Victim:
     def wants_bytes(self) -> None:
         self._limit()
         bytearray(10**9)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def waits(self, seconds: float = 600) -> str:
         time.sleep(seconds)
@@ -113,6 +118,19 @@ def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
     cluster.release(group)
     (warning,) = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
     assert warning.startswith("slow rank 0") and "; the job ends after" in warning, warning
+
+
+def test_a_rank_that_stands_still_after_quick_calls_is_named(cluster):
+    """While calls are quick, the driver has no reason to ask whether the rank still answers."""
+    group = cluster.launch_ranks("rank", Victim, {})
+    pid = group.call("pid")[0]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for .*silence_timeout_s"):
+            group.call("pid")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        cluster.release(group)
 
 
 JOINS = """
