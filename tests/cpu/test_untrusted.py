@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from transformers import AutoConfig
 
 from tests.cpu.test_odd_files import config, replace, rewrite
@@ -78,6 +81,42 @@ def test_a_pickle_cannot_change_the_classes_of_the_process(module, name, attribu
     with pytest.raises(UserError, match="which no checkpoint needs; the change was undone|does not describe"):
         load_metadata(io.BytesIO(b"\x80\x02c" + f"{module}\n{name}\n".encode() + build))
     assert dict(vars(found)) == before
+
+
+ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+
+
+def test_members_of_an_enum_load_as_the_first_releases_of_python_3_11_pickle_them():
+    class OlderPickler(pickle.Pickler):
+        def reducer_override(self, value):
+            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+    properties = TensorProperties(dtype=torch.float32)
+    tensor = TensorStorageMetadata(properties=properties, size=torch.Size([2]), chunks=[])
+    written = io.BytesIO()
+    OlderPickler(written).dump(Metadata({"x": tensor}, storage_data={}, storage_meta=StorageMeta()))
+    assert b"getattr" in written.getvalue()
+    written.seek(0)
+    assert load_metadata(written).state_dict_metadata["x"] == tensor
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [(ENCODING, "__class__"), (ENCODING, "mro"), (ENCODING, "_member_map_"), (b"ctorch\nSize\n", "__add__"),
+     (b"cpathlib\nPosixPath\n", "home")],
+)  # fmt: skip
+def test_getattr_reaches_nothing_but_members_of_the_enum(owner, name):
+    word = b"X" + len(name).to_bytes(4, "little") + name.encode()
+    with pytest.raises(UserError, match="which no checkpoint needs; it was not executed"):
+        load_metadata(io.BytesIO(b"\x80\x02cbuiltins\ngetattr\n" + owner + word + b"\x86R."))
+
+
+def test_a_pickle_cannot_change_members_of_the_enum():
+    member = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING(0)
+    build = b"N}X\x07\x00\x00\x00_value_K\x05s\x86b."
+    with pytest.raises(UserError, match="_value_, which no checkpoint needs; the change was undone"):
+        load_metadata(io.BytesIO(b"\x80\x02" + ENCODING + b"K\x00\x85R" + build))
+    assert member.value == 0
 
 
 # ----------------------------------------------------------------------------------------------------------

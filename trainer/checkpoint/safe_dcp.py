@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, ReadItem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -65,9 +66,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def __init__(self, file: Any):
         super().__init__(file)
-        self._given: dict[type, dict[str, Any]] = {}
+        self._given: dict[Any, dict[str, Any]] = {member: dict(vars(member)) for member in _MEM_FORMAT_ENCODING}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # so the first releases of Python 3.11 pickle a member of an enum
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if (module, name) not in _ALLOWED and not is_dtype:
             raise UserError(f".metadata names {module}.{name}, which no checkpoint needs; it was not executed")
@@ -82,19 +85,27 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Unpickle.
 
         Raises:
-            UserError: the pickle changed a class; the change is undone.
+            UserError: the pickle changed a class or a member of an enum; the change is undone.
         """
         changed = []
         try:
             return super().load()
         finally:
-            for kind, before in self._given.items():
-                different = {name for name, value in vars(kind).items() if before.get(name) is not value}
+            for owner, before in self._given.items():
+                different = {name for name, value in vars(owner).items() if before.get(name) is not value}
                 for name in different - {"__slotnames__"}:  # which a thread that pickles may add at any time
-                    changed.append(f"{kind.__name__}.{name}")
-                    setattr(kind, name, before[name]) if name in before else delattr(kind, name)
+                    changed.append(f"{getattr(owner, '__name__', owner)}.{name}")
+                    setattr(owner, name, before[name]) if name in before else delattr(owner, name)
             if changed:
                 raise UserError(f".metadata sets {changed[0]}, which no checkpoint needs; the change was undone")
+
+
+def _enum_member(*args: Any) -> Any:
+    """Return what `getattr(*args)` would, if that is a member of the one enum that DCP stores."""
+    match args:
+        case (enum, str(name)) if enum is _MEM_FORMAT_ENCODING and name in enum.__members__:
+            return enum.__members__[name]
+    raise UserError(".metadata calls builtins.getattr, which no checkpoint needs; it was not executed")
 
 
 def load_metadata(file: Any) -> Metadata:
