@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.imports import options_of, takes_any_option
+from trainer.plugins import options_of, takes_any_option
 
 OPEN_SECTIONS = ("algorithm.options", "data.generator_args", "rollout.engine_args")
 """Sections whose keys the schema does not know."""

@@ -23,12 +23,12 @@ from trainer.algorithms import (
 )
 from trainer.config import AlgorithmConfig, Config, chosen_options, named_options
 from trainer.errors import UserError
-from trainer.imports import takes_any_option, user_code
 from trainer.parallel.batching import Batch, stack_padded
+from trainer.plugins import takes_any_option, user_code
 
 if TYPE_CHECKING:
     from trainer.data.source import DrawnPrompt
-    from trainer.rollout.engine import Completion
+    from trainer.generation.engine import Completion
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ def key(*parts: int | str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
+def request_seed(run_seed: int, step: int, prompt_uid: str, completion: int) -> int:
+    """Seed of completion number `completion` of a prompt in a step; 63 bits, which torch and vLLM accept."""
+    return key(run_seed, "completion", step, prompt_uid, completion)
+
+
 def permutation(n: int, *parts: int | str) -> np.ndarray:
     """A permutation of `range(n)` named by `parts`; int64 `(n,)`.
 

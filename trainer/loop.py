@@ -35,7 +35,9 @@ from trainer.experience import (
 )
 from trainer.exports import export_policy, export_target
 from trainer.failpoints import failpoint
-from trainer.imports import import_function
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.launch import Rollout
+from trainer.keyed import request_seed
 from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import final_report
@@ -46,11 +48,9 @@ from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.parallel.batching import Batch
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
+from trainer.plugins import import_function
 from trainer.rewards import resolve
 from trainer.rewards.pool import RewardPool
-from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.launch import Rollout
-from trainer.rollout.seeds import request_seed
 from trainer.run_directory import RunDirectory
 from trainer.stopping import SIGNALS, StopRequest
 from trainer.supervised import check_cache, prepare_model

@@ -17,7 +17,7 @@ LEAVES = {
     "errors",
     "failpoints",
     "hub",
-    "imports",
+    "plugins",
     "keyed",
     "output",
     "shared_memory",
@@ -32,11 +32,11 @@ ALLOWED = {
     "rewards": {"rewards"},
     "metrics": {"metrics"},
     "data": {"data", "parallel"},
-    "rollout": {"rollout", "cluster", "workers", "models", "parallel"},
+    "generation": {"generation", "cluster", "workers", "models", "parallel"},
     "cluster": {"cluster", "workers", "models", "parallel"},
 }
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
-MAY = {"cluster": {"ray"}, "rollout": {"vllm"}}
+MAY = {"cluster": {"ray"}, "generation": {"vllm"}}
 
 
 def imports(path: Path) -> set[str]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.cpu.bad_rewards import BAD, CARELESS, NUMBERS
 from trainer.algorithms import ADVANTAGES
-from trainer.imports import options_of
+from trainer.plugins import options_of
 from trainer.rewards.pool import RewardPool
 
 NAME = "copied_rewards:score"

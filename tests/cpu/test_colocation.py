@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.config import Config
-from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.launch import Rollout
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.launch import Rollout
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, stop_token_ids=())
 

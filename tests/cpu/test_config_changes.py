@@ -23,10 +23,10 @@ from trainer.data.sft import PackedSource, load_train
 from trainer.data.source import DrawnPrompt, PromptSource
 from trainer.errors import UserError
 from trainer.experience import add_advantages, correct_rollouts, leave_out_rows, shape_rewards
+from trainer.generation.engine import Completion
 from trainer.metrics.audit import REPLAY_FILE
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.rollout.engine import Completion
 from trainer.run_directory import RunDirectory
 
 

@@ -24,7 +24,7 @@ from trainer.experience import (
     leave_out_rows,
     shape_rewards,
 )
-from trainer.rollout.engine import Completion
+from trainer.generation.engine import Completion
 
 
 def batch(**arrays: np.ndarray) -> dict[str, np.ndarray]:

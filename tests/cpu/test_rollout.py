@@ -20,14 +20,14 @@ from tests.engines import EngineProcess, LocalGroup, RemoteEngine
 from tests.served import ServedRanks
 from trainer.config import Config, RolloutConfig, TinyConfig
 from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.pool import EnginePool, split
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.generation.vllm_engine import VLLMEngine
+from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, choose
+from trainer.keyed import request_seed
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
-from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.pool import EnginePool, split
-from trainer.rollout.seeds import request_seed
-from trainer.rollout.transformers_engine import TransformersEngine
-from trainer.rollout.vllm_engine import VLLMEngine
-from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, choose
 from trainer.workers.rank import Rank
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)

@@ -21,10 +21,10 @@ from trainer.data.rollouts import write_rollouts
 from trainer.data.sft import Encoded, PackedSource, encode, load_train, load_val, pack, pack_all
 from trainer.data.source import DrawnPrompt
 from trainer.errors import UserError
+from trainer.generation.engine import Completion
 from trainer.models.logprobs import token_logprobs
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.rollout.engine import Completion
 
 PAD = 0
 

@@ -17,9 +17,9 @@ from tests.cpu.namespaces import with_mounts
 from tests.ranks import run_ranks
 from trainer.config import RolloutConfig, TinyConfig
 from trainer.errors import UserError
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.generation.weight_sync import SharedMemory
 from trainer.models.tiny import build_tiny
-from trainer.rollout.transformers_engine import TransformersEngine
-from trainer.rollout.weight_sync import SharedMemory
 from trainer.shared_memory import SHARED_MEMORY, SharedDirectory, check_own, check_room, clear_abandoned
 from trainer.workers.rank import Rank
 

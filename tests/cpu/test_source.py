@@ -13,7 +13,7 @@ from trainer.data.datasets import Prompt
 from trainer.data.source import PromptSource
 from trainer.errors import UserError
 from trainer.experience import choose_groups
-from trainer.rollout.seeds import request_seed
+from trainer.keyed import request_seed
 
 
 def prompts(count: int, answer: str = "") -> list[Prompt]:

@@ -13,10 +13,10 @@ from trainer.config import ADVANTAGE_OPTIONS, Config, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.data.source import PromptSource
 from trainer.experience import add_advantages, build_batch, describe, leave_out_rows, shape_rewards
+from trainer.generation.engine import Request, Sampling
+from trainer.generation.transformers_engine import TransformersEngine
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
-from trainer.rollout.engine import Request, Sampling
-from trainer.rollout.transformers_engine import TransformersEngine
 from trainer.workers.rank import Rank
 
 MAX_TOKENS, N = 6, 4

@@ -11,7 +11,7 @@ from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
 from trainer.algorithms.shaping import informative_groups, overlong_penalty
-from trainer.imports import options_of
+from trainer.plugins import options_of
 
 __all__ = [
     "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "LEVELS", "POLICY_LOSSES", "AdaptiveKL", "FixedKL",

@@ -13,8 +13,8 @@ import xxhash
 from trainer.data.datasets import Prompt
 from trainer.documents import Shape, is_count, is_number, mismatch
 from trainer.errors import UserError
-from trainer.imports import user_code
 from trainer.keyed import permutation
+from trainer.plugins import user_code
 
 _FORMAT = 1  # of `state_dict`
 _PLACE: dict[Any, Shape] = {

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from decimal import Decimal
 
-from trainer.imports import import_function
+from trainer.plugins import import_function
 
 Reward = Callable[[str, str], float]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
-from trainer.rollout.engine import Completion, Engine, Request, Sampling
-from trainer.rollout.pool import EnginePool
-from trainer.rollout.vllm_engine import engine_environment
-from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, choose
+from trainer.generation.engine import Completion, Engine, Request, Sampling
+from trainer.generation.pool import EnginePool
+from trainer.generation.vllm_engine import engine_environment
+from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, choose
 
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:
     # Imported where it is used: the driver needs no engine and starts seconds earlier without.
     if engine == "vllm":
-        from trainer.rollout.vllm_engine import VLLMEngine
+        from trainer.generation.vllm_engine import VLLMEngine
 
         return VLLMEngine(*args, **kwargs)
-    from trainer.rollout.transformers_engine import TransformersEngine
+    from trainer.generation.transformers_engine import TransformersEngine
 
     return TransformersEngine(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from trainer.rollout.weight_sync import WeightSource
+    from trainer.generation.weight_sync import WeightSource
 
 
 @dataclass(frozen=True)

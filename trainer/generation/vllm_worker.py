@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from trainer.rollout.weight_sync import Broadcast, Channel
+from trainer.generation.weight_sync import Broadcast, Channel
 
 BACKEND = "trainer"
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from trainer.errors import UserError
-from trainer.imports import import_function
+from trainer.plugins import import_function
 from trainer.stopping import SIGNALS, Stopped
 
 

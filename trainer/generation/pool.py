@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import WeightSource
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.weight_sync import WeightSource
 
 
 class Pending(Protocol):

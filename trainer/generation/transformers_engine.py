@@ -14,9 +14,9 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
 from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.parallel.shard import param_dtype
-from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.shared_memory import check_own
 
 
@@ -55,7 +55,7 @@ class KeyedSampler(LogitsProcessor):
 
 
 class TransformersEngine:
-    """See `trainer.rollout.engine.Engine`, and `trainer.rollout.vllm_engine.VLLMEngine` for the arguments."""
+    """See `trainer.generation.engine.Engine`, and `trainer.generation.vllm_engine.VLLMEngine` for the arguments."""
 
     def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
                  weight_version: int = 0, trust_remote_code: bool = False):  # fmt: skip

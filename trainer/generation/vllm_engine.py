@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
 from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.rollout.engine import Completion, Request, Sampling
-from trainer.rollout.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
 from trainer.shared_memory import SharedDirectory, check_own, place_for
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def engine_environment(device: str) -> dict[str, str]:
 
 
 class VLLMEngine:
-    """See `trainer.rollout.engine.Engine`.
+    """See `trainer.generation.engine.Engine`.
 
     Args:
         model_path: directory or Hub id of the start weights.
@@ -203,7 +203,7 @@ def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that follow from the config, those of the model aside."""
     from vllm.config import WeightTransferConfig
 
-    from trainer.rollout.vllm_worker import BACKEND
+    from trainer.generation.vllm_worker import BACKEND
 
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     options: dict[str, Any] = {
@@ -212,7 +212,7 @@ def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,  # tokens go in and come out
         "use_tqdm_on_load": False,
-        "worker_extension_cls": "trainer.rollout.vllm_worker.WeightReceiver",
+        "worker_extension_cls": "trainer.generation.vllm_worker.WeightReceiver",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if device == "cpu":

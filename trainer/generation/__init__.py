@@ -1,0 +1,1 @@
+"""Generation: the engine protocol, its engines and weight sync."""

@@ -1,1 +1,0 @@
-"""Generation: the engine protocol, its engines, per-request seeds and weight sync."""
