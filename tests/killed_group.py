@@ -220,7 +220,7 @@ def lead(spec: dict[str, Any]) -> int:
 
 def serve_forks() -> None:
     import trainer.checkpoint.manager
-    import trainer.metrics.audit
+    import trainer.run.replay
     import trainer.run_directory
     import trainer.workers.rank  # noqa: F401
 

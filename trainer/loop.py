@@ -38,7 +38,6 @@ from trainer.failpoints import failpoint
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.launch import Rollout
 from trainer.keyed import request_seed
-from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import final_report
 from trainer.metrics.throughput import model_flops, peak_flops
@@ -51,8 +50,10 @@ from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from
 from trainer.plugins import import_function
 from trainer.rewards import resolve
 from trainer.rewards.pool import RewardPool
+from trainer.run.replay import ResumeAudit
+from trainer.run.stopping import StopRequest
 from trainer.run_directory import RunDirectory
-from trainer.stopping import SIGNALS, StopRequest
+from trainer.signals import SIGNALS
 from trainer.supervised import check_cache, prepare_model
 
 _STATE: dict[Any, Shape] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import guard_output
-from trainer.stopping import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
+from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,7 +25,7 @@ def run_app(job: Callable[[Config, str], None]) -> None:
     """Compose the config from the command line and hand it, with the device, to `job`; then exit.
 
     Exit status: 0 done, 2 the user must mend something (one sentence on stderr), 1 anything else (with a
-    traceback), 75 stopped early (see `trainer.stopping`), 130 interrupted by a second signal.
+    traceback), 75 stopped early (see `trainer.signals`), 130 interrupted by a second signal.
     """
     guard_output()
     with SIGNALS.listening():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer import stopping
+from trainer import signals
 from trainer.errors import UserError, describe_error
 
 
@@ -49,7 +49,7 @@ def user_code(message: str) -> Iterator[None]:
         yield
     except BaseException as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__") == stopping.__name__:  # a signal has come meanwhile
+        if frame.f_globals.get("__name__") == signals.__name__:  # a signal has come meanwhile
             raise
         raise UserError(message.format(describe_error(error))) from error
 

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint import config_diff, lineage, record
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.claim import Claim
+from trainer.checkpoint import parts as saved_parts
 from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.retention import Retention
@@ -24,11 +23,14 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import RESUME_LOAD, Config
 from trainer.durable import digest_bytes, digest_weights
 from trainer.errors import NonFiniteError, NotSavedError, UserError
-from trainer.intervals import SaveSchedule
-from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
 from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
-from trainer.stopping import Stopped, StopRequest
+from trainer.run import compatibility, lineage, record
+from trainer.run.claim import Claim
+from trainer.run.replay import ResumeAudit
+from trainer.run.schedule import SaveSchedule
+from trainer.run.stopping import StopRequest
+from trainer.signals import Stopped
 
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
@@ -203,8 +205,8 @@ class RunDirectory:
 
     def _check_config(self, resume: Resume) -> list[str]:
         cfg = self.cfg
-        saved = config_diff.read_config(resume.path)
-        found = config_diff.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
+        saved = saved_parts.read_config(resume.path)
+        found = compatibility.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
         restored = set(cfg.trainer.resume_load or RESUME_LOAD) if resume.fork else set(RESUME_LOAD)
         if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
             found = [change for change in found if change.key.startswith("model.") or ".lora." in change.key]
@@ -213,17 +215,17 @@ class RunDirectory:
         saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
         if not (saved_critic and cfg.has_critic):  # nothing of a critic is restored
             found = [change for change in found if not change.key.startswith("trainer.critic.")]
-        permitted = config_diff.check(
+        permitted = compatibility.check(
             found,
             cfg.trainer.allow_config_change,
-            config_diff.meaningless(cfg, self._supervised),
+            compatibility.meaningless(cfg, self._supervised),
             saved_critic != cfg.has_critic,
-            config_diff.impossible(cfg, saved, restored),
+            compatibility.impossible(cfg, saved, restored),
         )
-        self.added_steps = {} if self._supervised else config_diff.added_steps(found, cfg.trainer, resume.step)
+        self.added_steps = {} if self._supervised else compatibility.added_steps(found, cfg.trainer, resume.step)
         keys = [change.key for change in found]
-        self._same_rounding = not any(config_diff.matches(key, config_diff.ROUNDING) for key in keys)
-        self._same_run = not permitted and not any(config_diff.matches(key, config_diff.VALIDATION) for key in keys)
+        self._same_rounding = not any(compatibility.matches(key, compatibility.ROUNDING) for key in keys)
+        self._same_run = not permitted and not any(compatibility.matches(key, compatibility.VALIDATION) for key in keys)
         shown = [str(change) for change in found if not change.key.startswith(("trainer.resume_", "trainer.allow_"))]
         return [f"config changed since the checkpoint: {change}" for change in shown]
 
@@ -285,7 +287,7 @@ class RunDirectory:
             assert self.resume is not None
             for name, digest in digests.items():
                 known = state.get(name) if adapted or not self.resume.fork else None  # a fork has its own reference
-                allowed = config_diff.is_allowed(name, t.allow_config_change)
+                allowed = compatibility.is_allowed(name, t.allow_config_change)
                 if known not in (None, digest.result()) and not allowed:
                     raise UserError(f"{name}={needed[name]}: its weights are not those that the run began with, and "
                                     f"the checkpoint builds on those; restore them, or allow others with "
@@ -298,7 +300,7 @@ class RunDirectory:
 
     def config_part(self) -> Part:
         """The resolved config."""
-        return files_part("config", lambda: {"config.yaml": config_diff.config_yaml(self.cfg)}, lambda _: None)
+        return files_part("config", lambda: {"config.yaml": saved_parts.config_yaml(self.cfg)}, lambda _: None)
 
     @property
     def restored(self) -> set[str]:
@@ -387,7 +389,7 @@ class RunDirectory:
             "roles": roles,
             "ranks": t.num_workers,
             "replicas": t.replicas,
-            "config_digest": digest_bytes(config_diff.config_yaml(self.cfg)),
+            "config_digest": digest_bytes(saved_parts.config_yaml(self.cfg)),
             "score_metric": t.best_metric,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.lineage or None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.main import run_app
-from trainer.stopping import SIGNALS
+from trainer.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -12,7 +12,6 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint import record
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.manager import json_part
 from trainer.cluster.ranks import Ranks
@@ -24,15 +23,17 @@ from trainer.documents import Shape, is_count
 from trainer.errors import NonFiniteError, UserError
 from trainer.exports import export_policy, export_target
 from trainer.keyed import key
-from trainer.metrics.audit import ResumeAudit
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
+from trainer.run import record
+from trainer.run.replay import ResumeAudit
+from trainer.run.stopping import StopRequest
 from trainer.run_directory import RunDirectory
-from trainer.stopping import SIGNALS, StopRequest
+from trainer.signals import SIGNALS
 
 _SFT_METRICS = ("loss", "kl", "clip_frac")
 

@@ -21,7 +21,7 @@ LEAVES = {
     "keyed",
     "output",
     "shared_memory",
-    "stopping",
+    "signals",
 }
 ALLOWED = {
     "algorithms": {"algorithms"},
@@ -31,6 +31,7 @@ ALLOWED = {
     "workers": {"workers", "models", "parallel", "algorithms"},
     "rewards": {"rewards"},
     "metrics": {"metrics"},
+    "run": {"run", "checkpoint", "metrics"},
     "data": {"data", "parallel"},
     "generation": {"generation", "cluster", "workers", "models", "parallel"},
     "cluster": {"cluster", "workers", "models", "parallel"},

@@ -11,12 +11,12 @@ import pytest
 
 from tests.cpu.test_checkpoint import hidden, manager, save
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.config_diff import is_allowed
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import DamagedError, verify
 from trainer.checkpoint.retention import Retention
 from trainer.errors import UserError
-from trainer.intervals import SaveSchedule
+from trainer.run.compatibility import is_allowed
+from trainer.run.schedule import SaveSchedule
 
 
 def test_each_level_of_verification_finds_what_it_says(tmp_path):

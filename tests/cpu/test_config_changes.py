@@ -13,8 +13,6 @@ import pytest
 
 from tests.cpu.config_keys import ALLOWED, EXPERIENCE, HARMLESS, KL, LEDGER, PROOFS, REFUSED
 from trainer.algorithms import AdaptiveKL, FixedKL
-from trainer.checkpoint import config_diff
-from trainer.checkpoint.config_diff import Change
 from trainer.checkpoint.manager import json_part
 from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt, load_prompts
@@ -24,9 +22,11 @@ from trainer.data.source import DrawnPrompt, PromptSource
 from trainer.errors import UserError
 from trainer.experience import add_advantages, correct_rollouts, leave_out_rows, shape_rewards
 from trainer.generation.engine import Completion
-from trainer.metrics.audit import REPLAY_FILE
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.run import compatibility
+from trainer.run.compatibility import Change
+from trainer.run.replay import REPLAY_FILE
 from trainer.run_directory import RunDirectory
 
 
@@ -41,7 +41,7 @@ def keys_of(section: Any, prefix: str = "") -> list[str]:
 
 def passes(key: str, allowed: list[str]) -> bool:
     try:
-        config_diff.check([Change(key, "before", "after")], allowed)
+        compatibility.check([Change(key, "before", "after")], allowed)
     except UserError:
         return False
     return True
@@ -71,10 +71,15 @@ def test_the_proof_of_an_allowed_change_is_a_test(proof):
 
 def test_the_lists_name_real_keys():
     keys = keys_of(Config())
-    for patterns in (config_diff.HARMLESS, config_diff.IMPOSSIBLE, config_diff.ROUNDING, config_diff.VALIDATION):
+    for patterns in (
+        compatibility.HARMLESS,
+        compatibility.IMPOSSIBLE,
+        compatibility.ROUNDING,
+        compatibility.VALIDATION,
+    ):
         for pattern in patterns:
-            assert any(config_diff.matches(key, (pattern,)) for key in keys), pattern
-    assert all(any(config_diff.matches(key, (pattern,)) for key in ALLOWED) for pattern in config_diff.REASONS)
+            assert any(compatibility.matches(key, (pattern,)) for key in keys), pattern
+    assert all(any(compatibility.matches(key, (pattern,)) for key in ALLOWED) for pattern in compatibility.REASONS)
     assert set(OPEN_SECTIONS) <= set(keys)
 
 

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.config_diff import config_yaml
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import json_part
 from trainer.checkpoint.manifest import DamagedError, verify
+from trainer.checkpoint.parts import config_yaml
 from trainer.config import Config
 from trainer.data.source import PromptSource
 from trainer.documents import is_count, parse_yaml

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.plugins import import_function
-from trainer.stopping import SIGNALS, Stopped
+from trainer.signals import SIGNALS, Stopped
 
 
 @pytest.mark.parametrize(

@@ -9,28 +9,28 @@ import time
 
 import pytest
 
-from trainer.checkpoint import config_diff
 from trainer.checkpoint.manager import json_part
 from trainer.config import Config, compose
 from trainer.errors import UserError
-from trainer.intervals import SaveSchedule
-from trainer.metrics.audit import ResumeAudit, first_difference, jumps
+from trainer.run import compatibility
+from trainer.run.replay import ResumeAudit, first_difference, jumps
+from trainer.run.schedule import SaveSchedule
 from trainer.run_directory import RunDirectory
 
 # ----------------------------------------------------------------------------------------------------------
 # Config
 
 
-def changed(*overrides: str) -> list[config_diff.Change]:
+def changed(*overrides: str) -> list[compatibility.Change]:
     now = dataclasses.asdict(compose([*overrides]))
-    return config_diff.changes(dataclasses.asdict(compose([])), now, dataclasses.asdict(Config()))
+    return compatibility.changes(dataclasses.asdict(compose([])), now, dataclasses.asdict(Config()))
 
 
 def test_harmless_changes_pass():
     found = changed("trainer.num_workers=4", "trainer.ckpt_interval=5", "logger.samples=0", "rollout.num_engines=2",
                     "trainer.policy.fsdp.cpu_offload=true", "trainer.run_name=x")  # fmt: skip
     assert {"trainer.num_workers", "trainer.run_dir", "rollout.num_engines"} <= {change.key for change in found}
-    config_diff.check(found, [])
+    compatibility.check(found, [])
 
 
 @pytest.mark.parametrize(
@@ -52,30 +52,30 @@ def test_harmless_changes_pass():
 )
 def test_other_changes_are_refused_by_name(override, allow, sentence):
     with pytest.raises(UserError, match=sentence):
-        config_diff.check(changed(override), allow)
+        compatibility.check(changed(override), allow)
 
 
 @pytest.mark.parametrize("allow", [["rollout.n"], ["rollout"]])
 def test_a_key_or_its_section_can_be_allowed(allow):
-    config_diff.check(changed("rollout.n=4"), allow)
+    compatibility.check(changed("rollout.n=4"), allow)
     with pytest.raises(UserError, match="trainer.update_epochs=2"):
-        config_diff.check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
+        compatibility.check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
 
 
 def test_a_key_that_the_older_version_did_not_have_counts_as_its_default():
     saved = dataclasses.asdict(compose([]))
     del saved["algorithm"]["value_clip"]
     now = dataclasses.asdict(compose([]))
-    assert config_diff.changes(saved, now, dataclasses.asdict(Config())) == []
+    assert compatibility.changes(saved, now, dataclasses.asdict(Config())) == []
     now["algorithm"]["value_clip"] = 0.5
-    (change,) = config_diff.changes(saved, now, dataclasses.asdict(Config()))
+    (change,) = compatibility.changes(saved, now, dataclasses.asdict(Config()))
     assert str(change) == "algorithm.value_clip: 0.2 -> 0.5"
 
 
 def test_an_option_of_the_users_own_that_is_gone_is_a_change():
     saved, now = dataclasses.asdict(Config()), dataclasses.asdict(Config())
     saved["algorithm"]["options"] = {"beta": 5}
-    (change,) = config_diff.changes(saved, now, dataclasses.asdict(Config()))
+    (change,) = compatibility.changes(saved, now, dataclasses.asdict(Config()))
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"
 
 

@@ -24,8 +24,9 @@ from trainer.exports import export_policy
 from trainer.metrics.tracker import Tracker
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.run.stopping import StopRequest
 from trainer.run_directory import RunDirectory
-from trainer.stopping import Stopped, StopRequest
+from trainer.signals import Stopped
 
 TOTAL = 5
 

@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from trainer.stopping import EXIT_STATUS, HANDLED, SIGNALS, Stopped, StopRequest
+from trainer.run.stopping import StopRequest
+from trainer.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 
 
 def send(number: int) -> None:
@@ -91,7 +92,7 @@ def test_other_threads_hold_nothing_and_raise_nothing():
 def test_a_third_signal_ends_a_process_that_does_not_come_back():
     code = (
         "import time, signal\n"
-        "from trainer.stopping import SIGNALS\n"
+        "from trainer.signals import SIGNALS\n"
         "with SIGNALS.listening(), SIGNALS.held():\n"
         "    print('up', flush=True)\n"
         "    while True: time.sleep(0.01)\n"

@@ -20,6 +20,7 @@ from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import STEP_DIR, DamagedError
+from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import Storage
 from trainer.errors import UserError
@@ -139,24 +140,16 @@ def _show(args: argparse.Namespace) -> Result:
 
 
 def _diff(args: argparse.Namespace) -> Result:
-    from trainer.checkpoint.config_diff import changes, read_config
     from trainer.checkpoint.tensors import NamedFiles, compare
 
     paths = (args.a, args.b)
     found = [manifests.verify(path, "size") for path in paths]
-    config = [
-        {"key": change.key, "a": change.saved, "b": change.now}
-        for change in changes(read_config(args.a), read_config(args.b), {})
-    ]
-    states = [
+    config = _differences(*(_flat(read_config(path)) for path in paths))
+    states = (
         _flat({"state": _json(path, manifest, "trainer_state.json"), "data": _json(path, manifest, "data.json")})
         for path, manifest in zip(paths, found, strict=True)
-    ]
-    counters = [
-        {"key": key, "a": states[0].get(key), "b": states[1].get(key)}
-        for key in sorted(set(states[0]) | set(states[1]))
-        if states[0].get(key) != states[1].get(key) and ".rng." not in key
-    ]
+    )
+    counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
     tensors = compare(*(NamedFiles(path, manifest) for path, manifest in zip(paths, found, strict=True)))
     lines = ["config:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in config)]
     lines += ["counters:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in counters)]
@@ -232,6 +225,12 @@ def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
     with RunLock(checkpoints.storage.root, _LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
         lock.acquire()
         yield
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+    """The keys in which two flat mappings differ, with both values; None stands for a key that is missing."""
+    keys = sorted(set(a) | set(b))
+    return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in keys if a.get(key) != b.get(key)]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

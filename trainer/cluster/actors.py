@@ -16,7 +16,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from trainer.errors import UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import guard_output
-from trainer.stopping import SIGNALS, Stopped
+from trainer.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError, one_line
-from trainer.stopping import SIGNALS, Stopped
+from trainer.signals import SIGNALS, Stopped
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between two looks at signals while a place is awaited

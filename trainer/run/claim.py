@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from trainer.checkpoint import record
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.storage import Storage
 from trainer.errors import UserError
+from trainer.run import record
 
 
 class Claim:

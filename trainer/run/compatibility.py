@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.storage import Storage
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig
-from trainer.documents import parse_yaml
 from trainer.errors import UserError
 
 # Where the run lives, how it is spread over machines, what it prints, saves and keeps: none of it changes
@@ -78,27 +75,6 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.saved} -> {self.now}"
-
-
-def read_config(checkpoint: str) -> dict[str, Any]:
-    """The resolved config that a checkpoint was saved with.
-
-    Raises:
-        DamagedError: `config.yaml` is missing, or is no mapping of sections.
-    """
-    try:
-        return parse_yaml(Storage(checkpoint).read("config.yaml"), {str: dict})
-    except OSError as error:
-        raise DamagedError(f"{checkpoint}: config.yaml cannot be read ({error.strerror or error})") from error
-    except ValueError as error:
-        raise DamagedError(f"{checkpoint}: config.yaml is damaged ({error})") from error
-
-
-def config_yaml(cfg: Config) -> bytes:
-    """The content of `config.yaml`: the resolved config."""
-    import yaml
-
-    return yaml.safe_dump(asdict(cfg), sort_keys=False).encode()
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:

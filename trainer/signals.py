@@ -1,4 +1,4 @@
-"""Stopping early: signals and deadlines.
+"""Stopping early by signal.
 
 The first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and exits with status 75
 (`EX_TEMPFAIL`: the same command continues). A second signal stops the run without a save, which is as safe as a
@@ -14,10 +14,8 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 
 EXIT_STATUS = 75
 INTERRUPTED_STATUS = 130
@@ -86,7 +84,7 @@ class Signals:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """While the block runs, the first signal waits for the end of the step (see `StopRequest`)."""
+        """While the block runs, the first signal waits for the end of the step (see `run.stopping.StopRequest`)."""
         self._in_steps = True
         try:
             yield
@@ -122,37 +120,6 @@ class Signals:
 
 
 SIGNALS = Signals()
-
-
-class StopRequest:
-    """Whether, and why, the run should stop after the current step.
-
-    Args:
-        stop_at: ISO 8601 time; None takes the end of the Slurm job, where there is one.
-    """
-
-    def __init__(self, stop_at: str | None):
-        self._deadline: float | None = None
-        self._asked: str | None = None
-        slurm = os.environ.get("SLURM_JOB_END_TIME")
-        if stop_at is not None:
-            self._deadline, self._source = datetime.fromisoformat(stop_at).timestamp(), f"trainer.stop_at={stop_at}"
-        elif slurm and slurm.isdigit():
-            self._deadline, self._source = float(slurm), "the end of the Slurm job"
-
-    @property
-    def reason(self) -> str | None:
-        """Why the run should stop; None: it should not."""
-        return SIGNALS.first or self._asked
-
-    def ask(self, reason: str) -> None:
-        """Ask to stop after the current step."""
-        self._asked = reason
-
-    def consider_deadline(self, seconds_needed: float) -> None:
-        """Ask to stop if another step and a save, `seconds_needed`, would not end before the deadline."""
-        if self._deadline is not None and time.time() + seconds_needed > self._deadline:
-            self.ask(self._source)
 
 
 def _say(text: str) -> None:
