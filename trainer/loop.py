@@ -364,8 +364,6 @@ class Trainer:
 
     def _reward(self, completions: list[Completion], answers: list[str]) -> tuple[np.ndarray, int]:
         rewards, failures = self.rewards.score(self._texts(completions), answers)
-        for line in failures.lines():
-            self.progress.note(line)
         return np.asarray(rewards, dtype=np.float64), failures.count
 
     def _texts(self, completions: list[Completion]) -> list[str]:
@@ -383,7 +381,7 @@ class Trainer:
     def _open_progress(self) -> Progress:
         t = self.cfg.trainer
         history = read_metrics(os.path.join(t.run_dir, METRICS_FILE))
-        return Progress(t.total_steps, self.cfg.logger.progress, completed=self.step, history=history)
+        return Progress(t.total_steps, self.cfg.logger.progress, completed=self.step, history=history, timer=self.timer)
 
     def _announce(self) -> None:
         cfg, note = self.cfg, self.progress.note

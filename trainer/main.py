@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
-from trainer.output import guard_output
+from trainer.output import guard_output, show_messages
 from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def run_app(job: Callable[[Config, str], None]) -> None:
     traceback), 75 stopped early (see `trainer.signals`), 130 interrupted by a second signal.
     """
     guard_output()
+    show_messages()
     with SIGNALS.listening():
         status = _run(job)
         sys.stdout.flush()

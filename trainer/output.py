@@ -1,13 +1,59 @@
-"""Standard output and error that never end a program: neither by a text nor by where the text goes."""
+"""Standard output and error: messages to the user, and streams that never end a program.
+
+Modules tell the user something with `LOG = logging.getLogger(__name__)`: `LOG.info(text)` prints the text as it is,
+`LOG.warning(text)` prints `WARNING: text`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import select
 import sys
+from collections.abc import Callable, Iterator
 from typing import TextIO
+
+
+class _Messages(logging.Handler):
+    """Prints log records as lines of text."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.write = _print
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            self.write(text if record.levelno < logging.WARNING else f"{record.levelname}: {text}")
+        except Exception:
+            self.handleError(record)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+_MESSAGES = _Messages()
+
+
+def show_messages() -> None:
+    """Print what modules of `trainer` log, and nothing of what libraries log. Every process calls this as it starts."""
+    logger = logging.getLogger("trainer")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(_MESSAGES)
+
+
+@contextlib.contextmanager
+def messages_to(write: Callable[[str], None]) -> Iterator[None]:
+    """Hand messages to `write`, line by line, while the block runs."""
+    before, _MESSAGES.write = _MESSAGES.write, write
+    try:
+        yield
+    finally:
+        _MESSAGES.write = before
 
 
 def guard_output() -> None:

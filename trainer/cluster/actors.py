@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from trainer.errors import UserError, WorkerError, memory_ran_out, one_line
-from trainer.output import guard_output
+from trainer.output import guard_output, show_messages
 from trainer.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class _Member:
     def __init__(self, factory: Callable[..., Any], args: tuple, kwargs: dict):
         _stay_on_the_interface_of(ray.util.get_node_ip_address())
         guard_output()  # of the user's functions too
+        show_messages()
         self._object = factory(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,49 +1,49 @@
-"""What a person watching a run sees: a live display on a terminal, one line a step elsewhere."""
+"""The display of a running job: live on a terminal, one line a step elsewhere."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich import progress as rich_progress
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from trainer.metrics.names import PHASES
+from trainer.metrics.timing import Timer
+from trainer.output import messages_to
 
-_REFRESH_S = 0.5
+_REFRESHES_PER_S = 2
 _STEPS_FOR_ETA = 20
 
-
-def _fixed(digits: int) -> Callable[[float], str]:
-    return lambda value: f"{value:,.{digits}f}"
-
-
-# Label, metric, format, width to which a line pads the value. Order of importance: lines are read from left.
-_CELLS: tuple[tuple[str, str, Callable[[float], str], int], ...] = (
-    ("reward", "reward/mean", _fixed(3), 6),
-    ("loss", "sft/loss", _fixed(3), 6),
-    ("length", "response_length/mean", _fixed(1), 5),
-    ("kl", "policy/kl", lambda value: f"{value:.1e}", 7),
-    ("grad", "policy/grad_norm", _fixed(3), 5),
-    ("tok/s", "perf/tokens_per_s", _fixed(0), 6),
-    ("s/step", "time/step", _fixed(1), 4),
+# Label, metric, format with the width it has in a line. The most important come first: lines are read from the left.
+_CELLS = (
+    ("reward", "reward/mean", "6,.3f"),
+    ("loss", "sft/loss", "6,.3f"),
+    ("length", "response_length/mean", "5,.1f"),
+    ("kl", "policy/kl", "7.1e"),
+    ("grad", "policy/grad_norm", "5,.3f"),
+    ("tok/s", "perf/tokens_per_s", "6,.0f"),
+    ("s/step", "time/step", "4,.1f"),
 )
 
 
 class Progress:
     """Shows how far a run is and how it does. A context manager.
 
-    On a terminal: a bar with the time left, and a table of the numbers that matter. Elsewhere (a pipe, a log
-    file): one aligned line a step. Without `enabled` neither, only what is said with `note`.
+    On a terminal: a bar with the time left and the running phase, and a table of the main metrics; messages are
+    printed above it. Elsewhere (a pipe, a log file): one aligned line a step. Not `enabled`: messages alone.
+
+    Args:
+        total_steps: steps of the whole run.
+        completed: steps done by earlier processes of this run.
+        history: their lines of `metrics.jsonl`; the best validation so far is found there.
+        timer: the timer of the run's phases, whose running phase is shown.
     """
 
     def __init__(
@@ -52,79 +52,58 @@ class Progress:
         enabled: bool = True,
         completed: int = 0,
         history: Iterable[Mapping[str, Any]] = (),
+        timer: Timer | None = None,
     ) -> None:
-        """
-        Args:
-            total_steps: steps of the whole run.
-            completed: steps done by earlier processes of this run.
-            history: their lines of `metrics.jsonl`; the best validation so far is found there.
-        """
         self._total = total_steps
         self._enabled = enabled
         self._completed = completed
+        self._timer = timer or Timer()
         self._metrics: dict[str, float] = {}
         self._val: float | None = None
         self._best: float | None = None
         for row in history:
             self._remember_val(row)
-        self._phase: tuple[str, float] | None = None  # name and start
         self._step_ends: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
-        self._live: Live | None = None
-        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
-        self._done = threading.Event()
+        self._display: _Display | None = None
+        self._exit = ExitStack()
 
     def __enter__(self) -> Progress:
         self._step_ends.append(time.monotonic())
-        console = Console()
-        if self._enabled and sys.stdout.isatty() and not console.is_dumb_terminal:
-            self._live = Live(
-                console=console,
-                get_renderable=self._render,
-                auto_refresh=False,  # rich's thread would outlive the display for a moment; ours is joined
-                redirect_stderr=sys.stderr.isatty(),
-            )
-            self._live.start(refresh=True)
-            self._ticker.start()
+        if self._enabled and sys.stdout.isatty() and not Console().is_dumb_terminal:
+            left, phase = _TextNow(lambda: self._left(unit=" left"), "dim"), _TextNow(self._phase, "cyan")
+            display = _Display(self._below, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), left, phase)
+            self._display = self._exit.enter_context(display)
+            self._display.add_task("", total=self._total, completed=self._completed)
+            self._exit.enter_context(messages_to(self._print_above))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._done.set()
-            self._ticker.join()
-            live, self._live = self._live, None
-            live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+        self._display = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done (0: the validation before training) with these metrics."""
+        """Show that a step is done (0: the validation before training), with its metrics."""
         self._completed = step
         self._remember_val(metrics)
-        # One assignment: the ticker may be drawing. What this step did not measure keeps its last value.
+        # One assignment: the display's thread may be drawing. What this step did not measure keeps its last value.
         self._metrics = {**self._metrics, **metrics}
         if step == 0:
             self._step_ends.clear()  # what came before the first step says nothing about a step's length
         self._step_ends.append(time.monotonic())
-        if self._live is not None:
-            self._live.refresh()
+        if self._display is not None:
+            self._display.update(self._display.task_ids[0], completed=step, refresh=True)
         elif self._enabled:
             print(self._line(metrics), flush=True)
 
     def note(self, text: str) -> None:
-        """Print a line of text above the display; it stays."""
-        if self._live is not None:
-            self._live.console.print(Text(text), soft_wrap=True)
+        """Print a line of text; it stays above the display."""
+        if self._display is not None:
+            self._print_above(text)
         else:
             print(text, flush=True)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Show that `name` is running; an outer phase comes back when an inner one ends."""
-        outer, self._phase = self._phase, (name, time.monotonic())
-        try:
-            yield
-        finally:
-            self._phase = outer
+    def _print_above(self, text: str) -> None:
+        self._display.console.print(Text(text), soft_wrap=True)
 
     def _remember_val(self, metrics: Mapping[str, Any]) -> None:
         accuracy = metrics.get("val/accuracy")
@@ -132,70 +111,64 @@ class Progress:
             self._val = accuracy
             self._best = accuracy if self._best is None else max(self._best, accuracy)
 
-    def _seconds_left(self) -> float | None:
-        """From the mean of the last steps, whatever happened between them; None before the first."""
+    def _line(self, metrics: Mapping[str, float]) -> str:
+        parts = [f"step {self._completed:>{len(str(self._total))}}/{self._total}"]
+        parts += [f"{label} {metrics[name]:{spec}}" for label, name, spec in _CELLS if name in metrics]
+        return "  ".join(part for part in (*parts, self._val_text("val "), self._left("left ")) if part)
+
+    def _val_text(self, label: str = "") -> str:
+        return "" if self._val is None else f"{label}{self._val:.3f} best {self._best:.3f}"
+
+    def _left(self, label: str = "", unit: str = "") -> str:
+        """The time left, from the mean of the last steps, whatever happened between them; empty before the first."""
         if len(self._step_ends) < 2:
-            return None
+            return ""
         per_step = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         since = time.monotonic() - self._step_ends[-1]
-        return max(0.0, per_step * (self._total - self._completed) - since)
+        return f"{label}{_clock(max(0.0, per_step * (self._total - self._completed) - since))}{unit}"
 
-    def _val_text(self) -> str:
-        return "" if self._val is None else f"{self._val:.3f} best {self._best:.3f}"
+    def _phase(self) -> str:
+        running = self._timer.running()
+        return f"{running[0]} {_clock(running[1])}" if running else ""
 
-    def _line(self, metrics: Mapping[str, float]) -> str:
-        width = len(str(self._total))
-        parts = [f"step {self._completed:>{width}}/{self._total}"]
-        parts += [f"{label} {show(metrics[name]):>{w}}" for label, name, show, w in _CELLS if name in metrics]
-        if self._val is not None:
-            parts.append(f"val {self._val_text()}")
-        left = self._seconds_left()
-        if left is not None:
-            parts.append(f"left {_clock(left)}")
-        return "  ".join(parts)
-
-    def _tick(self) -> None:
-        """Redraw while nothing happens: the running phase's clock shows that the run is alive."""
-        live = self._live
-        assert live is not None
-        while not self._done.wait(_REFRESH_S):
-            live.refresh()
-
-    def _render(self) -> Group:
-        left = self._seconds_left()
-        head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._total, completed=self._completed, width=40)
-        state = Text()
-        if self._phase is not None:
-            name, start = self._phase
-            state = Text(f"{name} {_clock(time.monotonic() - start)}", style="cyan")
-        head.add_row(
-            bar,
-            Text(f"{self._completed}/{self._total}", style="bold"),
-            Text("" if left is None else f"{_clock(left)} left", style="dim"),
-            state,
-        )
-        return Group(head, self._table(), Text(_shares(self._metrics), style="dim"))
-
-    def _table(self) -> Table:
-        cells = [(label, show(self._metrics[name])) for label, name, show, _ in _CELLS if name in self._metrics]
+    def _below(self) -> Iterable[RenderableType]:
+        """The main metrics, and each phase's share of the step: `rollout 45%  update 38%  …`, largest first."""
+        metrics = self._metrics
+        cells = [(label, f"{metrics[name]:{spec}}".strip()) for label, name, spec in _CELLS if name in metrics]
         if self._val is not None:
             cells.insert(1, ("val accuracy", self._val_text()))
         table = Table.grid(padding=(0, 2))
         for start in range(0, len(cells), 4):
             row = cells[start : start + 4]
             table.add_row(*(text for label, value in row for text in (Text(label, style="dim"), Text(value))))
-        return table
+        yield table
+        if (step := metrics.get("time/step", 0.0)) > 0:
+            shares = {phase: metrics.get(f"time/{phase}", 0.0) / step for phase in PHASES}
+            largest_first = sorted((phase for phase in PHASES if shares[phase] > 0), key=lambda phase: -shares[phase])
+            yield Text("  ".join(f"{phase} {shares[phase]:.0%}" for phase in largest_first), style="dim")
 
 
-def _shares(metrics: Mapping[str, float]) -> str:
-    """`rollout 45%  update 38%  …`: each phase's share of the step, largest first."""
-    step = metrics.get("time/step", 0.0)
-    seconds = {phase: metrics[f"time/{phase}"] for phase in PHASES if metrics.get(f"time/{phase}", 0.0) > 0}
-    if step <= 0:
-        return ""
-    ordered = sorted(seconds, key=lambda phase: -seconds[phase])
-    return "  ".join(f"{phase} {seconds[phase] / step:.0%}" for phase in ordered)
+class _Display(rich_progress.Progress):
+    """rich's progress bar, with lines below it."""
+
+    def __init__(self, below: Callable[[], Iterable[RenderableType]], *columns: rich_progress.ProgressColumn):
+        self._below = below
+        super().__init__(*columns, refresh_per_second=_REFRESHES_PER_S, redirect_stderr=sys.stderr.isatty())
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from self._below()
+
+
+class _TextNow(rich_progress.ProgressColumn):
+    """The text that a function returns at each refresh."""
+
+    def __init__(self, text: Callable[[], str], style: str):
+        super().__init__()
+        self._text, self._style = text, style
+
+    def render(self, task: rich_progress.Task) -> Text:
+        return Text(self._text(), style=self._style)
 
 
 def _clock(seconds: float) -> str:

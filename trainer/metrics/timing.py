@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.metrics.names import METRICS
+from trainer.metrics.names import METRICS, PHASES
 
 
 class Timer:
@@ -15,36 +15,46 @@ class Timer:
     >>> timer = Timer()
     >>> with timer("step"):
     ...     with timer("rollout"):
-    ...         pass
+    ...         timer.running()[0]
+    'rollout'
     >>> sorted(timer.take())
     ['time/rollout', 'time/step']
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._running: set[str] = set()
+        self._running: tuple[tuple[str, float], ...] = ()  # phases and their starts, outermost first
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time the block as `time/{phase}`, also when it raises."""
-        name = f"time/{phase}"
-        assert name in METRICS, f"{name} is not a metric"
-        assert name not in self._running, f"{name} is running already: its seconds would count twice"
-        self._running.add(name)
-        start = time.monotonic()
+        name = _metric(phase)
+        assert phase not in dict(self._running), f"{name} is running already: its seconds would count twice"
+        outer, start = self._running, time.monotonic()
+        self._running = (*outer, (phase, start))
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
-            self._running.remove(name)
+            self._running = outer
+            self.add(phase, time.monotonic() - start)
 
     def add(self, phase: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere as `time/{phase}`."""
-        name = f"time/{phase}"
-        assert name in METRICS, f"{name} is not a metric"
+        name = _metric(phase)
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase that ended since the last call, as `time/{phase}`."""
+        """Return the seconds of each phase that ended since the last call, as `time/{phase}`."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+    def running(self) -> tuple[str, float] | None:
+        """Return the innermost running phase of a step and its seconds so far; None between phases. Thread-safe."""
+        phases = [(phase, start) for phase, start in self._running if phase in PHASES]
+        return (phases[-1][0], time.monotonic() - phases[-1][1]) if phases else None
+
+
+def _metric(phase: str) -> str:
+    name = f"time/{phase}"
+    assert name in METRICS, f"{name} is not a metric"
+    return name

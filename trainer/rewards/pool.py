@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,8 @@ from typing import Any
 
 from trainer.errors import WorkerError, one_line
 from trainer.rewards.functions import resolve
+
+LOG = logging.getLogger(__name__)
 
 LOST_LIMITS = 30
 """A step may lose this many times `reward.timeout_s`, for each process, to rewards that fail."""
@@ -173,8 +176,9 @@ class RewardPool:
         self._workers = []
 
     def score(self, completions: Sequence[str], answers: Sequence[str]) -> tuple[list[float], RewardFailures]:
-        """Return the rewards in order; a completion whose reward raises, hangs or is no sane number gets 0 and is
-        counted.
+        """Return the rewards in order, and the failures: a reward that raises, hangs or is not a number counts as 0.
+
+        Log the failures, and what reward functions have printed.
 
         Raises:
             WorkerError: the processes cannot start.
@@ -194,7 +198,10 @@ class RewardPool:
                 self._replace(call, worker, failed=False)
             for worker in self._workers:
                 self._read_output(worker)
-        return call.rewards(self._take_output())
+        rewards, failures = call.rewards(self._take_output())
+        for line in failures.lines():
+            LOG.info(line)
+        return rewards, failures
 
     def _give(self, call: _Call, worker: _Worker, size: int) -> None:
         indices = [call.todo.popleft() for _ in range(min(size, len(call.todo)))]

@@ -1,11 +1,9 @@
-"""Metrics: a killed run's file, W&B and TensorBoard continue seamlessly; the displays show what was logged."""
+"""`metrics.jsonl`, W&B and TensorBoard of a run that is killed and resumed."""
 
 from __future__ import annotations
 
 import json
 import os
-import pty
-import re
 import socket
 import struct
 import subprocess
@@ -17,87 +15,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
-from trainer.config import LoggerConfig, conf_dir
+from tests.support.metrics import make_tracker
+from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.metrics import names
-from trainer.metrics.progress import Progress
-from trainer.metrics.report import write_report
-from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
 
-ROOT = Path(__file__).parents[2]
-
-
-def make_tracker(run_dir, **logger) -> Tracker:
-    return Tracker(str(run_dir), LoggerConfig(**logger), run_name="test", config={"seed": 1})
+ROOT = Path(__file__).parents[4]
 
 
 def run_python(code: str, *args: str, **kwargs) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs
     )
-
-
-# --------------------------------------------------------------------------------------------------------
-# Names and imports
-
-
-def test_the_docs_are_fresh():
-    assert (ROOT / "docs" / "metrics.md").read_text() == names.reference() + "\n", "run `make docs`"
-
-
-def test_every_phase_is_a_metric():
-    assert all(f"time/{phase}" in names.METRICS for phase in names.PHASES)
-
-
-def test_importing_metrics_imports_nothing_heavy():
-    code = """
-import sys
-from trainer.metrics import names, progress, report, timing, tracker
-print(sorted({"torch", "ray", "vllm", "wandb", "matplotlib", "tensorboard", "numpy"} & set(sys.modules)))
-"""
-    assert run_python(code).stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(("group", "mode"), [("default", "off"), ("wandb", "online")])
-def test_the_logger_groups_fit_the_schema(group, mode):
-    loaded = OmegaConf.load(os.path.join(conf_dir(), "logger", f"{group}.yaml"))
-    assert OmegaConf.merge(OmegaConf.structured(LoggerConfig), loaded).wandb.mode == mode
-
-
-# --------------------------------------------------------------------------------------------------------
-# Timer
-
-
-def test_timer_adds_up_phases_and_starts_anew():
-    timer = Timer()
-    with timer("step"):
-        for _ in range(2):
-            with timer("rollout"):
-                time.sleep(0.02)
-        with pytest.raises(ZeroDivisionError), timer("update"):
-            time.sleep(0.02)
-            1 / 0  # noqa: B018
-    seconds = timer.take()
-    assert set(seconds) == {"time/step", "time/rollout", "time/update"}
-    assert 0.04 <= seconds["time/rollout"] < 0.5
-    assert seconds["time/update"] >= 0.02
-    assert seconds["time/step"] >= seconds["time/rollout"] + seconds["time/update"]
-    assert timer.take() == {}
-
-
-def test_timer_refuses_an_unknown_phase_and_counting_twice():
-    timer = Timer()
-    with pytest.raises(AssertionError, match="time/rolout is not a metric"), timer("rolout"):
-        pass
-    with pytest.raises(AssertionError, match="count twice"), timer("rollout"), timer("rollout"):
-        pass
-
-
-# --------------------------------------------------------------------------------------------------------
-# metrics.jsonl
 
 
 def test_a_line_has_the_step_then_sorted_names_and_valid_json(tmp_path):
@@ -237,7 +168,7 @@ def test_reading_leaves_out_a_torn_end_and_refuses_rubbish_elsewhere(tmp_path):
     assert path.read_bytes() == before
 
 
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------
 # TensorBoard
 
 
@@ -262,7 +193,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
     killed.close()
 
 
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------
 # W&B
 
 WANDB_RUN = """
@@ -347,154 +278,3 @@ def test_the_run_id_is_kept_while_wandb_is_off(tmp_path):
     tracker = Tracker(str(tmp_path), LoggerConfig(), "test", {}, run_id="abcd1234")
     assert tracker.state_dict() == {"wandb_run_id": "abcd1234"}
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-# --------------------------------------------------------------------------------------------------------
-# Progress
-
-
-def step_metrics(step: int) -> dict[str, float]:
-    metrics = {
-        "reward/mean": 0.5 + step / 100,
-        "response_length/mean": 12.25,
-        "policy/kl": 1.5e-4,
-        "policy/grad_norm": 0.42,
-        "perf/tokens_per_s": 6400.0,
-        "time/step": 2.0,
-        "time/rollout": 1.0,
-        "time/update": 0.5,
-    }
-    return metrics | ({"val/accuracy": 0.7 if step == 2 else 0.6} if step % 2 == 0 else {})
-
-
-def test_a_log_file_gets_one_aligned_line_a_step(capsys):
-    with Progress(12, completed=1, history=[{"step": 0, "val/accuracy": 0.3}, {"step": 1}]) as progress:
-        for step in range(2, 13):
-            with progress.phase("rollout"):
-                pass
-            progress.update(step, step_metrics(step))
-        progress.note("saved [global_step_12]")
-    *lines, note = capsys.readouterr().out.splitlines()
-    assert note == "saved [global_step_12]"
-    assert re.fullmatch(
-        r"step  2/12  reward  0\.520  length  12\.2  kl 1\.5e-04  grad 0\.420  tok/s  6,400  s/step  2\.0  "
-        r"val 0\.700 best 0\.700  left \d:\d\d",
-        lines[0],
-    )
-    assert "val 0.600 best 0.700" in lines[2]
-    assert lines[-1].endswith("left 0:00")
-    assert len(lines) == 11 and len({len(line) for line in lines}) == 1
-
-
-def test_the_best_validation_of_earlier_processes_counts(capsys):
-    with Progress(12, completed=4, history=[{"step": 0, "val/accuracy": 0.9}, {"step": 4}]) as progress:
-        progress.update(5, {"val/accuracy": 0.6})
-    assert "val 0.600 best 0.900" in capsys.readouterr().out
-
-
-def test_a_supervised_run_shows_its_loss(capsys):
-    with Progress(3) as progress:
-        progress.update(1, {"sft/loss": 1.25})
-    assert capsys.readouterr().out.startswith("step 1/3  loss  1.250")
-
-
-def test_switched_off_it_prints_notes_only(capsys):
-    with Progress(3, enabled=False) as progress:
-        progress.update(1, step_metrics(1))
-        progress.note("a warning")
-    assert capsys.readouterr().out == "a warning\n"
-
-
-def test_on_a_terminal_it_is_live_and_leaves_cleanly_when_the_run_fails():
-    code = """
-import sys, threading, time
-from tests.cpu.test_metrics import step_metrics
-from trainer.metrics.progress import Progress
-threads = threading.active_count()
-try:
-    with Progress(60) as progress:
-        for step in (1, 2):
-            progress.update(step, step_metrics(step))
-        progress.note("saved [bold]global_step_2[/bold]")
-        with progress.phase("rollout"):
-            time.sleep(1.8)
-        raise RuntimeError("boom")
-except RuntimeError as error:
-    print("raised", error, "threads left:", threading.active_count() - threads)
-"""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs, stdin=theirs, env=environment
-    )
-    os.close(theirs)
-    output = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # how a pty says that the other side is gone
-            break
-        output += chunk
-    os.close(ours)
-    assert process.wait() == 0, output.decode()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
-    for expected in (
-        "━━━", "2/60", "0.520", "val accuracy", "0.700 best 0.700", "tok/s", "6,400", "rollout 50%  update 25%",
-        "saved [bold]global_step_2[/bold]", "raised boom threads left: 0",
-    ):  # fmt: skip
-        assert expected in text, text
-    assert re.search(r"left +rollout 0:01", text), "the running phase's clock stands still"
-    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is still hidden"
-
-
-# --------------------------------------------------------------------------------------------------------
-# Report
-
-
-def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1) -> bytes:
-    tracker = make_tracker(run_dir)
-    for step, row in enumerate(rows, start=first_step):
-        tracker.log(step, row)
-    tracker.close()
-    path = write_report(str(run_dir))
-    assert path == str(run_dir / "report.png")
-    picture = Path(path).read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert sorted(os.listdir(run_dir)) == ["metrics.jsonl", "report.png"]
-    return picture
-
-
-def picture_size(picture: bytes) -> tuple[int, int]:
-    return struct.unpack(">II", picture[16:24])
-
-
-def test_the_report_shows_the_metrics(tmp_path):
-    rows = [{"val/accuracy": 0.3}, *(step_metrics(step) | {"reward/std": 0.1} for step in range(1, 6))]
-    one = report_of(tmp_path / "a" / "run", rows, first_step=0)
-    same = report_of(tmp_path / "b" / "run", rows, first_step=0)
-    assert one == same
-    for name in ("reward/std", "val/accuracy", "response_length/mean", "policy/kl", "time/rollout"):
-        changed = [row | {name: row[name] * 1.5} if name in row and i > 2 else row for i, row in enumerate(rows)]
-        assert report_of(tmp_path / name / "run", changed, first_step=0) != one, name
-
-
-def test_the_report_takes_what_there_is(tmp_path):
-    supervised = report_of(tmp_path / "sft", [{"sft/loss": 1 / s, "sft/accuracy": 0.5} for s in range(1, 9)])
-    held_out = [{"sft/loss": 1 / s, **({"val/loss": 2 / s} if s % 2 else {})} for s in range(1, 9)]
-    assert report_of(tmp_path / "sft2", held_out) != supervised
-    ppo = report_of(tmp_path / "ppo", [step_metrics(2) | {"critic/explained_variance": 0.5, "policy/entropy": 1.0}])
-    assert picture_size(ppo)[1] > 2 * picture_size(supervised)[1]  # three rows of panels against one
-    holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
-    report_of(tmp_path / "holes", holes)
-    report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
-
-
-def test_a_report_of_nothing_says_so(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "trainer.metrics.report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert f"{tmp_path}/metrics.jsonl does not exist" in result.stderr
-    make_tracker(tmp_path).log(1, {"policy/lr": 1.0})
-    with pytest.raises(UserError, match="nothing to draw yet"):
-        write_report(str(tmp_path))

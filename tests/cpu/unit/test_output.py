@@ -18,15 +18,16 @@ from trainer.metrics.tracker import METRICS_FILE
 TEXT = r"é ж 中 🙂 \ud800"
 SHOW = f"""
 import sys
-from trainer.output import guard_output
+import logging
+from trainer.output import guard_output, show_messages
 guard_output()
 guard_output()  # harmless
+show_messages()
 from trainer.metrics.progress import Progress
 with Progress(3) as progress:
-    progress.note("{TEXT}")
+    logging.getLogger("trainer.x").info("{TEXT}")
     for step in (1, 2):
-        with progress.phase("rollout"):
-            progress.update(step, {{"reward/mean": 0.5, "time/step": 1.0, "time/rollout": 0.5}})
+        progress.update(step, {{"reward/mean": 0.5, "time/step": 1.0, "time/rollout": 0.5}})
 print("{TEXT}", file=sys.stderr)
 sys.stdout.write("a line without an end")
 sys.exit(7)
@@ -37,6 +38,31 @@ def show(encoding: str = "utf-8", **streams: object) -> subprocess.CompletedProc
     # Without PYTHONUNBUFFERED, so that something is left to write when the interpreter ends.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"PYTHONIOENCODING": encoding}
     return subprocess.run([sys.executable, "-c", SHOW], env=env, timeout=60, **streams)
+
+
+MESSAGES = """
+import logging
+from trainer.output import messages_to, show_messages
+show_messages()
+show_messages()  # harmless
+LOG = logging.getLogger("trainer.some.module")
+LOG.info("50% done")
+LOG.warning("%d GiB left", 3)
+LOG.debug("of no interest")
+for library in (logging.getLogger(), logging.getLogger("httpx")):
+    library.info("GET /")
+    library.setLevel(logging.INFO)
+kept = []
+with messages_to(kept.append):
+    LOG.error("kept")
+LOG.info("the end; kept: %s", kept)
+"""
+
+
+def test_messages_are_printed_as_they_are_and_warnings_named():
+    done = subprocess.run([sys.executable, "-c", MESSAGES], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["50% done", "WARNING: 3 GiB left", "the end; kept: ['ERROR: kept']"]
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -143,7 +169,7 @@ def chatty(completion: str, answer: str) -> float:
 REWARD = """
 from trainer.rewards.pool import RewardPool
 if __name__ == "__main__":
-    with RewardPool("tests.cpu.test_output:chatty", 30, 1) as pool:
+    with RewardPool("tests.cpu.unit.test_output:chatty", 30, 1) as pool:
         rewards, failures = pool.score(["plain", "\\u4e2d\\ud800"], ["", ""])
     assert rewards == [1.0, 1.0], failures
 """
@@ -152,7 +178,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("sink", ["/dev/full", "/dev/null"])
 def test_a_reward_that_prints_is_not_counted_as_failed(tmp_path, sink):
     (tmp_path / "score.py").write_text(REWARD)
-    env = environment() | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": f"{Path(__file__).parents[2]}"}
+    env = environment() | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": f"{Path(__file__).parents[3]}"}
     with open(sink, "w") as out:
         done = subprocess.run([sys.executable, "score.py"], cwd=tmp_path, env=env, stdout=out, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr.decode()
@@ -177,7 +203,7 @@ def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
         "rollout=transformers",
         "algorithm.policy_loss=own:loss",
         "algorithm.clip_high=null",
-        "reward.name=tests.cpu.test_output:chatty",
+        "reward.name=tests.cpu.unit.test_output:chatty",
         "logger.rollouts=true",
     ]
     with open("/dev/full", "w") as full:

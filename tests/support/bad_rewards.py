@@ -1,4 +1,4 @@
-"""A reward function that does what its completion names; test_bad_rewards.py scores with it."""
+"""A reward function that does what its completion names; unit/rewards/test_worker.py scores with it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cpu.bad_rewards import BAD, CARELESS, NUMBERS
+from tests.support import bad_rewards
+from tests.support.bad_rewards import BAD, CARELESS, NUMBERS
 from trainer.algorithms import ADVANTAGES
 from trainer.plugins import options_of
 from trainer.rewards.pool import RewardPool
@@ -28,7 +29,7 @@ NAME = "copied_rewards:score"
 def directory(tmp_path_factory):
     """The working directory, with a copy of the reward's module: it writes beside itself."""
     path = tmp_path_factory.mktemp("rewards")
-    shutil.copy(Path(__file__).with_name("bad_rewards.py"), path / "copied_rewards.py")
+    shutil.copy(bad_rewards.__file__, path / "copied_rewards.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         patch.setattr(sys, "path", sys.path[:])
@@ -70,13 +71,14 @@ def end_of(pids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name):
+def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name, caplog):
+    caplog.set_level("INFO", "trainer.rewards")
     children_of(directory)
     rewards, failures = score(pool, "1", name, "2", "3")
     assert rewards == [1.0, 0.0, 2.0, 3.0]
     assert (failures.count, failures.skipped) == (1, 0)
     assert failures.first.startswith(BAD[name][1])
-    (line,) = [line for line in failures.lines() if not line.startswith("[reward]")]
+    (line,) = [line for line in caplog.messages if not line.startswith("[reward]")]
     assert line.startswith("1 rewards failed and count as 0; the first: ")
     assert len(line) < 300
     assert line.isprintable()
@@ -105,15 +107,19 @@ def test_processes_with_many_threads_left_are_replaced(single):
     assert max(process.num_threads() for process in worker) < 50
 
 
-def test_output_is_shown_shortened_and_not_on_the_terminal(single, capfd):
-    _, failures = score(single, "prints", "1")
-    assert failures.lines() == ["[reward] hello?[2J"]
-    _, failures = score(single, "prints 50 MB", "1")
-    shown = failures.lines()
+def test_output_is_logged_shortened_and_not_on_the_terminal(single, capfd, caplog):
+    caplog.set_level("INFO", "trainer.rewards")
+    score(single, "prints", "1")
+    assert caplog.messages == ["[reward] hello?[2J"]
+    caplog.clear()
+    score(single, "prints 50 MB", "1")
+    shown = list(caplog.messages)
     assert len(shown) <= 22
     assert all(len(line) < 250 and line.isprintable() for line in shown)
     assert shown[-1].endswith("more bytes of output are not shown")
-    assert score(single, "1")[1].lines() == []
+    caplog.clear()
+    score(single, "1")
+    assert caplog.messages == []
     assert capfd.readouterr() == ("", "")
 
 
@@ -131,7 +137,8 @@ def test_exactly_the_bad_ones_of_any_mixture_are_zero_and_counted(pool, completi
 
 
 @pytest.mark.parametrize("name", ["hangs", "fails slowly"])
-def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name):
+def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name, caplog):
+    caplog.set_level("INFO", "trainer.rewards")
     monkeypatch.setattr("trainer.rewards.pool.LOST_LIMITS", 5)  # instead of 30, to be quick
     completions = ["1", *[name] * 500]
     with RewardPool(NAME, timeout_s=0.5, num_processes=1) as pool:
@@ -140,11 +147,11 @@ def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name):
         assert failures.count == 500
         tried = failures.count - failures.skipped
         assert 0 < tried <= 15
-        assert failures.lines()[-1] == (
+        assert caplog.messages[-1] == (
             f"{failures.skipped} of them were not tried: failed rewards had already taken 5 times reward.timeout_s "
             "for each process"
         )
-        assert score(pool, "2", "3")[0] == [2.0, 3.0]  # the next step starts anew
+        assert score(pool, "2", "3")[0] == [2.0, 3.0]  # the next step is not affected
 
 
 def test_a_result_that_comes_while_another_process_is_replaced_is_in_time(directory):
@@ -168,7 +175,7 @@ if __name__ == "__main__":
 
 
 def drive(directory: Path, *arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
     (directory / "driver.py").write_text(DRIVER)
     return subprocess.Popen(
         [sys.executable, "driver.py", *arguments], cwd=directory, stdout=subprocess.PIPE, text=True, env=environment

@@ -1,0 +1,40 @@
+"""The names of metrics, and what importing them costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainer.config import LoggerConfig, conf_dir
+from trainer.metrics import names
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_the_docs_are_fresh():
+    assert (ROOT / "docs" / "metrics.md").read_text() == names.reference() + "\n", "run `make docs`"
+
+
+def test_every_phase_is_a_metric():
+    assert all(f"time/{phase}" in names.METRICS for phase in names.PHASES)
+
+
+def test_importing_metrics_imports_nothing_heavy():
+    code = """
+import sys
+from trainer.metrics import names, progress, report, timing, tracker
+print(sorted({"torch", "ray", "vllm", "wandb", "matplotlib", "tensorboard", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(("group", "mode"), [("default", "off"), ("wandb", "online")])
+def test_the_logger_groups_fit_the_schema(group, mode):
+    loaded = OmegaConf.load(os.path.join(conf_dir(), "logger", f"{group}.yaml"))
+    assert OmegaConf.merge(OmegaConf.structured(LoggerConfig), loaded).wandb.mode == mode

@@ -1,0 +1,112 @@
+"""The display: what was logged, the running phase, and messages above them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.metrics import step_metrics
+from trainer.metrics.progress import Progress
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_a_log_file_gets_one_aligned_line_a_step(capsys):
+    with Progress(12, completed=1, history=[{"step": 0, "val/accuracy": 0.3}, {"step": 1}]) as progress:
+        for step in range(2, 13):
+            progress.update(step, step_metrics(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"step  2/12  reward  0\.520  length  12\.2  kl 1\.5e-04  grad 0\.420  tok/s  6,400  s/step  2\.0  "
+        r"val 0\.700 best 0\.700  left \d:\d\d",
+        lines[0],
+    )
+    assert "val 0.600 best 0.700" in lines[2]
+    assert lines[-1].endswith("left 0:00")
+    assert len(lines) == 11 and len({len(line) for line in lines}) == 1
+
+
+def test_the_best_validation_of_earlier_processes_counts(capsys):
+    with Progress(12, completed=4, history=[{"step": 0, "val/accuracy": 0.9}, {"step": 4}]) as progress:
+        progress.update(5, {"val/accuracy": 0.6})
+    assert "val 0.600 best 0.900" in capsys.readouterr().out
+
+
+def test_a_supervised_run_shows_its_loss(capsys):
+    with Progress(3) as progress:
+        progress.update(1, {"sft/loss": 1.25})
+    assert capsys.readouterr().out.startswith("step 1/3  loss  1.250")
+
+
+def test_switched_off_it_prints_no_steps(capsys):
+    with Progress(3, enabled=False) as progress:
+        progress.update(1, step_metrics(1))
+    assert capsys.readouterr().out == ""
+
+
+ON_A_TERMINAL = """
+import logging, select, sys, threading
+from tests.support.metrics import step_metrics
+from trainer.metrics.progress import Progress
+from trainer.metrics.timing import Timer
+from trainer.output import show_messages
+show_messages()
+LOG = logging.getLogger("trainer.some.module")
+threads = set(threading.enumerate())
+timer = Timer()
+try:
+    with Progress(60, timer=timer) as progress:
+        for step in (1, 2):
+            progress.update(step, step_metrics(step))
+        with timer("step"), timer("rollout"):
+            LOG.info("saved [bold]global_step_2[/bold]")
+            LOG.warning("no room for %s", "a " * 100 + "long text")
+            select.select([sys.stdin], [], [], 60)
+        raise RuntimeError("boom")
+except RuntimeError as error:
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(30)
+    LOG.info("raised %s, threads left: %d", error, threading.active_count() - len(threads))
+"""
+
+
+def test_on_a_terminal_it_is_live_and_leaves_cleanly_when_the_run_fails():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL], cwd=ROOT, stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    )
+    os.close(theirs)
+    output, text, seen = b"", "", False
+    while True:
+        try:
+            output += os.read(ours, 65536)
+        except OSError:  # how a pty says that the other side is gone
+            break
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode(errors="replace"))
+        if not seen and re.search(r"left +rollout 0:01", text):  # the clock of the running phase moves
+            seen = True
+            os.write(ours, b"\n")
+    os.close(ours)
+    assert process.wait() == 0, text
+    for expected in (
+        "━━━",
+        "2/60",
+        "0.520",
+        "val accuracy",
+        "0.700 best 0.700",
+        "tok/s",
+        "6,400",
+        "rollout 50%  update 25%",
+        "saved [bold]global_step_2[/bold]",
+        f"WARNING: no room for {'a ' * 100}long text",
+        "raised boom, threads left: 0",
+    ):
+        assert expected in text, text
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is still hidden"
+    assert seen, "the clock of the running phase stands still"
+    assert "2/60" in text[: text.index("saved")] and "2/60" in text[text.index("long text") :], "not above the display"

@@ -1,0 +1,66 @@
+"""The picture of a run."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.metrics import make_tracker, step_metrics
+from trainer.errors import UserError
+from trainer.metrics.report import write_report
+
+ROOT = Path(__file__).parents[4]
+
+
+def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1) -> bytes:
+    tracker = make_tracker(run_dir)
+    for step, row in enumerate(rows, start=first_step):
+        tracker.log(step, row)
+    tracker.close()
+    path = write_report(str(run_dir))
+    assert path == str(run_dir / "report.png")
+    picture = Path(path).read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert sorted(os.listdir(run_dir)) == ["metrics.jsonl", "report.png"]
+    return picture
+
+
+def picture_size(picture: bytes) -> tuple[int, int]:
+    return struct.unpack(">II", picture[16:24])
+
+
+def test_the_report_shows_the_metrics(tmp_path):
+    rows = [{"val/accuracy": 0.3}, *(step_metrics(step) | {"reward/std": 0.1} for step in range(1, 6))]
+    one = report_of(tmp_path / "a" / "run", rows, first_step=0)
+    same = report_of(tmp_path / "b" / "run", rows, first_step=0)
+    assert one == same
+    for name in ("reward/std", "val/accuracy", "response_length/mean", "policy/kl", "time/rollout"):
+        changed = [row | {name: row[name] * 1.5} if name in row and i > 2 else row for i, row in enumerate(rows)]
+        assert report_of(tmp_path / name / "run", changed, first_step=0) != one, name
+
+
+def test_the_report_takes_what_there_is(tmp_path):
+    supervised = report_of(tmp_path / "sft", [{"sft/loss": 1 / s, "sft/accuracy": 0.5} for s in range(1, 9)])
+    held_out = [{"sft/loss": 1 / s, **({"val/loss": 2 / s} if s % 2 else {})} for s in range(1, 9)]
+    assert report_of(tmp_path / "sft2", held_out) != supervised
+    ppo = report_of(tmp_path / "ppo", [step_metrics(2) | {"critic/explained_variance": 0.5, "policy/entropy": 1.0}])
+    assert picture_size(ppo)[1] > 2 * picture_size(supervised)[1]  # three rows of panels against one
+    holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
+    report_of(tmp_path / "holes", holes)
+    report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
+
+
+def test_a_report_of_nothing_says_so(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer.metrics.report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert f"{tmp_path}/metrics.jsonl does not exist" in result.stderr
+    make_tracker(tmp_path).log(1, {"policy/lr": 1.0})
+    with pytest.raises(UserError, match="nothing to draw yet"):
+        write_report(str(tmp_path))

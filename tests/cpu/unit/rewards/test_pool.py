@@ -1,0 +1,192 @@
+"""The pool of reward processes, in which a bad reward costs one completion."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainer.errors import UserError, WorkerError
+from trainer.rewards.pool import RewardPool
+
+CUSTOM = """
+import os, sys, time
+
+time.sleep({import_s})
+
+def reward(completion, answer):
+    if completion == "raise":
+        raise KeyError("oh")
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "much"
+    if completion == "hang":
+        time.sleep(1000)
+    if completion == "pid":
+        time.sleep(0.05)
+        return os.getpid()
+    if completion == "die":
+        os._exit(7)
+    return float(completion) + float(answer)
+"""
+
+
+@pytest.fixture
+def custom(tmp_path, monkeypatch):
+    """Writes a module of rewards beside where the command is given; returns its import path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def write(name: str, import_s: float = 0.0) -> str:
+        (tmp_path / f"{name}.py").write_text(CUSTOM.format(import_s=import_s))
+        return f"{name}:reward"
+
+    return write
+
+
+def test_pool_keeps_the_order(custom):
+    with RewardPool(custom("order_rewards"), timeout_s=30, num_processes=2) as pool:
+        rewards, failures = pool.score([str(i) for i in range(200)], ["0.5"] * 200)
+        assert pool.score([], []) == ([], pool.score([], [])[1])
+    assert rewards == [i + 0.5 for i in range(200)]
+    assert (failures.count, failures.first) == (0, "")
+
+
+def test_a_bad_reward_costs_one_completion(custom):
+    bad = {
+        "raise": "raised KeyError: 'oh'",
+        "exit": "raised SystemExit: 3",
+        "nan": "is nan",
+        "text": "returned str, which is not a number",
+        "hang": "took longer than reward.timeout_s=1",
+        "die": "ended its process",
+    }
+    with RewardPool(custom("bad_rewards"), timeout_s=1, num_processes=2) as pool:
+        for completion, reason in bad.items():
+            rewards, failures = pool.score(["1", completion, "2"], ["0"] * 3)
+            assert rewards == [1.0, 0.0, 2.0]
+            assert failures.count == 1
+            assert failures.first.startswith(reason)
+        rewards, failures = pool.score(["nan", "1", "raise", "die"], ["0"] * 4)
+        assert rewards == [0.0, 1.0, 0.0, 0.0]
+        assert (failures.count, failures.first) == (3, "is nan")
+        assert pool.score(["3"], ["0"])[0] == [3.0]
+
+
+def test_the_time_limit_leaves_imports_out(custom):
+    # Each process that is killed is followed by one that imports the module again.
+    with RewardPool(custom("slow_rewards", import_s=1.2), timeout_s=0.8, num_processes=1) as pool:
+        rewards, failures = pool.score(["1", "hang", "2"], ["0"] * 3)
+    assert rewards == [1.0, 0.0, 2.0]
+    assert failures.count == 1
+
+
+def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
+    with RewardPool(custom("many_rewards"), timeout_s=1, num_processes=2) as pool:
+        pool.score(["1"], ["0"])
+        while len(_processes()) < 4:  # two, each with its guard
+            time.sleep(0.05)
+        started = {p.pid: p.create_time() for p in _processes()}
+        rewards, failures = pool.score(["pid"] * 60, ["0"] * 60)  # 3 s, three times the limit of one
+        assert failures.count == 0
+        assert len(set(rewards)) == 2  # both processes had their share
+        assert {p.pid: p.create_time() for p in _processes()} == started  # and neither was killed
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])  # before and after the pool has noticed
+def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s):
+    with RewardPool(custom("replaced_rewards"), timeout_s=30, num_processes=2) as pool:
+        pool.score(["1"], ["0"])
+        for process in _processes():
+            process.kill()
+        time.sleep(pause_s)
+        rewards, failures = pool.score([str(i) for i in range(100)], ["0"] * 100)
+        assert (rewards, failures.count) == ([float(i) for i in range(100)], 0)
+
+
+def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):
+    name = custom("vanishing_rewards")
+    pool = RewardPool(name, timeout_s=30, num_processes=1)
+    (tmp_path / "vanishing_rewards.py").unlink()
+    with pool, pytest.raises(WorkerError, match=f"processes of reward.name={name} die as they start"):
+        pool.score(["1"], ["0"])
+
+
+_BEFORE: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Processes of other tests, which are none of ours."""
+    global _BEFORE
+    _BEFORE = set(psutil.Process().children(recursive=True))
+
+
+def _processes() -> list[psutil.Process]:
+    children = set(psutil.Process().children(recursive=True)) - _BEFORE
+    return [p for p in children if "trainer.rewards.worker" in " ".join(p.cmdline())]
+
+
+def test_pool_refuses_an_unknown_reward():
+    with pytest.raises(UserError, match="reward.name=no_such"):
+        RewardPool("no_such", 1, 1)
+
+
+DRIVER = """
+from trainer.rewards.pool import RewardPool
+
+with RewardPool("{name}", 60, 2) as pool:
+    pool.score(["1"] * 256, ["0"] * 256)
+    print("ready", flush=True)
+    pool.score(["hang", "hang"], ["0", "0"])
+"""
+
+
+def test_processes_end_with_a_killed_driver(custom):
+    # One of them is at work: an idle one ends by itself when its pipe closes.
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(name=custom("killed_rewards"))], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])},
+    )  # fmt: skip
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) >= 2
+        driver.kill()
+        driver.wait()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        try:
+            assert [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        finally:
+            for process in alive:
+                process.kill()
+    finally:
+        driver.kill()
+
+
+def test_leaving_the_pool_ends_a_reward_that_hangs(custom):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardPool(custom("hanging_rewards"), timeout_s=60, num_processes=1) as pool:
+            pool.score(["1"], ["0"])
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(["hang"], ["0"])
+            assert pool.score(["2"], ["0"])[0] == [2.0]
+            assert len(_processes()) == 2  # one, with its guard
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert _processes() == []

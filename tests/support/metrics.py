@@ -1,0 +1,26 @@
+"""Metrics to log in tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.config import LoggerConfig
+from trainer.metrics.tracker import Tracker
+
+
+def make_tracker(run_dir: Path, **logger: object) -> Tracker:
+    return Tracker(str(run_dir), LoggerConfig(**logger), run_name="test", config={"seed": 1})
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    metrics = {
+        "reward/mean": 0.5 + step / 100,
+        "response_length/mean": 12.25,
+        "policy/kl": 1.5e-4,
+        "policy/grad_norm": 0.42,
+        "perf/tokens_per_s": 6400.0,
+        "time/step": 2.0,
+        "time/rollout": 1.0,
+        "time/update": 0.5,
+    }
+    return metrics | ({"val/accuracy": 0.7 if step == 2 else 0.6} if step % 2 == 0 else {})
