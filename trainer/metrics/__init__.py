@@ -1,1 +1,1 @@
-"""What a run measures: names, tracker (JSON lines, W&B, TensorBoard), progress display, report, timing."""
+"""Metrics of a run: their names, the tracker (JSON lines, W&B, TensorBoard), progress display, report, timing."""

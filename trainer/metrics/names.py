@@ -17,23 +17,25 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("Mean reward of the step's completions.", "reward"),
     "reward/std": Metric("Standard deviation of the reward over the step's completions.", "reward"),
     "reward/zero_std_frac": Metric(
-        "Groups whose completions all got the same reward, and so teach nothing under GRPO.", "share"
+        "Groups whose completions all got the same reward. They give no gradient under GRPO.", "share"
     ),
     "reward/failures": Metric("Completions whose reward failed (see docs/rewards.md); it counts as 0.", "completions"),
     "sampling/batches": Metric("Batches of prompts that dynamic sampling drew for the step.", "batches"),
-    "sampling/filtered": Metric("Prompts it left out because all their completions got the same reward.", "prompts"),
+    "sampling/filtered": Metric(
+        "Prompts that dynamic sampling left out because all their completions got the same reward.", "prompts"
+    ),
     "response_length/mean": Metric("Mean length of the step's completions.", "tokens"),
     "response_length/max": Metric("Length of the longest completion.", "tokens"),
     "response_length/clip_ratio": Metric("Completions cut at `rollout.max_response_tokens`.", "share"),
-    "policy/loss": Metric("Policy loss, all its terms, mean over the step's mini-batches.", "loss"),
-    "policy/kl": Metric("KL to the reference; without one, of the old policy to the new.", "nats"),
+    "policy/loss": Metric("Policy loss with all its terms, mean over the step's mini-batches.", "loss"),
+    "policy/kl": Metric("KL to the reference; without a reference, KL of the old policy to the new one.", "nats"),
     "policy/kl_coef": Metric("Weight of the KL, with `algorithm.kl_controller=adaptive`.", "1"),
-    "policy/clip_frac": Metric("Tokens whose gradient a bound of the policy loss took away or changed.", "share"),
+    "policy/clip_frac": Metric("Tokens whose gradient the clipping of the policy loss removed or changed.", "share"),
     "policy/entropy": Metric("Mean entropy of the policy's next-token distribution.", "nats"),
     "policy/grad_norm": Metric("Global norm of the policy's gradient before clipping.", "norm"),
     "policy/lr": Metric("Learning rate of the policy's last optimizer step.", "1"),
     "critic/loss": Metric("Clipped value loss, mean over the step's mini-batches.", "loss"),
-    "critic/clip_frac": Metric("Tokens whose value was clipped near the old one.", "share"),
+    "critic/clip_frac": Metric("Tokens whose value was clipped to the range around the old value.", "share"),
     "critic/explained_variance": Metric(
         "1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one.", "share"
     ),
@@ -42,42 +44,44 @@ METRICS: dict[str, Metric] = {
     "rollout/logprob_diff_mean": Metric(
         "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
     ),
-    "rollout/logprob_diff_max": Metric("The largest such difference.", "nats"),
+    "rollout/logprob_diff_max": Metric(
+        "Largest absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
+    ),
     "rollout/kl": Metric(
-        "KL of the engine to the trainer, estimated as the mean of -log rho, with rho the trainer's "
-        "probability of a sampled token by the engine's.",
+        "KL of the engine to the trainer, estimated as the mean of -log rho. rho is the trainer's probability of a "
+        "sampled token, divided by the engine's.",
         "nats",
     ),
-    "rollout/k3_kl": Metric("The same, by rho - 1 - log rho.", "nats"),
-    "rollout/ratio_p1": Metric("1st percentile of rho.", "1"),
-    "rollout/ratio_p50": Metric("Median of rho.", "1"),
-    "rollout/ratio_p99": Metric("99th percentile of rho.", "1"),
-    "rollout/ratio_max": Metric("The largest rho.", "1"),
-    "rollout/ess": Metric("Effective sample size of the step's tokens under rho.", "share"),
+    "rollout/k3_kl": Metric("KL of the engine to the trainer, estimated as the mean of rho - 1 - log rho.", "nats"),
+    "rollout/ratio_p1": Metric("1st percentile of rho (see `rollout/kl`).", "1"),
+    "rollout/ratio_p50": Metric("Median of rho (see `rollout/kl`).", "1"),
+    "rollout/ratio_p99": Metric("99th percentile of rho (see `rollout/kl`).", "1"),
+    "rollout/ratio_max": Metric("Largest rho (see `rollout/kl`).", "1"),
+    "rollout/ess": Metric("Effective sample size of the step's tokens, weighted by rho (see `rollout/kl`).", "share"),
     "rollout/corrected_frac": Metric(
-        "Tokens whose weight `algorithm.rollout_correction` has cut, or that it has left out.", "share"
+        "Tokens whose weight `algorithm.rollout_correction` has cut or set to 0.", "share"
     ),
     "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
     "val/accuracy": Metric("Held-out prompts whose greedy completion is exactly right.", "share"),
     "val/pass@k": Metric(
-        "Held-out prompts of which one of k sampled completions is right; k is `rollout.val_n`.", "share"
+        "Held-out prompts for which at least one of k sampled completions is right; k is `rollout.val_n`.", "share"
     ),
-    "sft/loss": Metric("Cross-entropy of the learnt tokens (supervised training).", "nats"),
+    "sft/loss": Metric("Cross-entropy of the tokens to learn (supervised training).", "nats"),
     "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),
     "sft/clip_frac": Metric("Tokens whose importance weight was cut at `sft.max_weight`.", "share"),
-    "val/loss": Metric("Cross-entropy of the learnt tokens of the held-out examples (supervised training).", "nats"),
+    "val/loss": Metric("Cross-entropy of the tokens to learn in the held-out examples (supervised training).", "nats"),
     "time/step": Metric("The whole step.", "s"),
     "time/rollout": Metric("Generating the step's completions.", "s"),
     "time/reward": Metric("Computing rewards.", "s"),
     "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
     "time/update": Metric("Optimizer steps of critic and policy.", "s"),
     "time/sync": Metric("Bringing the new weights to the engines.", "s"),
-    "time/checkpoint_blocked": Metric("Training stood still for a checkpoint.", "s"),
-    "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, by `time/step`.", "tokens/s"),
-    "perf/samples_per_s": Metric("Completions trained on, by `time/step`.", "completions/s"),
-    "perf/mfu": Metric("Model FLOPs by the devices' peak; only where that is known.", "share"),
-    "progress/epoch": Metric("Passes over the training prompts or examples, fractions included.", "epochs"),
+    "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
+    "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
+    "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
+    "perf/mfu": Metric("Model FLOPs divided by the peak of the devices; only on GPUs whose peak is known.", "share"),
+    "progress/epoch": Metric("Passes over the training prompts or examples, with fractions.", "epochs"),
     "progress/prompts": Metric("Prompts trained on since the run began.", "prompts"),
     "progress/samples": Metric("Completions trained on since the run began.", "completions"),
     "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),
@@ -91,10 +95,10 @@ def reference() -> str:
         "# Metrics",
         "",
         "Generated from `trainer/metrics/names.py` by `make docs`. `{run_dir}/metrics.jsonl` holds one "
-        "object a step, `step` first; a validation before training is step 0. A number that is not finite is "
-        "`null`. `val/…` is only there in steps that validated, and what a run does not have (a critic, say) "
-        "is not there at all. `progress/…` counts over the life of the run, resumes included. A share is "
-        "from 0 to 1.",
+        "object a step, `step` first; the validation before training is step 0. A number that is not finite is "
+        "`null`. `val/…` is logged only in steps that validate, and metrics of parts that a run does not have (a "
+        "critic, for example) are not logged. `progress/…` counts over the life of the run, resumes included. A "
+        "share is between 0 and 1.",
         "",
         "| metric | unit | meaning |",
         "|---|---|---|",

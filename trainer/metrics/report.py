@@ -21,18 +21,16 @@ Rows = Sequence[dict[str, Any]]
 
 _COLUMNS = 3
 _FEW, _MANY = 25, 200
-# Okabe and Ito's palette: told apart by colour-blind readers too.
-_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B0B0B0",
-)  # fmt: skip
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+_GREY = "#B0B0B0"
 _PHASE_COLOURS = dict(zip(PHASES, (_BLUE, _ORANGE, _SKY, _GREEN, _PURPLE, _RED), strict=True))
 
 
 def write_report(run_dir: str) -> str:
-    """Draw what `{run_dir}/metrics.jsonl` holds; a run without some metrics has fewer panels.
+    """Draw the metrics of `{run_dir}/metrics.jsonl` as `{run_dir}/report.png`, and return the path of the picture.
 
-    Returns:
-        the path of the picture, `{run_dir}/report.png`.
+    A panel is left out if the run has not logged its metric.
 
     Raises:
         UserError: there are no metrics.
@@ -46,7 +44,7 @@ def write_report(run_dir: str) -> str:
         raise UserError(f"{source} has nothing to draw yet")
 
     import matplotlib
-    from matplotlib.figure import Figure  # not pyplot: it keeps figures and looks for a screen
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a screen
 
     grid = math.ceil(len(panels) / _COLUMNS)
     columns = min(_COLUMNS, len(panels))
@@ -55,7 +53,7 @@ def write_report(run_dir: str) -> str:
         spec = figure.add_gridspec(grid, columns)
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
-            # The last panel takes what is left of its row.
+            # The last panel fills the rest of its row.
             cell = spec[row, column:] if i == len(panels) - 1 else spec[row, column]
             axes = figure.add_subplot(cell)
             panel(axes, rows)
@@ -71,7 +69,7 @@ def write_report(run_dir: str) -> str:
 
 
 def final_report(run_dir: str) -> str:
-    """Draw the report of a run that has ended well; returns a line that says where it is, or why there is none."""
+    """Draw the report of a finished run; return a line that says where it is, or why there is none."""
     try:
         return f"report: {write_report(run_dir)}"
     except OSError as error:
@@ -92,7 +90,7 @@ _STYLE = {
 
 
 def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Steps that have the metric, and its values; `null` becomes NaN, a gap in the line."""
+    """Return the steps that logged the metric, and its values. `null` becomes NaN, which is a gap in the line."""
     present = [row for row in rows if name in row]
     return [row["step"] for row in present], [_number(row[name]) for row in present]
 
@@ -102,7 +100,7 @@ def _number(value: float | None) -> float:
 
 
 def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
-    """A line with a marker at each of a few points; of very many points, their running mean over a shadow."""
+    """Draw one metric: with markers if there are few points, as a running mean over a shadow if there are many."""
     steps, values = _series(rows, name)
     if len(steps) > _MANY:
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
@@ -112,7 +110,7 @@ def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
 
 
 def _smooth(values: list[float], window: int) -> list[float]:
-    """Mean of the `window` values around each, fewer at the ends and where some are NaN."""
+    """Return the mean of the `window` values around each value; fewer at the ends, and NaN is left out."""
     import numpy as np
 
     array, ones = np.array(values), np.ones(window)
@@ -140,8 +138,8 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
         _line(axes, rows, "val/pass@k", "pass@k", _PURPLE)
     values = _series(rows, "val/accuracy")[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
-    axes.set(title=f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}",
-             ylabel="share right")  # fmt: skip
+    title = f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
+    axes.set(title=title, ylabel="share right")
     if len(axes.lines) > 1:
         axes.legend()
 
@@ -155,7 +153,7 @@ def _length(axes: Axes, rows: Rows) -> None:
 
 
 def _single(name: str, title: str, unit: str, colour: str) -> tuple[str, Callable[[Axes, Rows], None]]:
-    """An entry of `_PANELS` that draws one metric."""
+    """Return an entry of `_PANELS` that draws one metric."""
 
     def panel(axes: Axes, rows: Rows) -> None:
         _line(axes, rows, name, "", colour)
@@ -165,7 +163,7 @@ def _single(name: str, title: str, unit: str, colour: str) -> tuple[str, Callabl
 
 
 def _time(axes: Axes, rows: Rows) -> None:
-    """Seconds of each phase, one on the other, and what of `time/step` none of them explains."""
+    """Stack the seconds of the phases, with the rest of `time/step` on top."""
     timed = [row for row in rows if row.get("time/step") is not None]
     edges = [timed[0]["step"] - 0.5, *(row["step"] + 0.5 for row in timed)]
     base = [0.0] * len(timed)
@@ -179,13 +177,12 @@ def _time(axes: Axes, rows: Rows) -> None:
     top = [max(b, row["time/step"]) for b, row in zip(base, timed, strict=True)]
     axes.stairs(top, edges, baseline=base, fill=True, color=_GREY, label="rest")
     axes.set(title="Time per step", ylabel="seconds")
-    # Room for the legend, which a first step that takes long gives by itself.
+    # Leave room for the legend. If the first step is much slower than the others, there is room anyway.
     axes.set_ylim(0, max(1.05 * max(top), 1.6 * statistics.median(top)))
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)
 
 
-# The metric without which a panel is left out, and the panel.
 def _supervised(axes: Axes, rows: Rows) -> None:
     _line(axes, rows, "sft/loss", "training", _BLUE)
     if any(row.get("val/loss") is not None for row in rows):
@@ -194,6 +191,7 @@ def _supervised(axes: Axes, rows: Rows) -> None:
     axes.set(title="Loss (supervised)", ylabel="nats a token")
 
 
+# The metric that a panel needs, and the panel.
 _PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
     ("reward/mean", _reward),
     ("val/accuracy", _accuracy),

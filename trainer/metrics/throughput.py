@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic training uses."""
+"""FLOPs of training, and the peak of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each phase of a step took."""
+"""The time of each phase of a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where a run's metrics go: `metrics.jsonl`, Weights & Biases, TensorBoard.
 
-`metrics.jsonl` is the truth. A run that is killed and resumed continues it without a duplicate, missing or
-torn line, and brings the other two in line with it.
+`metrics.jsonl` is the record that counts. A run that is killed and resumed continues it without a duplicate, missing or
+torn line, and corrects the other two to agree with it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CUT_FILE = "metrics.cut.jsonl"
 
 
 class Tracker:
-    """Writes one set of metrics a step.
+    """Writes the metrics of each step.
 
-    A run directory that already has metrics wants `rewind` before the first `log`.
+    In a run directory that already has metrics, call `rewind` before the first `log`.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Tracker:
     ) -> None:
         """
         Args:
-            run_dir: local directory, made if missing.
+            run_dir: local directory; it is created if it is missing.
             run_name: name shown in W&B.
             config: the resolved config, for W&B.
             run_id: the W&B run to continue, from `state_dict`; None starts a new one.
 
         Raises:
-            UserError: W&B is wanted and refuses, or does not answer.
+            UserError: the config asks for W&B, and W&B refuses or does not answer.
         """
         os.makedirs(run_dir, exist_ok=True)
         self._run_dir = run_dir
@@ -70,12 +70,12 @@ class Tracker:
             self._wandb = _start_wandb(run_dir, logger, run_name, config, self._run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a finished step (0: of a validation before training); steps must rise.
+        """Record the metrics of a finished step (0: the validation before training). Steps must increase.
 
-        A number that JSON does not know (NaN, infinity) is `null` in `metrics.jsonl`.
+        NaN and infinity, which JSON does not have, become `null` in `metrics.jsonl`.
 
         Raises:
-            OSError: the line could not be written whole, for want of space, say.
+            OSError: the line could not be written completely, for example because the disk is full.
         """
         assert self._last_step is not None, f"{self._path} has lines of an earlier process: rewind first"
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
@@ -83,7 +83,7 @@ class Tracker:
         assert "step" not in values
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
-        # One write and no buffer: a kill leaves the line or nothing, never half of it.
+        # One write without a buffer: a kill leaves the whole line or nothing.
         if os.write(self._file, line) != len(line):
             raise OSError(f"{self._path}: the line of step {step} was cut short; is the disk full?")
         if self._with_tensorboard and self._tensorboard is None:
@@ -94,13 +94,13 @@ class Tracker:
         self._log_wandb(step, values)
 
     def rewind(self, step: int) -> None:
-        """Make it so that this run ended with `step` (-1: never began), before the first `log`.
+        """Remove the lines after `step` (-1: all lines), before the first `log`.
 
-        Lines of later steps and a torn last line go, in one atomic replacement of the file. Lines that go are kept
-        in `metrics.cut.jsonl`, but for those that only a clock tells from a line that is there. TensorBoard gets
-        a mark that hides the later events. W&B cannot forget: its later steps stay as they are and are not
-        sent again; but steps that were on their way to it when the run was killed are sent now. In offline
-        mode that makes every `offline-run-…` directory complete: sync the newest.
+        The file is replaced atomically, without lines of later steps and without a torn last line. Removed lines
+        are kept in `metrics.cut.jsonl`, except those that differ only in times from a line that is there already.
+        TensorBoard gets a mark that hides the later events. W&B cannot remove steps: its later steps stay as they
+        are and are not sent again. Steps that W&B had not received when the run was killed are sent now, so that in
+        offline mode each `offline-run-…` directory is complete: sync the newest.
 
         Raises:
             UserError: a line other than the last is not a JSON object.
@@ -126,15 +126,15 @@ class Tracker:
             write_file(path, "".join(json.dumps(row) + "\n" for row in [*known, *new]))
 
     def flush(self) -> None:
-        """Wait until the lines are on the disk, so that a checkpoint written now cannot outlive them."""
+        """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it."""
         os.fsync(self._file)
 
     def state_dict(self) -> dict[str, str | None]:
-        """What `run_id` of the next Tracker should be; kept also while W&B is off."""
+        """Return the `run_id` for the next Tracker. It is kept while W&B is off, too."""
         return {"wandb_run_id": self._run_id}
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish W&B (as failed when `exit_code` is not 0) and TensorBoard; leave no process of theirs."""
+        """Finish W&B (as failed if `exit_code` is not 0) and TensorBoard, and end their processes."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -155,8 +155,8 @@ class Tracker:
         self.close(exit_code=0 if kind is None else 1)
 
     def _log_wandb(self, step: int, values: Mapping[str, float | None]) -> None:
-        # `step` of a W&B run is the first that it does not have yet. commit: send this step now, not when
-        # the next one comes.
+        # `step` of a W&B run is the first step that it does not have. commit: send this step now, not together
+        # with the next one.
         if self._wandb is not None and step >= self._wandb.step:
             self._wandb.log(dict(values), step=step, commit=True)
 
@@ -164,13 +164,13 @@ class Tracker:
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()  # it would hold events back for two minutes, and a kill would lose them
+            self._tensorboard.flush()  # it would keep events for two minutes, and a kill would lose them
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
-    """The objects of a `metrics.jsonl`, in file order; `null` becomes None.
+    """Return the objects of a `metrics.jsonl` in file order. `null` becomes None.
 
-    A last line that is torn (the machine went down) is left out. Without a file there are none.
+    A torn last line (the machine went down) is left out. Without a file the list is empty.
 
     Raises:
         UserError: another line is not a JSON object with a `step`.
@@ -184,17 +184,17 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
         rows.pop()
     for number, row in enumerate(rows, start=1):
         if row is None:
-            raise UserError(f"{path}:{number} has no JSON object with a step; mend or remove the file")
+            raise UserError(f"{path}:{number} has no JSON object with a step; repair or remove the file")
     return rows
 
 
 def _identity(row: Mapping[str, Any]) -> str:
-    """A line without what a clock measured: the same for a step that was trained again with the same result."""
+    """Return a line without its times: the same for a step that was trained again with the same result."""
     return json.dumps({name: row[name] for name in sorted(row) if not name.startswith(("time/", "perf/"))})
 
 
 def first_step(path: str) -> int | None:
-    """The step of the first line of a `metrics.jsonl`; None: it has no line."""
+    """Return the step of the first line of a `metrics.jsonl`; None if it has no line."""
     if not os.path.exists(path):
         return None
     with open(path, "rb") as file:
@@ -206,10 +206,10 @@ def check_lines(path: str, first: int | None, last: int) -> None:
     """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
 
     Args:
-        first: None: it is not known where the lines began; then only doubled lines are found.
+        first: None if the first step is not known; then only duplicate lines are found.
 
     Raises:
-        UserError: a line is missing, or there more than once.
+        UserError: a line is missing or duplicated.
     """
     counts = Counter(row["step"] for row in read_metrics(path))
     wanted = range(last + 1 if first is None else first, last + 1)
@@ -234,7 +234,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _plain(value: float) -> float:
-    """A number of Python, from one of NumPy or torch; whole numbers stay whole."""
+    """Return a number of NumPy or torch as a number of Python. Integers stay integers."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
@@ -250,7 +250,7 @@ def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
 
 def _start_wandb(run_dir: str, logger: LoggerConfig, run_name: str, config: dict[str, Any], run_id: str) -> wandb.Run:
     if logger.wandb.mode == "offline":
-        # W&B reports on itself even so, and on a machine without a network that takes ten seconds a start.
+        # W&B reports its own errors in offline mode, too. Without a network that takes ten seconds at each start.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -261,12 +261,12 @@ def _start_wandb(run_dir: str, logger: LoggerConfig, run_name: str, config: dict
             name=run_name,
             id=run_id,
             mode=logger.wandb.mode,
-            # Offline there is no server to ask what the run has: each process writes it whole (see `rewind`).
+            # Offline there is no server that knows the run's steps: each process writes all of them (see `rewind`).
             resume="allow" if logger.wandb.mode == "online" else None,
             dir=run_dir,
             config=config,
-            settings=wandb.Settings(console="off"),  # capturing stdout would fight with the progress display
+            settings=wandb.Settings(console="off"),  # capturing stdout would disturb the progress display
         )
     except wandb.Error as error:
         mode = logger.wandb.mode
-        raise UserError(f"logger.wandb.mode={mode}: {error}; mend that, or choose offline or off") from error
+        raise UserError(f"logger.wandb.mode={mode}: {error}; correct that, or choose offline or off") from error
