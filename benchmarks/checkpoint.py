@@ -153,7 +153,7 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
         size = sum(entry["bytes"] for part in every for entry in part)
         if number == 0:
             files = [manifests.FileEntry(**entry) for part in every for entry in part]
-            with open(os.path.join(path, manifests.NAME), "wb") as file:
+            with open(os.path.join(path, "manifest.json"), "wb") as file:
                 file.write(manifests.dump({"step": 1, "parts": []}, files))
         dist.barrier()
         clock("plain sequential write", lambda: plain(fresh("plain"), size))

@@ -118,7 +118,7 @@ def drive(cfg: Any, ranks: GroupRanks) -> None:
 
     import torch
 
-    from trainer.checkpoint.manager import json_part
+    from trainer.checkpoint.parts import json_part
     from trainer.data.datasets import Prompt
     from trainer.data.source import PromptSource
     from trainer.failpoints import failpoint
@@ -129,7 +129,7 @@ def drive(cfg: Any, ranks: GroupRanks) -> None:
     state = {"step": 0}
     source = PromptSource([Prompt(i, f"prompt {i}", (i,), str(i)) for i in range(10)], t.seed)
     with RunDirectory(cfg).open() as directory:
-        register = directory.checkpoints.register
+        register = directory.parts.append
         register(directory.config_part())
         register(json_part("trainer_state", lambda: dict(state), state.update))
         register(json_part("data", source.state_dict, source.load_state_dict))
@@ -153,7 +153,7 @@ def drive(cfg: Any, ranks: GroupRanks) -> None:
                 metrics["prompts/sum"] = sum(p.prompt.index for p in prompts)
                 source.commit(prompts)
                 state["step"] = step
-                if audit and (problem := audit.check(step, metrics, print)):
+                if audit and (problem := audit.check(step, metrics)):
                     raise AssertionError(problem)
                 tracker.log(step, metrics)
                 failpoint("logged")

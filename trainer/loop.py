@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.algorithms import AdaptiveKL, FixedKL
-from trainer.checkpoint.manager import json_part
+from trainer.checkpoint.parts import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
@@ -329,7 +329,7 @@ class Trainer:
             self.export(self.step)
 
     def _register_parts(self) -> None:
-        register = self.directory.checkpoints.register
+        register = self.directory.parts.append
         register(self.directory.config_part())
         register(self.directory.start_weights_part(self.model_path))
         register(json_part("trainer_state", self._state, self._restore, _STATE))
@@ -404,7 +404,7 @@ class Trainer:
         Raises:
             UserError: it differs, and `trainer.on_resume_mismatch=stop`.
         """
-        problem = self.audit.check(step, metrics, self.progress.note) if self.audit else None
+        problem = self.audit.check(step, metrics) if self.audit else None
         if problem is None or self.directory.accept(problem, self.progress.note):
             return True
         self.load_checkpoint()

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
-import posixpath
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import parts as saved_parts
-from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
-from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.parts import Part, Restore
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import LocalStore, step_in
 from trainer.config import RESUME_LOAD, Config
-from trainer.durable import digest_bytes, digest_weights
+from trainer.durable import digest_bytes
 from trainer.errors import NonFiniteError, NotSavedError, UserError
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
-from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
 from trainer.run import compatibility, lineage, record
 from trainer.run.claim import Claim
 from trainer.run.replay import ResumeAudit
@@ -44,11 +42,33 @@ _LAST_SAVE_TRIES = 4
 class Resume:
     """Where a run comes from."""
 
-    path: str
+    checkpoint: Checkpoint
     """The checkpoint to load."""
-    step: int
     fork: bool
     """Of another run: what is loaded starts a new run here."""
+
+    @property
+    def path(self) -> str:
+        return self.checkpoint.path
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+
+class _Notes(logging.Handler):
+    """Keeps what the checkpoints say until there is somebody to tell."""
+
+    def __init__(self, notes: list[str]):
+        super().__init__(logging.INFO)
+        self._notes = notes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warning = "WARNING: " if record.levelno >= logging.WARNING else ""
+        self._notes.append(f"{warning}{record.getMessage()}")
+
+
+_LOGGERS = [logging.getLogger(name) for name in ("trainer.checkpoint", "trainer.run")]
 
 
 class RunDirectory:
@@ -65,8 +85,9 @@ class RunDirectory:
         t = cfg.trainer
         self.claim = Claim(t.run_dir, t.ckpt_path, t.lock_timeout_s)
         retention = Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric)
+        self.parts: list[Part] = []
         self.checkpoints = CheckpointManager(
-            t.ckpt_path,
+            LocalStore(t.ckpt_path),
             retention,
             t.verify_checkpoint,
             fence=self.claim.check,
@@ -100,9 +121,13 @@ class RunDirectory:
                 checkpoints cannot be written, or those of this run are gone; the checkpoint cannot be used, or not
                 under this config; `metrics.jsonl` is not what the run has logged.
         """
+        self._handler = _Notes(self.notes)
+        for logger in _LOGGERS:
+            logger.addHandler(self._handler)
+            logger.setLevel(logging.INFO)
         try:
-            self.notes += self.claim.acquire(wait)
-            self.notes += self.checkpoints.clean_up()
+            self.claim.acquire(wait)
+            self.checkpoints.clean_up()
             self.resume = self._find_resume()
             if self.resume is not None:
                 self.notes += self._check_config(self.resume)
@@ -128,7 +153,7 @@ class RunDirectory:
                     f"again, and these lines are kept in {CUT_FILE}"
                 )
         elif not self.resume.fork:
-            first = manifests.read(self.resume.path).get("metrics_from")
+            first = self.resume.checkpoint.manifest.get("metrics_from")
             check_lines(self._metrics_file, first, self.resume.step)
 
     @contextlib.contextmanager
@@ -142,6 +167,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Give the locks back."""
+        for logger in _LOGGERS:
+            logger.removeHandler(self._handler)
         self.claim.release()
 
     def __enter__(self) -> RunDirectory:
@@ -163,9 +190,9 @@ class RunDirectory:
             return self._newest()
         assert t.resume_path is not None
         path = os.path.abspath(t.resume_path)
-        if not manifests.STEP_DIR.match(posixpath.basename(path)):
+        if step_in(path) is None:
             raise UserError(f"trainer.resume_path={t.resume_path}: must be a global_step_N directory")
-        if os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.checkpoints.storage.root):
+        if os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.checkpoints.store.root):
             return self._own(path)
         if self.lineage:
             if self.lineage["forked_from"] != path:
@@ -177,35 +204,33 @@ class RunDirectory:
         elif holds_run:
             raise UserError(f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another "
                             "trainer.run_name, or continue it with trainer.resume_mode=latest")  # fmt: skip
-        manifest = manifests.verify(path, t.verify_checkpoint)  # never another one in its place
-        self.lineage = lineage.write(t.run_dir, path, manifest)
-        return Resume(path, manifest["step"], fork=True)
+        checkpoint = manifests.verify(path, t.verify_checkpoint)  # never another one in its place
+        self.lineage = lineage.write(t.run_dir, checkpoint)
+        return Resume(checkpoint, fork=True)
 
     def _newest(self, before: int | None = None) -> Resume | None:
-        path, problems = self.checkpoints.latest(before)
-        self.notes += [f"skipped a damaged checkpoint: {problem}" for problem in problems]
-        if len(problems) > 1:
-            self.notes.append(self.checkpoints.test_storage(len(problems)))
-        if path is None:
-            if before is None:
-                record.check_nothing_committed(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path)
-            return None
-        return Resume(path, manifests.read(path)["step"], fork=False)
+        found = self.checkpoints.latest(before)
+        if found is not None:
+            return Resume(found, fork=False)
+        if before is None:
+            record.check_nothing_committed(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path)
+        return None
 
     def _own(self, path: str) -> Resume:
-        step = manifests.verify(path, self.cfg.trainer.verify_checkpoint)["step"]
+        checkpoint = manifests.verify(path, self.cfg.trainer.verify_checkpoint)
+        step = checkpoint.step
         newer = [other for other in self.checkpoints.steps() if other > step]
         if newer:
             raise UserError(
                 f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "
-                f"`python -m trainer.checkpoint rollback {self.checkpoints.storage.root} --to {step}`, or fork into "
+                f"`python -m trainer.checkpoint rollback {self.checkpoints.store.root} --to {step}`, or fork into "
                 "another trainer.run_name"
             )
-        return Resume(path, step, fork=False)
+        return Resume(checkpoint, fork=False)
 
     def _check_config(self, resume: Resume) -> list[str]:
         cfg = self.cfg
-        saved = saved_parts.read_config(resume.path)
+        saved = saved_parts.read_config(resume.checkpoint)
         found = compatibility.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
         restored = set(cfg.trainer.resume_load or RESUME_LOAD) if resume.fork else set(RESUME_LOAD)
         if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
@@ -232,75 +257,23 @@ class RunDirectory:
     # ---------------------------------------------------------------------------------------------------
     # Restore
 
-    def models_part(self, ranks: Ranks) -> Part:
-        """The part that the ranks write: weights, optimizers, schedules and RNG of the trained roles."""
-
-        def begin(directory: str) -> Callable[[], list[FileEntry]]:
-            finish = ranks.begin_save(ShardedFiles(os.path.abspath(directory)))
-            return lambda: [FileEntry(**entry) for entry in finish()]
-
-        def load(directory: str) -> None:
-            what = self.restored & {"weights", "optimizer", "rng"}
-            assert self.resume is not None
-            saved = manifests.read(directory)["roles"]
-            for role in ranks.saved_roles:
-                if role not in saved and self.resume.fork:
-                    self.notes.append(f"the checkpoint holds no {role}: it starts from scratch")
-                    continue
-                ranks.load(role, ShardedFiles(os.path.abspath(directory)), what, self.added_steps.get(role, 0))
-
-        return Part("models", begin, load)
-
-    def assets_part(self, model_path: str, tokenizer: Any, ranks: Ranks) -> Part:
-        """The policy's config and tokenizer, in Hugging Face format, and its adapters' config in peft's. They never
-        change within a run."""
-        files: dict[str, bytes] = {}
-
-        def content() -> dict[str, bytes]:
-            if not files:
-                with tempfile.TemporaryDirectory() as scratch:
-                    write_assets(model_path, scratch, tokenizer, self.cfg.model.trust_remote_code)
-                    for path in sorted(Path(scratch).rglob("*")):  # further chat templates are in a directory
-                        if path.is_file():
-                            files[f"policy/huggingface/{path.relative_to(scratch)}"] = path.read_bytes()
-                if self.cfg.trainer.policy.lora.rank is not None:
-                    files[f"policy/huggingface/{ADAPTER_CONFIG}"] = ranks.adapter_config(model_path).encode()
-            return files
-
-        return files_part("huggingface", content, lambda _: None)
-
-    def start_weights_part(self, model_path: str) -> Part:
-        """A fingerprint of the weights that the run began with, which a checkpoint with adapters, or of a run with a
-        reference, does not hold, and which a later start must find again."""
-        t = self.cfg.trainer
-        adapted = t.policy.lora.rank is not None or self.cfg.has_critic and t.critic.lora.rank is not None
-        needed = {}
-        if adapted or self.cfg.has_reference and not self.cfg.reference_moves:
-            needed["model.path"] = model_path
-            if adapted and self.cfg.has_critic and t.critic.path is not None:
-                needed["trainer.critic.path"] = resolve_model_path(t.critic.path)
-        threads = ThreadPoolExecutor(1)  # many gigabytes, perhaps: they are read while the ranks start
-        digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
-        threads.shutdown(wait=False)
-
-        def restore(state: dict[str, str]) -> None:
-            assert self.resume is not None
-            for name, digest in digests.items():
-                known = state.get(name) if adapted or not self.resume.fork else None  # a fork has its own reference
-                allowed = compatibility.is_allowed(name, t.allow_config_change)
-                if known not in (None, digest.result()) and not allowed:
-                    raise UserError(f"{name}={needed[name]}: its weights are not those that the run began with, and "
-                                    f"the checkpoint builds on those; restore them, or allow others with "
-                                    f"trainer.allow_config_change=[{name}]")  # fmt: skip
-
-        def state() -> dict[str, str]:
-            return {name: digest.result() for name, digest in digests.items()}
-
-        return json_part("start_weights", state, restore, {str: str})
-
     def config_part(self) -> Part:
         """The resolved config."""
-        return files_part("config", lambda: {"config.yaml": saved_parts.config_yaml(self.cfg)}, lambda _: None)
+        return saved_parts.config_part(self.cfg)
+
+    def models_part(self, ranks: Ranks) -> Part:
+        """The part that the ranks write."""
+        return saved_parts.models_part(ranks)
+
+    def assets_part(self, model_path: str, tokenizer: Any, ranks: Ranks) -> Part:
+        """The policy's config and tokenizer, and its adapters' config."""
+        adapted = self.cfg.trainer.policy.lora.rank is not None
+        config = partial(ranks.adapter_config, model_path) if adapted else None
+        return saved_parts.assets_part(model_path, tokenizer, self.cfg.model.trust_remote_code, config)
+
+    def start_weights_part(self, model_path: str) -> Part:
+        """A fingerprint of the weights that the run began with."""
+        return saved_parts.start_weights_part(self.cfg, model_path)
 
     @property
     def restored(self) -> set[str]:
@@ -312,24 +285,18 @@ class RunDirectory:
         """Restore the registered parts from `resume`; returns what will watch the steps that follow."""
         assert self.resume is not None
         t = self.cfg.trainer
-        parts = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
-        only = {parts[name] for name in self.restored} | {"config"}
-        manifest = manifests.read(self.resume.path)
-        if "weights" in self.restored:
-            if "start_weights" in manifest["parts"]:
-                only.add("start_weights")
-            else:
-                self.notes.append(f"{self.resume.path} does not say which weights its run began with: not checked")
-        step = self.checkpoints.load(self.resume.path, only)
+        restore = Restore(frozenset(self.restored), self.resume.fork, self.added_steps)
+        chosen = restore.chosen(self.parts, self.resume.checkpoint)
+        self.checkpoints.load(self.resume.checkpoint, chosen, restore)
         if not self.resume.fork:
             # They lie beyond the point to which the run went back; replaying will write them again.
-            self.notes += [f"set aside {name}" for name in self.checkpoints.set_aside(after=step)]
+            self.checkpoints.set_aside(after=self.resume.step)
         self.last_checkpoint = self.resume.path
         if self.resume.fork:
             return None
         if not self._same_run:
             self.notes.append("replayed steps are not compared with what was logged, since the config has changed")
-        return ResumeAudit(t.run_dir, step, t.resume_tolerance, self._same_rounding, self._same_run)
+        return ResumeAudit(t.run_dir, self.resume.step, t.resume_tolerance, self._same_rounding, self._same_run)
 
     def accept(self, problem: str, note: Callable[[str], None]) -> bool:
         """What is to be done about a replayed step that differs from what was logged; False: the checkpoint before
@@ -385,7 +352,7 @@ class RunDirectory:
             return
         started = time.monotonic()
         score = metrics.get(t.best_metric)
-        self.checkpoints.save(step, {
+        self.checkpoints.save(step, self.parts, {
             "roles": roles,
             "ranks": t.num_workers,
             "replicas": t.replicas,
@@ -472,9 +439,6 @@ class RunDirectory:
                 self.last_checkpoint = outcome.path
                 self.last_save_s = outcome.seconds
                 self.schedule.measured(self._blocked, outcome.seconds)
-                note(f"saved {outcome.path} ({outcome.bytes / 1e6:.1f} MB in {outcome.seconds:.1f} s)")
-                for warning in outcome.warnings:
-                    note(f"WARNING: {warning}")
                 continue
             self._failures += 1
             self._failure = outcome.error

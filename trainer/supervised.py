@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.lock import NAME as LOCK_NAME
-from trainer.checkpoint.manager import json_part
+from trainer.checkpoint.parts import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
 from trainer.config import AlgorithmConfig, Config, TrainerConfig
@@ -63,7 +63,7 @@ class SupervisedTrainer:
         self.ranks = Ranks(cfg, cluster)
         self.ranks.connect()
         self.ranks.build_for_sft(self.model_path)
-        register = directory.checkpoints.register
+        register = directory.parts.append
         register(directory.config_part())
         register(directory.start_weights_part(self.model_path))
         state: dict[Any, Shape] = {"step": is_count, "tracker": {"wandb_run_id": (str, NoneType)}}
@@ -111,7 +111,7 @@ class SupervisedTrainer:
             metrics["perf/tokens_per_s"] = batch["input_ids"].size / metrics["time/step"]
             if self.val_batch is not None and (step % t.val_interval == 0 or step == steps):
                 metrics["val/loss"] = self.ranks.supervised_loss(self.val_batch)
-            problem = self.audit.check(step, metrics, progress.note) if self.audit else None
+            problem = self.audit.check(step, metrics) if self.audit else None
             if problem and not self.directory.accept(problem, progress.note):
                 self.load_checkpoint()
                 self.tracker.rewind(self.step)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cpu.config_keys import ALLOWED, EXPERIENCE, HARMLESS, KL, LEDGER, PROOFS, REFUSED
 from trainer.algorithms import AdaptiveKL, FixedKL
-from trainer.checkpoint.manager import json_part
+from trainer.checkpoint.parts import json_part
 from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt, load_prompts
 from trainer.data.rollouts import write_rollouts
@@ -109,9 +109,9 @@ def _merged(changes: tuple[Settings, ...]) -> Settings:
 
 def opened(cfg: Config, step: int = 0, supervised: bool = False) -> RunDirectory:
     run = RunDirectory(cfg, supervised).open()
-    run.checkpoints.register(run.config_part())
+    run.parts.append(run.config_part())
     for name in ("trainer_state", "data", "models"):
-        run.checkpoints.register(json_part(name, lambda: {"step": step}, lambda _: None))
+        run.parts.append(json_part(name, lambda: {"step": step}, lambda _: None))
     return run
 
 
@@ -260,7 +260,7 @@ def test_replayed_steps_are_compared_as_far_as_the_config_is_the_same(tmp_path, 
         assert audit is not None and audit.pending == compared
         assert os.path.exists(tmp_path / REPLAY_FILE) == compared
         assert any("replayed steps are not compared" in note for note in run.notes) != compared
-        problem = audit.check(2, {"policy/loss": 1.0001}, told.append)
+        problem = audit.check(2, {"policy/loss": 1.0001})
     assert (problem is not None) == (compared and not tolerated)
     assert any("resume verified" in line for line in told) == (compared and tolerated)
 

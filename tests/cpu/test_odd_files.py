@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import json_part
 from trainer.checkpoint.manifest import DamagedError, verify
-from trainer.checkpoint.parts import config_yaml
+from trainer.checkpoint.parts import config_yaml, json_part
 from trainer.config import Config
 from trainer.data.source import PromptSource
 from trainer.documents import is_count, parse_yaml
@@ -47,7 +46,7 @@ def config(root: Path, **trainer) -> Config:
 
 def open_run(cfg: Config, state: dict) -> RunDirectory:
     run = RunDirectory(cfg).open()
-    register = run.checkpoints.register
+    register = run.parts.append
     register(run.config_part())
     register(json_part("trainer_state", lambda: state, state.update, {"step": int}))
     register(json_part("data", lambda: {"position": 1}, lambda _: None))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trainer.checkpoint.manager import json_part
+from trainer.checkpoint.parts import json_part
 from trainer.config import Config, compose
 from trainer.errors import UserError
 from trainer.run import compatibility
@@ -94,9 +94,9 @@ def settings(root, **trainer) -> Config:
 
 def directory(cfg: Config, state: dict) -> RunDirectory:
     run = RunDirectory(cfg).open()
-    run.checkpoints.register(run.config_part())
-    run.checkpoints.register(json_part("trainer_state", lambda: state, state.update))
-    run.checkpoints.register(json_part("data", lambda: {"position": state["step"]}, lambda _: None))
+    run.parts.append(run.config_part())
+    run.parts.append(json_part("trainer_state", lambda: state, state.update))
+    run.parts.append(json_part("data", lambda: {"position": state["step"]}, lambda _: None))
     return run
 
 
@@ -176,7 +176,7 @@ def test_a_fork_may_take_the_weights_and_leave_the_rest(tmp_path):
     cfg.trainer.resume_load = ["weights"]
     state = {"step": 0}
     with RunDirectory(cfg).open() as run:  # what else is done with weights is free
-        run.checkpoints.register(json_part("trainer_state", lambda: state, state.update))
+        run.parts.append(json_part("trainer_state", lambda: state, state.update))
         run.load()
         assert state == {"step": 0} and run.restored == {"weights"}
 
@@ -214,9 +214,9 @@ def test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning(tmp_
         cfg.algorithm.kl_coef = 0.1 if change == "reference" else 0.0
         cfg.trainer.policy.lora.rank = 4 if change == "lora" else None
         run = RunDirectory(cfg).open()
-        run.checkpoints.register(run.start_weights_part(model))
+        run.parts.append(run.start_weights_part(model))
         for name in ("config", "models", "data", "trainer_state"):
-            run.checkpoints.register(json_part(name, dict, lambda _: None) if name != "config" else run.config_part())
+            run.parts.append(json_part(name, dict, lambda _: None) if name != "config" else run.config_part())
         return run
 
     with start() as run:
@@ -241,8 +241,8 @@ def test_a_checkpoint_that_does_not_name_its_start_weights_is_taken_with_a_note(
     state: dict = {}
     cfg = settings(tmp_path, resume_mode="latest")
     with directory(cfg, state) as run:
-        run.checkpoints.register(json_part("models", dict, lambda _: None))
-        run.checkpoints.register(run.start_weights_part(weights_file(tmp_path / "model", b"a")))
+        run.parts.append(json_part("models", dict, lambda _: None))
+        run.parts.append(run.start_weights_part(weights_file(tmp_path / "model", b"a")))
         with pytest.raises(UserError, match="the checkpoint has no models"):
             run.load()
         assert state["step"] == 2 and any("does not say which weights" in note for note in run.notes)
@@ -256,11 +256,11 @@ def test_failed_saves_are_told_and_bounded(tmp_path):
 
     told: list[str] = []
     with run:
-        run.checkpoints.register(json_part("data", dict, lambda _: None))
+        run.parts.append(json_part("data", dict, lambda _: None))
         run.save(1, {}, [])
         run.finish(told.append)
         good = run.last_checkpoint
-        run.checkpoints.register(json_part("state", broken, lambda _: None))
+        run.parts.append(json_part("state", broken, lambda _: None))
         run.save(2, {}, [])
         run.finish(told.append)
         assert "FAILED (No space left on device)" in told[-1] and good in told[-1] and "training continues" in told[-1]
@@ -285,8 +285,8 @@ def test_replayed_steps_are_verified_and_survive_another_kill(tmp_path):
     ResumeAudit(run_dir, 2, 0.0, same_layout=True)
     logged(tmp_path, rows[:2])  # the tracker has rewound the file, and the run was killed again
     audit = ResumeAudit(run_dir, 2, 0.0, same_layout=True)
-    assert audit.check(3, {"reward/mean": 1.0, "time/step": 9.0}, told.append) is None and not told
-    assert audit.check(4, {"reward/mean": 4 / 3}, told.append) is None
+    assert audit.check(3, {"reward/mean": 1.0, "time/step": 9.0}) is None and not told
+    assert audit.check(4, {"reward/mean": 4 / 3}) is None
     assert told == ["resume verified: 2 replayed steps identical"]
     assert not os.path.exists(tmp_path / "metrics.replay.jsonl")
 
@@ -306,9 +306,9 @@ def test_on_other_ranks_the_first_step_is_compared_to_rounding(tmp_path):
     rows = [{"step": n, "policy/loss": 1.0} for n in (1, 2, 3)]
     told: list[str] = []
     audit = ResumeAudit(logged(tmp_path, rows), 1, 0.0, same_layout=False)
-    assert audit.check(2, {"policy/loss": 1.0001}, told.append) is None
+    assert audit.check(2, {"policy/loss": 1.0001}) is None
     assert "1 replayed steps equal to 0.001" in told[0] and "number of ranks" in told[0]
-    assert audit.check(3, {"policy/loss": 7.0}, told.append) is None
+    assert audit.check(3, {"policy/loss": 7.0}) is None
 
 
 def test_without_replayed_steps_a_jump_is_noticed(tmp_path):
@@ -316,7 +316,7 @@ def test_without_replayed_steps_a_jump_is_noticed(tmp_path):
     assert jumps({"policy/loss": 0.2, "policy/kl": 0.21}, rows) == []
     told: list[str] = []
     audit = ResumeAudit(logged(tmp_path, rows), 10, 0.0, same_layout=True)
-    assert audit.check(11, {"policy/loss": 5.0, "policy/kl": 0.2}, told.append) is None
+    assert audit.check(11, {"policy/loss": 5.0, "policy/kl": 0.2}) is None
     assert len(told) == 1 and "policy/loss jumped to 5" in told[0]
     assert jumps({"policy/loss": float("nan")}, rows)
 

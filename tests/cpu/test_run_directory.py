@@ -14,7 +14,7 @@ from tests.cpu.jobs import metrics, run_job
 from tests.cpu.test_resuming import a_run, directory, settings
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import json_part
+from trainer.checkpoint.parts import json_part
 from trainer.config import Config, LoggerConfig, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.data.rollouts import write_rollouts
@@ -53,7 +53,7 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, step, reas
     told: list[str] = []
     # Regular saves that fail in a row would end the run: the last one is tried again nevertheless.
     with directory(settings(tmp_path, ckpt_failures_allowed=0), {"step": step}) as run:
-        run.checkpoints.register(json_part("flaky", flaky, lambda _: None))
+        run.parts.append(json_part("flaky", flaky, lambda _: None))
         save = partial(run.save, step, {}, [])
         if reason is None:
             run.end_of_step(step, TOTAL, 1.0, stop_request(reason), save, told.append)
@@ -244,7 +244,7 @@ def test_a_job_that_lost_its_checkpoint_directory_writes_nothing_there(tmp_path)
         with RunLock(str(tmp_path / "shared"), 60) as other:
             other.acquire()
             begun: list[str] = []
-            run.checkpoints.register(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
+            run.parts.append(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
             run.save(1, {}, [])
             told: list[str] = []
             run.finish(told.append)

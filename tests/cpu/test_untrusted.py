@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from tests.cpu.test_odd_files import config, replace, rewrite
 from tests.ranks import run_ranks
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.manager import json_part
+from trainer.checkpoint.parts import json_part
 from trainer.checkpoint.safe_dcp import load_metadata
 from trainer.config import ModelConfig, TinyConfig
 from trainer.data import datasets
@@ -142,7 +142,7 @@ class OneRank:
 def open_run(rank: Rank, root: str, model: str) -> RunDirectory:
     rank.build(["policy"], model, {"policy": 10})
     run = RunDirectory(config(Path(root))).open()
-    register = run.checkpoints.register
+    register = run.parts.append
     register(run.config_part())
     register(json_part("trainer_state", lambda: {"step": 1}, lambda _: None))
     register(json_part("data", lambda: {"position": 1}, lambda _: None))
@@ -380,7 +380,7 @@ def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_pat
     tokenizer = load_tokenizer(str(model))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
     with RunDirectory(config(tmp_path)).open() as run:
-        run.checkpoints.register(run.assets_part(str(model), tokenizer, None))  # type: ignore[arg-type]
+        run.parts.append(run.assets_part(str(model), tokenizer, None))  # type: ignore[arg-type]
         run.save(1, {}, [])
         run.finish(print)
         saved = Path(run.last_checkpoint, "policy/huggingface/additional_chat_templates/tool_use.jinja")

@@ -19,10 +19,10 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import STEP_DIR, DamagedError
+from trainer.checkpoint.manifest import Checkpoint, DamagedError
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.store import LocalStore, files_at, step_in
 from trainer.errors import UserError
 from trainer.output import guard_output
 
@@ -86,21 +86,22 @@ def _ls(args: argparse.Namespace) -> Result:
     for row in rows:
         lines.append(f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  "
                      f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}")  # fmt: skip
-    hidden = [name for name in checkpoints.storage.list() if name.startswith(".")]
+    hidden = [name for name in checkpoints.store.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(LOCK_NAME)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
-    return {"root": checkpoints.storage.root, "checkpoints": rows, "others": others}, lines, 0
+    return {"root": checkpoints.store.root, "checkpoints": rows, "others": others}, lines, 0
 
 
 def _describe(checkpoints: CheckpointManager, step: int, level: str) -> dict[str, Any]:
-    path = checkpoints.path(step)
+    path = checkpoints.store.path(step)
     row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "score": None,
-                           "bytes": sum(Storage(path).files().values()), "valid": True, "problem": None}  # fmt: skip
+                           "bytes": sum(files_at(path).sizes().values()), "valid": True, "problem": None}  # fmt: skip
     try:
-        manifest = manifests.read(path)
+        checkpoint = manifests.read(path)
+        manifest = checkpoint.manifest
         row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "score")}
         row["age"] = _age(manifest["saved_at"])
-        manifests.verify(path, level)
+        manifests.check_files(checkpoint, level)
     except DamagedError as error:
         row |= {"valid": False, "problem": str(error).removeprefix(f"{path}: ")}
     return row
@@ -108,18 +109,18 @@ def _describe(checkpoints: CheckpointManager, step: int, level: str) -> dict[str
 
 def _verify(args: argparse.Namespace) -> Result:
     path = args.path.rstrip("/")
-    if STEP_DIR.match(posixpath.basename(path)):
+    if step_in(path) is not None:
         paths = [path]
     else:
         checkpoints = _open(path)
-        paths = [checkpoints.path(step) for step in checkpoints.steps()]
+        paths = [checkpoints.store.path(step) for step in checkpoints.steps()]
     rows, lines = [], []
     for each in paths:
         problem = None
         try:
-            manifest = manifests.verify(each, "hash")
-            size = sum(entry["bytes"] for entry in manifest["files"])
-            lines.append(f"{each}: every byte is as it was saved ({len(manifest['files'])} files, {size / 1e6:.1f} MB)")
+            files = manifests.verify(each, "hash").entries
+            size = sum(entry.bytes for entry in files)
+            lines.append(f"{each}: every byte is as it was saved ({len(files)} files, {size / 1e6:.1f} MB)")
         except DamagedError as error:
             problem = str(error).removeprefix(f"{each}: ")
             lines.append(f"{each}: DAMAGED: {problem}")
@@ -128,11 +129,12 @@ def _verify(args: argparse.Namespace) -> Result:
 
 
 def _show(args: argparse.Namespace) -> Result:
-    manifest = manifests.verify(args.checkpoint, "off")
-    state = _json(args.checkpoint, manifest, "trainer_state.json")
+    checkpoint = manifests.verify(args.checkpoint, "off")
+    manifest = checkpoint.manifest
+    state = _json(checkpoint, "trainer_state.json")
     state.pop("rng", None)
     shown = {name: value for name, value in manifest.items() if name not in ("files", "self")}
-    shown |= {"state": state, "data": _json(args.checkpoint, manifest, "data.json")}
+    shown |= {"state": state, "data": _json(checkpoint, "data.json")}
     files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
     lines = [f"{name}: {value}" for name, value in shown.items()]
     lines += ["files:", *(f"  {size:>12,}  {path}" for path, size in files)]
@@ -142,15 +144,14 @@ def _show(args: argparse.Namespace) -> Result:
 def _diff(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles, compare
 
-    paths = (args.a, args.b)
-    found = [manifests.verify(path, "size") for path in paths]
-    config = _differences(*(_flat(read_config(path)) for path in paths))
+    found = [manifests.verify(path, "size") for path in (args.a, args.b)]
+    config = _differences(*(_flat(read_config(checkpoint)) for checkpoint in found))
     states = (
-        _flat({"state": _json(path, manifest, "trainer_state.json"), "data": _json(path, manifest, "data.json")})
-        for path, manifest in zip(paths, found, strict=True)
+        _flat({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
+        for checkpoint in found
     )
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
-    tensors = compare(*(NamedFiles(path, manifest) for path, manifest in zip(paths, found, strict=True)))
+    tensors = compare(*map(NamedFiles, found))
     lines = ["config:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in config)]
     lines += ["counters:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in counters)]
     lines.append("tensors (relative change, largest change of one number):")
@@ -164,8 +165,7 @@ def _export(args: argparse.Namespace) -> Result:
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
-    manifest = manifests.verify(args.checkpoint, "hash")
-    named, limit = NamedFiles(args.checkpoint, manifest), int(args.max_file_gb * 1e9)
+    named, limit = NamedFiles(manifests.verify(args.checkpoint, "hash")), int(args.max_file_gb * 1e9)
     files = export(named, args.out, args.dtype, limit, args.adapter, args.base)
     return {"out": args.out, "files": files}, [f"exported {args.out}: {', '.join(files)}"], 0
 
@@ -177,18 +177,18 @@ def _prune(args: argparse.Namespace) -> Result:
     with contextlib.nullcontext() if args.dry_run else _locked(checkpoints):
         valid = [step for step in checkpoints.steps() if _describe(checkpoints, step, "size")["valid"]]
         if not valid:
-            raise UserError(f"{checkpoints.storage.root}: no checkpoint is valid, so none is deleted")
+            raise UserError(f"{checkpoints.store.root}: no checkpoint is valid, so none is deleted")
         doomed = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
         if not args.dry_run:
             checkpoints.delete(doomed)
     verb = "would delete" if args.dry_run else "deleted"
-    lines = [f"{verb} {checkpoints.path(step)}" for step in doomed] or ["nothing to delete"]
+    lines = [f"{verb} {checkpoints.store.path(step)}" for step in doomed] or ["nothing to delete"]
     return {"deleted": doomed, "dry_run": args.dry_run}, lines, 0
 
 
 def _rollback(args: argparse.Namespace) -> Result:
     checkpoints = _open(args.root)
-    manifests.verify(checkpoints.path(args.to), "hash")
+    manifests.verify(checkpoints.store.path(args.to), "hash")
     with _locked(checkpoints):
         moved = checkpoints.set_aside(after=args.to)
     lines = [f"put aside {name}" for name in moved] or ["nothing is newer"]
@@ -201,15 +201,15 @@ _COMMANDS = {"ls": _ls, "verify": _verify, "show": _show, "diff": _diff, "export
 
 def _open(root: str) -> CheckpointManager:
     for place in (posixpath.join(root, "checkpoints"), root):
-        checkpoints = CheckpointManager(place)
-        if any("global_step_" in name for name in checkpoints.storage.list()):
-            return checkpoints
+        store = LocalStore(place)
+        if any("global_step_" in name for name in store.names()):
+            return CheckpointManager(store)
     raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
 
 
-def _json(path: str, manifest: dict[str, Any], name: str) -> dict[str, Any]:
-    named = any(entry["path"] == name for entry in manifest["files"])
-    return manifests.read_object(path, name) if named else {}
+def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    named = any(entry.path == name for entry in checkpoint.entries)
+    return manifests.read_object(checkpoint, name) if named else {}
 
 
 def _printable(text: str) -> str:
@@ -222,7 +222,7 @@ def _printable(text: str) -> str:
 @contextlib.contextmanager
 def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
     """Hold the checkpoint directory: a job that writes there must not lose what it builds on."""
-    with RunLock(checkpoints.storage.root, _LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
+    with RunLock(checkpoints.store.root, _LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
         lock.acquire()
         yield
 

@@ -1,26 +1,19 @@
-"""Saving and loading whole checkpoints: parts register by name, a manifest commits them.
+"""Saving and loading whole checkpoints.
 
-A save writes to `.writing-global_step_N-<token>`, where no reader looks; makes every file durable and hashes
-it; writes `manifest.json`; and renames the directory to `global_step_N`. That rename is the commit: a
-directory is a checkpoint if and only if its manifest agrees with its files. The hint file and the deletion
-of old checkpoints come after. Everything past the copying of the state happens on another thread, while
-training continues; at most one save is under way.
-
-    .writing-…     a save under way, or one that was killed
-    .deleting-…    taken out of service by retention, not gone yet
-    .aside-…       newer than the checkpoint that the run went back to; gone once its step is saved again
+A save fills a draft, which no reader sees; makes every file durable and hashes it; and publishes it with a manifest.
+Publishing is the commit: a directory is a checkpoint if and only if its manifest agrees with its files. The hint file
+and the deletion of old checkpoints come after. Everything past the copying of the state happens on another thread,
+while training continues; at most one save is under way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import posixpath
-import secrets
+import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,64 +21,16 @@ from typing import Any
 
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.manifest import STEP_DIR, DamagedError, FileEntry
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.parts import Part, Restore
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.storage import PROBE, Storage
-from trainer.documents import Shape
-from trainer.durable import digest_bytes
+from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
 from trainer.errors import UserError
 from trainer.failpoints import failpoint
 
-HINT = "latest_ckpt_global_step.txt"
+LOG = logging.getLogger(__name__)
+
 _TEST_BYTES = 64 << 20
-WRITING, DELETING, ASIDE = ".writing-", ".deleting-", ".aside-"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One thing that a checkpoint holds.
-
-    `begin(directory)` takes the state as it is now and returns at once; what it returns is called on another
-    thread, writes below the directory (or waits for who does) and returns the files, durable and hashed.
-    `load(directory)` restores the state.
-    """
-
-    name: str
-    begin: Callable[[str], Callable[[], list[FileEntry]]]
-    load: Callable[[str], None]
-
-
-def files_part(name: str, content: Callable[[], dict[str, bytes]], load: Callable[[str], None]) -> Part:
-    """A part of small files: `content()` returns their bytes by path below the checkpoint."""
-
-    def begin(directory: str) -> Callable[[], list[FileEntry]]:
-        files = content()
-
-        def write() -> list[FileEntry]:
-            storage = Storage(directory)
-            for path, data in files.items():
-                storage.write(path, data)
-            return [FileEntry(path, len(data), digest_bytes(data)) for path, data in files.items()]
-
-        return write
-
-    return Part(name, begin, load)
-
-
-def json_part(
-    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: dict[Any, Shape] | None = None
-) -> Part:
-    """A part kept as `{name}.json`.
-
-    Args:
-        shape: of what `restore` takes; a file of another shape is refused.
-    """
-    file = f"{name}.json"
-    return files_part(
-        name,
-        lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
-        lambda directory: restore(manifests.read_object(directory, file, shape)),
-    )
 
 
 @dataclass(frozen=True)
@@ -98,12 +43,10 @@ class Outcome:
     """From its begin to its commit or failure."""
     bytes: int = 0
     error: str | None = None
-    warnings: tuple[str, ...] = ()
-    """What went wrong after the commit: the hint, deletions."""
 
 
 class CheckpointManager:
-    """The checkpoints of one run below `ckpt_path`.
+    """The checkpoints of one run.
 
     Args:
         fence: called before a save and before its commit; raises `UserError` when this process may no longer
@@ -113,65 +56,60 @@ class CheckpointManager:
 
     def __init__(
         self,
-        ckpt_path: str,
+        store: CheckpointStore,
         retention: Retention | None = None,
         verify: str = "hash",
         fence: Callable[[], None] = lambda: None,
         committed: Callable[[int], None] = lambda step: None,
     ):
-        self.storage = Storage(ckpt_path)
+        self.store = store
         self.retention = retention or Retention()
         self.verify = verify
-        self.resumed_from: int | None = None  # a step below this root that the run was resumed from
+        self.resumed_from: int | None = None  # a step of this store that the run was resumed from
         self._fence = fence
         self._committed = committed
-        self._parts: list[Part] = []
         self._saving: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
-
-    def register(self, part: Part) -> None:
-        assert part.name not in [p.name for p in self._parts], part.name
-        self._parts.append(part)
 
     # ---------------------------------------------------------------------------------------------------
     # Saving
 
-    def save(self, step: int, description: dict[str, Any]) -> None:
+    def save(self, step: int, parts: Sequence[Part], description: dict[str, Any]) -> None:
         """Begin to write `global_step_{step}`: take the state of all parts now, write and commit on a thread.
 
-        Waits first for a save that is still under way. How it ended is what `outcomes` returns.
+        Waits first for a save that is still under way. `outcomes` returns how it ended.
 
         Args:
             description: what the manifest says besides its files (ranks, mesh, versions, config digest, score).
         """
         self.wait()
+        names = [part.name for part in parts]
+        assert len(set(names)) == len(names), f"saved twice: {names}"
         started = time.monotonic()
         failpoint("save:begin")
-        name = f"global_step_{step}"
-        # A token of its own: a process of a killed run that still writes cannot write into this save.
-        writing = f"{WRITING}{name}-{secrets.token_hex(4)}"
+        draft: CheckpointFiles | None = None
         finishers: list[Callable[[], list[FileEntry]]] = []
         try:
             self._fence()
-            self.storage.make(writing)
-            for part in self._parts:
-                finishers.append(part.begin(self.storage.path(writing)))
+            draft = self.store.begin(step)
+            for part in parts:
+                finishers.append(part.begin(draft))
         except (OSError, UserError) as error:
             for finish in finishers:  # what has begun must end before the next save begins
                 with contextlib.suppress(OSError):
                     finish()
-            _quietly(self.storage.remove, writing)
+            self._discard(draft)
             self._outcomes.append(Outcome(step, "", time.monotonic() - started, error=str(error)))
             return
 
         def run() -> None:
             try:
-                total, warnings = self._commit(step, name, writing, finishers, description)
-                path = self.storage.path(name)
-                outcome = Outcome(step, path, time.monotonic() - started, total, warnings=tuple(warnings))
+                total = self._commit(step, names, draft, finishers, description)
+                outcome = Outcome(step, self.store.path(step), time.monotonic() - started, total)
+                LOG.info("saved %s (%.1f MB in %.1f s)", outcome.path, outcome.bytes / 1e6, outcome.seconds)
             except Exception as error:  # whatever it was, training decides what to do about it
                 outcome = Outcome(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
-                _quietly(self.storage.remove, writing)
+                self._discard(draft)
             self._outcomes.append(outcome)
 
         self._saving = threading.Thread(target=run, name=f"save-{step}", daemon=True)
@@ -193,14 +131,20 @@ class CheckpointManager:
     def saving(self) -> bool:
         return self._saving is not None and self._saving.is_alive()
 
-    def _commit(self, step: int, name: str, writing: str, finishers: list[Callable[[], list[FileEntry]]],
-                description: dict[str, Any]) -> tuple[int, list[str]]:  # fmt: skip
+    def _commit(
+        self,
+        step: int,
+        names: list[str],
+        draft: CheckpointFiles,
+        finishers: list[Callable[[], list[FileEntry]]],
+        description: dict[str, Any],
+    ) -> int:
+        """Publish the draft, and tidy up; returns the bytes of the checkpoint."""
         files = [entry for finish in finishers for entry in finish()]
         failpoint("save:parts_written")
-        self.storage.sync(writing)  # the directories; the files are durable
         content = {
             "step": step,
-            "parts": [part.name for part in self._parts],
+            "parts": names,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "trainer_version": __version__,
             "python_version": sys.version.split()[0],
@@ -209,23 +153,27 @@ class CheckpointManager:
             **description,
         }
         data = manifests.dump(content, files)
-        self.storage.write(f"{writing}/{manifests.NAME}", data)
+        self.store.publish(draft, step, data, self._before_commit)
+        failpoint("save:published")
+        _warn(lambda: self._committed(step))
+        _warn(lambda: self.store.hint(step))
+        failpoint("save:hinted")
+        _warn(lambda: self._remove_asides(step))
+        _warn(lambda: self._prune(step))
+        return sum(entry.bytes for entry in files) + len(data)
+
+    def _before_commit(self) -> None:
         failpoint("save:manifest_written")
         self._fence()
-        self.storage.rename(writing, name)
-        failpoint("save:published")
-        warnings: list[str] = []
-        _collect(warnings, lambda: self._committed(step))
-        _collect(warnings, lambda: self.storage.write(HINT, f"{step}\n".encode()))
-        failpoint("save:hinted")
-        _collect(warnings, lambda: self._remove_aside(step))
-        _collect(warnings, lambda: self._prune(step))
-        return sum(entry.bytes for entry in files) + len(data), warnings
 
-    def _remove_aside(self, committed: int) -> None:
-        for entry in self.storage.list():
-            if entry.startswith(f"{ASIDE}global_step_{committed}-"):
-                self.storage.remove(entry)
+    def _discard(self, draft: CheckpointFiles | None) -> None:
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                self.store.discard(draft)
+
+    def _remove_asides(self, committed: int) -> None:
+        for name in self.store.asides(committed):
+            self.store.remove(name)
 
     def _prune(self, committed: int) -> None:
         steps = self.steps()
@@ -236,16 +184,14 @@ class CheckpointManager:
     def delete(self, steps: list[int]) -> None:
         """Delete these checkpoints."""
         for step in steps:
-            # Out of service in one step, then deleted: never a directory that is half a checkpoint.
-            doomed = f"{DELETING}global_step_{step}-{secrets.token_hex(4)}"
-            self.storage.rename(f"global_step_{step}", doomed)
+            left = self.store.withdraw(step)  # out of service in one step: never a directory that is half a checkpoint
             failpoint("save:deleting")
-            self.storage.remove(doomed)
+            self.store.remove(left)
 
     def _score(self, step: int) -> float | None:
         """The best metric as measured at `step`; None where it was not, or where the run had another one."""
         try:
-            manifest = manifests.read(self.storage.path(f"global_step_{step}"))
+            manifest = manifests.read(self.store.path(step)).manifest
         except DamagedError:
             return None
         wanted = self.retention.best_metric
@@ -255,113 +201,111 @@ class CheckpointManager:
     # Finding and loading
 
     def steps(self) -> list[int]:
-        """Steps of the directories that are named like checkpoints, ascending."""
-        return sorted(int(match[1]) for match in map(STEP_DIR.match, self.storage.list()) if match)
+        """Return the steps of all that is named like a checkpoint, ascending."""
+        return self.store.steps()
 
-    def path(self, step: int) -> str:
-        return self.storage.path(f"global_step_{step}")
+    def latest(self, before: int | None = None) -> Checkpoint | None:
+        """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
 
-    def latest(self, before: int | None = None) -> tuple[str | None, list[str]]:
-        """The newest valid checkpoint (None: there is none at all), and what was wrong with newer ones.
+        Two or more damaged checkpoints in a row are a sign of failing storage, which is then tested.
 
         Args:
             before: consider only steps below this.
 
         Raises:
-            UserError: there are checkpoints, but none is valid.
+            UserError: there are checkpoints, but none is valid; or the storage is failing.
         """
         problems: list[str] = []
         for step in reversed(self.steps()):
             if before is not None and step >= before:
                 continue
             try:
-                manifests.verify(self.path(step), self.verify)
-                return self.path(step), problems
+                found = manifests.verify(self.store.path(step), self.verify)
             except DamagedError as error:
                 problems.append(str(error))
+                continue
+            for problem in problems:
+                LOG.warning("skipped a damaged checkpoint: %s", problem)
+            if len(problems) > 1:
+                self._test_storage(len(problems))
+            return found
         if problems:
             raise UserError(
-                f"trainer.resume_mode=latest: no checkpoint in {self.storage.root} is valid: {'; '.join(problems)}; "
+                f"trainer.resume_mode=latest: no checkpoint in {self.store.root} is valid: {'; '.join(problems)}; "
                 "mend one, move them away to start over, or name another with trainer.resume_mode=from_path"
             )
-        return None, []
+        return None
 
-    def test_storage(self, damaged: int) -> str:
-        """Try the storage after `damaged` damaged checkpoints in a row; returns what to tell the user.
+    def _test_storage(self, damaged: int) -> None:
+        """Test the storage after `damaged` damaged checkpoints in a row.
 
         Raises:
             UserError: a file was not written, or not read back as it was.
         """
-        root = self.storage.root
+        root = self.store.root
         try:
-            self.storage.probe(_TEST_BYTES)
+            self.store.probe(_TEST_BYTES)
         except OSError as error:
             raise UserError(
                 f"trainer.ckpt_path={root}: the {damaged} newest checkpoints are damaged, and a test file of "
                 f"{_TEST_BYTES >> 20} MiB could not be kept there ({error.strerror or error}); the storage is failing: "
                 "repair it, or continue elsewhere with trainer.resume_mode=from_path"
             ) from error
-        return (
-            f"WARNING: {damaged} damaged checkpoints in a row are a sign of failing storage; a test file of "
-            f"{_TEST_BYTES >> 20} MiB was written to {root} and read back well"
+        LOG.warning(
+            "%d damaged checkpoints in a row are a sign of failing storage; a test file of %d MiB was written to %s "
+            "and read back well",
+            damaged,
+            _TEST_BYTES >> 20,
+            root,
         )
 
-    def load(self, path: str, only: Collection[str] | None = None) -> int:
-        """Restore all registered parts (or those named in `only`) from `path`; returns its step.
+    def load(self, checkpoint: Checkpoint, parts: Sequence[Part], restore: Restore | None = None) -> None:
+        """Restore these parts from a checkpoint.
+
+        Args:
+            restore: what to take over of each part; None: everything.
 
         Raises:
-            UserError: it lacks a part.
+            UserError: the checkpoint lacks a part.
         """
-        manifest = manifests.read(path)
-        for part in self._parts:
-            if only is not None and part.name not in only:
-                continue
-            if part.name not in manifest["parts"]:
-                raise UserError(f"trainer.resume_path={path}: the checkpoint has no {part.name}; "
-                                f"it holds {', '.join(manifest['parts'])}")  # fmt: skip
-            part.load(path)
-        if posixpath.dirname(path.rstrip("/")) == self.storage.root.rstrip("/"):
-            self.resumed_from = manifest["step"]
-        return manifest["step"]
+        saved = checkpoint.manifest["parts"]
+        for part in parts:
+            if part.name not in saved:
+                raise UserError(
+                    f"trainer.resume_path={checkpoint.path}: the checkpoint has no {part.name}; it holds "
+                    f"{', '.join(saved)}"
+                )
+            part.load(checkpoint, restore or Restore())
+        if checkpoint.path == self.store.path(checkpoint.step):
+            self.resumed_from = checkpoint.step
 
-    def clean_up(self) -> list[str]:
-        """Remove what interrupted saves and deletions have left; returns one line for each.
+    def clean_up(self) -> None:
+        """Remove what interrupted saves and deletions have left.
 
         Only for the process that holds the run's lock.
         """
-        kinds = {WRITING: "an interrupted save", DELETING: "an interrupted deletion", PROBE: "an interrupted test"}
-        notes = []
-        for entry in self.storage.list():
-            kind = next((kind for prefix, kind in kinds.items() if entry.startswith(prefix)), None)
-            if kind is not None:
-                problem = _quietly(self.storage.remove, entry)
-                notes.append(f"removed {entry}, {kind}" if problem is None else f"{entry} cannot be removed: {problem}")
-        return notes
+        for name, kind in self.store.leftovers().items():
+            try:
+                self.store.remove(name)
+            except OSError as error:
+                LOG.warning("%s cannot be removed: %s", name, error)
+            else:
+                LOG.info("removed %s, %s", name, kind)
 
     def set_aside(self, after: int) -> list[str]:
         """Take checkpoints newer than `after` out of service, by renaming; returns their new names.
 
         They are deleted when their step is saved again, not before.
         """
-        moved = []
-        for step in self.steps():
-            if step > after:
-                aside = f"{ASIDE}global_step_{step}-{secrets.token_hex(4)}"
-                self.storage.rename(f"global_step_{step}", aside)
-                moved.append(aside)
-        return moved
+        names = [self.store.set_aside(step) for step in self.steps() if step > after]
+        for name in names:
+            LOG.info("set aside %s", name)
+        return names
 
 
-def _collect(warnings: list[str], action: Callable[[], None]) -> None:
+def _warn(action: Callable[[], None]) -> None:
+    """Run what follows a commit: if it fails, the checkpoint is good all the same."""
     try:
         action()
     except OSError as error:
-        warnings.append(str(error))
-
-
-def _quietly(action: Callable[[str], None], entry: str) -> str | None:
-    try:
-        action(entry)
-    except OSError as error:
-        return str(error)
-    return None
+        LOG.warning("%s", error)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import posixpath
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.store import MANIFEST, CheckpointFiles, files_at, step_in
 from trainer.documents import Shape, is_count, is_number, mismatch, parse_object
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
 
 FORMAT_VERSION = 2
-NAME = "manifest.json"
 VERIFY = ("hash", "size", "off")
-STEP_DIR = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 _HASHERS = min(16, os.cpu_count() or 1)
 
 
@@ -31,6 +27,25 @@ class FileEntry:
     path: str
     bytes: int
     hash: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest has been read."""
+
+    path: str
+    step: int
+    manifest: dict[str, Any]
+
+    @property
+    def files(self) -> CheckpointFiles:
+        """Its files."""
+        return files_at(self.path)
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """The files that its manifest names."""
+        return [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in self.manifest["files"]]
 
 
 class DamagedError(UserError):
@@ -101,68 +116,73 @@ def _problem(manifest: dict[str, Any]) -> str | None:
     return mismatch(manifest, _RUN_FIELDS) if "config" in manifest["parts"] else None
 
 
-def read(path: str) -> dict[str, Any]:
-    """The manifest of the checkpoint directory `path`, whole, of this format, and with all its fields.
+def read(path: str) -> Checkpoint:
+    """Read the manifest of the checkpoint at `path`, and check that it is whole, of this format, and complete.
 
     Raises:
-        DamagedError: it is missing, torn, altered, of another format, shape or step.
+        DamagedError: the manifest is missing, torn, altered, or of another format, shape or step.
     """
-    storage = Storage(path)
+    path = path.rstrip("/")
     try:
-        data = storage.read(NAME)
+        data = files_at(path).read(MANIFEST)
     except FileNotFoundError:
-        raise DamagedError(f"{path}: not a checkpoint, it has no {NAME}") from None
+        raise DamagedError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
     except OSError as error:
-        raise DamagedError(f"{path}: {NAME} cannot be read ({error.strerror or error})") from error
+        raise DamagedError(f"{path}: {MANIFEST} cannot be read ({error.strerror or error})") from error
     try:
         manifest = parse_object(data, {"format_version": is_count})
     except ValueError as error:
-        raise DamagedError(f"{path}: {NAME} is damaged ({error})") from error
+        raise DamagedError(f"{path}: {MANIFEST} is damaged ({error})") from error
     if manifest["format_version"] != FORMAT_VERSION:
         raise DamagedError(
             f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
             "resume with the version that wrote it"
         )
     if manifest.get("self") != _digest({k: v for k, v in manifest.items() if k != "self"}):
-        raise DamagedError(f"{path}: {NAME} is damaged (its content does not match its own hash)")
+        raise DamagedError(f"{path}: {MANIFEST} is damaged (its content does not match its own hash)")
     problem = _problem(manifest)
     if problem:
-        raise DamagedError(f"{path}: {NAME} is damaged ({problem})")
-    match = STEP_DIR.match(posixpath.basename(storage.root.rstrip("/")))
-    if match and int(match[1]) != manifest["step"]:
-        raise DamagedError(f"{path}: {NAME} is that of step {manifest['step']}")
-    return manifest
+        raise DamagedError(f"{path}: {MANIFEST} is damaged ({problem})")
+    if step_in(path) not in (None, manifest["step"]):
+        raise DamagedError(f"{path}: {MANIFEST} is that of step {manifest['step']}")
+    return Checkpoint(path, manifest["step"], manifest)
 
 
-def read_object(path: str, name: str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
-    """The JSON object in the file `name` of the checkpoint `path`.
+def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
+    """Return the JSON object in the file `name` of a checkpoint.
 
     Raises:
-        DamagedError: it is missing, is no such object, or has another `shape`.
+        DamagedError: the file is missing, is no such object, or has another `shape`.
     """
     try:
-        return parse_object(Storage(path).read(name), shape)
+        return parse_object(checkpoint.files.read(name), shape)
     except OSError as error:
-        raise DamagedError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
+        raise DamagedError(f"{checkpoint.path}: {name} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
-        raise DamagedError(f"{path}: {name} is damaged ({error})") from error
+        raise DamagedError(f"{checkpoint.path}: {name} is damaged ({error})") from error
 
 
-def verify(path: str, level: str = "hash") -> dict[str, Any]:
-    """The manifest of `path`, after checking the files that it names: `hash`, `size` or `off`.
+def verify(path: str, level: str = "hash") -> Checkpoint:
+    """Read the manifest of the checkpoint at `path`, and check the files that it names: `hash`, `size` or `off`.
 
     Raises:
         DamagedError: names the first file that is missing, leads out of the checkpoint, or differs.
     """
+    checkpoint = read(path)
+    check_files(checkpoint, level)
+    return checkpoint
+
+
+def check_files(checkpoint: Checkpoint, level: str) -> None:
+    """Check the files of a checkpoint against its manifest (see `verify`)."""
     assert level in VERIFY, level
-    manifest = read(path)
-    storage = Storage(path)
-    entries = [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in manifest["files"]]
+    path, files, entries = checkpoint.path, checkpoint.files, checkpoint.entries
     for entry in entries:
-        _check_inside(path, storage, entry.path)
+        if not files.contains(entry.path):
+            raise DamagedError(f"{path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint")
     if level == "off":
-        return manifest
-    sizes = storage.files()
+        return
+    sizes = files.sizes()
     for entry in entries:
         found = sizes.get(entry.path)
         if found is None:
@@ -171,28 +191,19 @@ def verify(path: str, level: str = "hash") -> dict[str, Any]:
             raise DamagedError(f"{path}: {entry.path} has {found} bytes instead of {entry.bytes}")
     if level == "hash":
         with ThreadPoolExecutor(_HASHERS) as pool:  # the hash lets other threads run
-            for entry, found in zip(entries, pool.map(lambda e: _digest_or_error(storage, e), entries), strict=True):
+            for entry, found in zip(entries, pool.map(lambda e: _digest_or_error(files, e), entries), strict=True):
                 if found != entry.hash:
-                    raise DamagedError(f"{path}: {entry.path} does not have the content that was saved (its hash is "
-                                       f"{found} instead of {entry.hash})")  # fmt: skip
-    return manifest
+                    raise DamagedError(
+                        f"{path}: {entry.path} does not have the content that was saved (its hash is {found} instead "
+                        f"of {entry.hash})"
+                    )
 
 
-def _digest_or_error(storage: Storage, entry: FileEntry) -> str:
+def _digest_or_error(files: CheckpointFiles, entry: FileEntry) -> str:
     try:
-        return storage.digest(entry.path)
+        return files.digest(entry.path)
     except OSError as error:
         return f"unreadable: {error.strerror}"
-
-
-def _check_inside(path: str, storage: Storage, relative: str) -> None:
-    normal = posixpath.normpath(relative)
-    outside = posixpath.isabs(normal) or normal.split("/")[0] in ("..", ".") or normal != relative
-    if not outside and storage.is_local:
-        root = os.path.realpath(storage.root)
-        outside = not os.path.realpath(os.path.join(root, normal)).startswith(root + os.sep)
-    if outside:
-        raise DamagedError(f"{path}: {NAME} names {relative!r}, which is not inside the checkpoint")
 
 
 def _digest(body: dict[str, Any]) -> str:

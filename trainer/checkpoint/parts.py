@@ -1,32 +1,220 @@
-"""The parts of a checkpoint: what each of them saves and restores."""
+"""The parts of a checkpoint: what each of them saves, and how it is restored."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.storage import Storage
-from trainer.config import Config
-from trainer.documents import parse_yaml
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_object
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import CheckpointFiles
+from trainer.config import RESUME_LOAD, Config
+from trainer.documents import Shape, parse_yaml
+from trainer.durable import digest_bytes, digest_weights
+from trainer.errors import UserError
+from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
+
+LOG = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+_HOLDER = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
 
 
-def read_config(checkpoint: str) -> dict[str, Any]:
-    """The resolved config that a checkpoint was saved with.
+@dataclass(frozen=True)
+class Restore:
+    """What a resume takes over from its checkpoint."""
+
+    kinds: frozenset[str] = frozenset(RESUME_LOAD)
+    """Of `RESUME_LOAD`."""
+    fork: bool = False
+    """The checkpoint belongs to another run."""
+    added_steps: Mapping[str, int] = field(default_factory=dict)
+    """By role: the optimizer steps by which its learning rate schedule moves (see `compatibility.added_steps`)."""
+
+    def chosen(self, parts: Sequence[Part], checkpoint: Checkpoint) -> list[Part]:
+        """Return those of the parts that hold what is taken over."""
+        names = {_HOLDER[kind] for kind in self.kinds}
+        if "weights" in self.kinds:
+            if "start_weights" in checkpoint.manifest["parts"]:
+                names.add("start_weights")
+            else:
+                LOG.info("%s does not say which weights its run began with: not checked", checkpoint.path)
+        return [part for part in parts if part.name in names]
+
+
+def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that a checkpoint holds."""
+
+    name: str
+    begin: Callable[[CheckpointFiles], Callable[[], list[FileEntry]]]
+    """Takes the state as it is now, and returns a function, without waiting. That function runs on another thread: it
+    writes files of the draft, or waits for the processes that do, and returns their entries, durable and hashed."""
+    load: Callable[[Checkpoint, Restore], None] = _load_nothing
+    """Restores the state."""
+
+
+def files_part(
+    name: str, content: Callable[[], dict[str, bytes]], load: Callable[[Checkpoint, Restore], None] = _load_nothing
+) -> Part:
+    """Make a part of small files: `content()` returns their bytes by path below the checkpoint."""
+
+    def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        files = content()
+
+        def write() -> list[FileEntry]:
+            for path, data in files.items():
+                draft.write(path, data)
+            return [FileEntry(path, len(data), digest_bytes(data)) for path, data in files.items()]
+
+        return write
+
+    return Part(name, begin, load)
+
+
+def json_part(
+    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: dict[Any, Shape] | None = None
+) -> Part:
+    """Make a part that is kept as `{name}.json`.
+
+    Args:
+        shape: of what `restore` takes; a file of another shape is refused.
+    """
+    file = f"{name}.json"
+    return files_part(
+        name,
+        lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
+        lambda checkpoint, _: restore(read_object(checkpoint, file, shape)),
+    )
+
+
+def config_part(cfg: Config) -> Part:
+    """Make the part that holds the resolved config."""
+    return files_part("config", lambda: {CONFIG_FILE: config_yaml(cfg)})
+
+
+def config_yaml(cfg: Config) -> bytes:
+    """Return the content of `config.yaml`: the resolved config."""
+    import yaml
+
+    return yaml.safe_dump(asdict(cfg), sort_keys=False).encode()
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the resolved config that a checkpoint was saved with.
 
     Raises:
         DamagedError: `config.yaml` is missing, or is no mapping of sections.
     """
     try:
-        return parse_yaml(Storage(checkpoint).read("config.yaml"), {str: dict})
+        return parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
     except OSError as error:
-        raise DamagedError(f"{checkpoint}: config.yaml cannot be read ({error.strerror or error})") from error
+        raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
-        raise DamagedError(f"{checkpoint}: config.yaml is damaged ({error})") from error
+        raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} is damaged ({error})") from error
 
 
-def config_yaml(cfg: Config) -> bytes:
-    """The content of `config.yaml`: the resolved config."""
-    import yaml
+class SavingRanks(Protocol):
+    """The ranks that hold the models."""
 
-    return yaml.safe_dump(asdict(cfg), sort_keys=False).encode()
+    @property
+    def saved_roles(self) -> list[str]: ...
+
+    def begin_save(self, files: Any) -> Callable[[], list[dict]]: ...
+
+    def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None: ...
+
+
+def models_part(ranks: SavingRanks) -> Part:
+    """Make the part that the ranks write: weights, optimizers, schedules and RNG of the saved roles."""
+
+    def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        finish = ranks.begin_save(ShardedFiles(draft.path))
+        return lambda: [FileEntry(**entry) for entry in finish()]
+
+    def load(checkpoint: Checkpoint, restore: Restore) -> None:
+        files = ShardedFiles(os.path.abspath(checkpoint.path))  # ranks may have another working directory
+        kinds = set(restore.kinds & {"weights", "optimizer", "rng"})
+        for role in ranks.saved_roles:
+            if role not in checkpoint.manifest["roles"] and restore.fork:
+                LOG.info("the checkpoint holds no %s: it starts from scratch", role)
+                continue
+            ranks.load(role, files, kinds, restore.added_steps.get(role, 0))
+
+    return Part("models", begin, load)
+
+
+def assets_part(
+    model_path: str, tokenizer: Any, trust_remote_code: bool, adapter_config: Callable[[], str] | None = None
+) -> Part:
+    """Make the part that holds the policy's config and tokenizer, in Hugging Face format.
+
+    They never change within a run, so they are made once.
+
+    Args:
+        adapter_config: returns peft's config of the policy's adapters; None: it has no adapters.
+    """
+    files: dict[str, bytes] = {}
+
+    def content() -> dict[str, bytes]:
+        if not files:
+            with tempfile.TemporaryDirectory() as scratch:
+                write_assets(model_path, scratch, tokenizer, trust_remote_code)
+                for path in sorted(Path(scratch).rglob("*")):  # further chat templates are in a directory
+                    if path.is_file():
+                        files[f"policy/huggingface/{path.relative_to(scratch)}"] = path.read_bytes()
+            if adapter_config is not None:
+                files[f"policy/huggingface/{ADAPTER_CONFIG}"] = adapter_config().encode()
+        return files
+
+    return files_part("huggingface", content)
+
+
+def start_weights_part(cfg: Config, model_path: str) -> Part:
+    """Make the part that holds a fingerprint of the base weights.
+
+    Checkpoints of LoRA runs, and those of runs with a frozen reference, do not contain these weights, so a resume must
+    find the same files. The files are read on a thread while the ranks start.
+    """
+    t = cfg.trainer
+    adapted = t.policy.lora.rank is not None or cfg.has_critic and t.critic.lora.rank is not None
+    needed = {}
+    if adapted or cfg.has_reference and not cfg.reference_moves:
+        needed["model.path"] = model_path
+        if adapted and cfg.has_critic and t.critic.path is not None:
+            needed["trainer.critic.path"] = resolve_model_path(t.critic.path)
+    threads = ThreadPoolExecutor(1)
+    digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
+    threads.shutdown(wait=False)
+
+    def content() -> dict[str, bytes]:
+        state = {name: digest.result() for name, digest in digests.items()}
+        return {"start_weights.json": json.dumps(state, indent=2, sort_keys=True).encode()}
+
+    def load(checkpoint: Checkpoint, restore: Restore) -> None:
+        saved = read_object(checkpoint, "start_weights.json", {str: str})
+        for name, digest in digests.items():
+            known = saved.get(name) if adapted or not restore.fork else None  # a fork has its own reference
+            if known not in (None, digest.result()) and not is_allowed(name, t.allow_config_change):
+                raise UserError(
+                    f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
+                    f"builds on those; restore them, or allow others with trainer.allow_config_change=[{name}]"
+                )
+
+    return files_part("start_weights", content, load)
+
+
+def is_allowed(key: str, allowed: Collection[str]) -> bool:
+    """Whether `trainer.allow_config_change` names this key, or a section that the key is in."""
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)

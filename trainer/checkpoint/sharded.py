@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import posixpath
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manifest import FileEntry
-from trainer.durable import digest_file, sync_directory, sync_file, write_file
+from trainer.checkpoint.store import files_at
 from trainer.errors import UserError
 from trainer.failpoints import failpoint
 
@@ -41,33 +38,25 @@ class ShardedFiles:
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
-        base = posixpath.join(self.directory, name)
-        rank = dist.get_rank(group)
+        files, rank = files_at(self.directory), dist.get_rank(group)
         written = []
         try:
-            writer = dcp.FileSystemWriter(base, single_file_per_rank=True, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=group)
+            dcp.save(state, storage_writer=files.writer(name), process_group=group)
             failpoint("save:shards_written")
             if rank == 0:
                 for file, text in extra.items():
-                    write_file(posixpath.join(base, file), text)
+                    files.write(f"{name}/{file}", text.encode())
             own = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
-            written = [file for file in sorted(os.listdir(base)) if file.startswith(own)]
+            written = [file for file in files.names(name) if file.startswith(own)]
             written += list(extra) if rank == 0 else []
-            for file in written:
-                sync_file(posixpath.join(base, file))
-            sync_directory(base)
+            files.sync(name, written)
         except dcp.CheckpointException as error:  # a BaseException: nothing else catches it
             failed, (cause, _) = next(iter(error.failures.items()))
             # torch's own message about a full disk does not say that it is full.
-            free = shutil.disk_usage(self.directory).free / 1e9
+            free = files.free_bytes() / 1e9
             raise OSError(f"rank {failed} could not write {name}: {cause} ({free:.2f} GB are free)") from None
-        entries = []
-        for file in written:
-            path = posixpath.join(base, file)
-            entry = FileEntry(posixpath.join(name, file), os.path.getsize(path), digest_file(path))
-            entries.append(asdict(entry))
-        return entries
+        paths = [f"{name}/{file}" for file in written]
+        return [asdict(FileEntry(path, files.size(path), files.digest(path))) for path in paths]
 
     def read(self, name: str, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
         """Fill the tensors of `state`, in place and whatever their sharding, from `{directory}/{name}`.
@@ -76,16 +65,15 @@ class ShardedFiles:
         """
         import torch.distributed.checkpoint as dcp
 
-        from trainer.checkpoint.safe_dcp import SafePlanner, SafeReader
+        from trainer.checkpoint.safe_dcp import SafePlanner
 
-        base = posixpath.join(self.directory, name)
+        reader = files_at(self.directory).reader(name)
         try:
-            dcp.load(state, storage_reader=SafeReader(base), planner=SafePlanner(), process_group=group)
+            dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=group)
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            raise UserError(f"{base}: cannot be loaded: {cause}") from None
+            raise UserError(f"{self.directory}/{name}: cannot be loaded: {cause}") from None
 
     def read_json(self, name: str, file: str) -> bytes:
         """The content of a small file below `{directory}/{name}`."""
-        with open(posixpath.join(self.directory, name, file), "rb") as handle:
-            return handle.read()
+        return files_at(self.directory).read(f"{name}/{file}")

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import posixpath
 import secrets
 import shutil
 import sys
@@ -22,11 +21,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.checkpoint.manifest import NAME as MANIFEST
-from trainer.checkpoint.manifest import DamagedError, FileEntry
-from trainer.checkpoint.safe_dcp import SafePlanner, SafeReader, load_metadata
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
+from trainer.checkpoint.store import MANIFEST
 from trainer.documents import Shape, parse_object
-from trainer.durable import digest_bytes, digest_weights, read_file, read_inside, sync_directory, sync_tree
+from trainer.durable import digest_bytes, digest_weights, read_file, sync_directory, sync_tree
 from trainer.errors import UserError
 from trainer.hub import first_line
 
@@ -46,14 +45,12 @@ _MODEL = "model."
 class NamedFiles:
     """The files of a checkpoint that its manifest names; no other file is read."""
 
-    checkpoint: str
-    manifest: dict[str, Any]
+    checkpoint: Checkpoint
 
     @cached_property
     def entries(self) -> dict[str, FileEntry]:
         """The entries of the manifest by path."""
-        entries = (FileEntry(e["path"], e["bytes"], e["hash"]) for e in self.manifest["files"])
-        return {entry.path: entry for entry in entries}
+        return {entry.path: entry for entry in self.checkpoint.entries}
 
     def read(self, path: str) -> bytes:
         """The content of a small file.
@@ -62,11 +59,11 @@ class NamedFiles:
             DamagedError: it is not the content that was saved, or is reached through a link.
         """
         try:
-            data = read_inside(self.checkpoint, path)
+            data = self.checkpoint.files.read(path)
         except OSError as error:
-            raise DamagedError(f"{self.checkpoint}: {path} cannot be read ({error.strerror})") from error
+            raise DamagedError(f"{self.checkpoint.path}: {path} cannot be read ({error.strerror})") from error
         if digest_bytes(data) != self.entries[path].hash:
-            raise DamagedError(f"{self.checkpoint}: {path} does not have the content that was saved")
+            raise DamagedError(f"{self.checkpoint.path}: {path} does not have the content that was saved")
         return data
 
     def json(self, path: str, shape: dict[Any, Shape]) -> dict[str, Any]:
@@ -78,7 +75,7 @@ class NamedFiles:
         except DamagedError:
             raise
         except ValueError as error:
-            raise DamagedError(f"{self.checkpoint}: {path} is damaged ({error})") from error
+            raise DamagedError(f"{self.checkpoint.path}: {path} is damaged ({error})") from error
 
     def shapes(self, role: str) -> dict[str, TensorStorageMetadata]:
         """Names, shapes and types of the tensors of a role; empty when the checkpoint does not hold the role."""
@@ -89,11 +86,13 @@ class NamedFiles:
         except DamagedError:
             raise
         except UserError as error:
-            raise DamagedError(f"{self.checkpoint}: {role}/{error}") from error
+            raise DamagedError(f"{self.checkpoint.path}: {role}/{error}") from error
         files = {f"{role}/{info.relative_path}" for info in metadata.storage_data.values()}
         if not files <= set(self.entries):
             unnamed = sorted(files - set(self.entries))[0]
-            raise DamagedError(f"{self.checkpoint}: {role}/.metadata needs {unnamed}, which {MANIFEST} does not name")
+            raise DamagedError(
+                f"{self.checkpoint.path}: {role}/.metadata needs {unnamed}, which {MANIFEST} does not name"
+            )
         tensors = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()
@@ -102,21 +101,23 @@ class NamedFiles:
         available = sum(self.entries[file].bytes for file in files)
         for name, entry in tensors.items():
             if _bytes(entry) > available:
-                raise DamagedError(f"{self.checkpoint}: {role}/.metadata is damaged ({name} is larger than its files)")
+                raise DamagedError(
+                    f"{self.checkpoint.path}: {role}/.metadata is damaged ({name} is larger than its files)"
+                )
         return tensors
 
     def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors of a role, put together from the shards of all ranks."""
         known = self.shapes(role)
         wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
-        directory = posixpath.join(self.checkpoint, role)
+        reader = self.checkpoint.files.reader(role)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
             try:
-                dcp.load(wanted, storage_reader=SafeReader(directory), planner=_Flat(), no_dist=True)
+                dcp.load(wanted, storage_reader=reader, planner=_Flat(), no_dist=True)
             except dcp.CheckpointException as error:  # a BaseException: nothing else catches it
                 cause = next(iter(error.failures.values()))[0]
-                raise DamagedError(f"{directory}: cannot be loaded: {first_line(cause)}") from None
+                raise DamagedError(f"{self.checkpoint.path}/{role}: cannot be loaded: {first_line(cause)}") from None
         return wanted
 
 
@@ -203,11 +204,11 @@ def export(files: NamedFiles, out: str, dtype: str, max_file_bytes: int, adapter
     if os.path.lexists(out):
         raise UserError(f"{out}: exists already; name another directory")
     if f"{_ASSETS}config.json" not in files.entries:
-        raise UserError(f"{files.checkpoint}: holds no policy with its Hugging Face config")
+        raise UserError(f"{files.checkpoint.path}: holds no policy with its Hugging Face config")
     config = files.json(f"{_ASSETS}config.json", {})
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
     if (adapter or base) and not lora:
-        raise UserError(f"{files.checkpoint}: its policy was trained without adapters (trainer.policy.lora)")
+        raise UserError(f"{files.checkpoint.path}: its policy was trained without adapters (trainer.policy.lora)")
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         if dtype not in DTYPES:

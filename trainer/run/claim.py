@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.store import LocalStore
 from trainer.errors import UserError
 from trainer.run import record
+
+LOG = logging.getLogger(__name__)
 
 
 class Claim:
@@ -21,8 +24,8 @@ class Claim:
             remedy = "choose another trainer.ckpt_path, or end that job"
             self._locks.append(RunLock(ckpt_path, timeout_s, "checkpoint directory", remedy))
 
-    def acquire(self, wait: bool) -> list[str]:
-        """Lock both and try in the checkpoint directory what a save does; returns a line for each dead owner.
+    def acquire(self, wait: bool) -> None:
+        """Lock both, and try in the checkpoint directory what a save does. Says so if an owner was dead.
 
         Raises:
             UserError: another job holds one of them; checkpoints cannot be written; those that this run has
@@ -33,13 +36,15 @@ class Claim:
             record.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
         try:
             taken_over += [lock.acquire(wait) for lock in self._locks[1:]]
-            Storage(self._ckpt_path).probe()
+            LocalStore(self._ckpt_path).probe()
         except OSError as error:
             raise UserError(
                 f"trainer.ckpt_path={self._ckpt_path}: checkpoints cannot be written there "
                 f"({_reason(self._ckpt_path, error)}); mount or repair it, or choose another"
             ) from error
-        return [note for note in taken_over if note]
+        for note in taken_over:
+            if note is not None:
+                LOG.info("%s", note)
 
     def check(self) -> None:
         """Nothing, while both are ours.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from trainer.checkpoint.parts import is_allowed
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig
 from trainer.errors import UserError
 
@@ -165,11 +166,6 @@ def added_steps(found: list[Change], trainer: TrainerConfig, step: int) -> dict[
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """One of the patterns covers this key."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def is_allowed(name: str, allowed: list[str]) -> bool:
-    """`trainer.allow_config_change` names this key, or a section that it is in."""
-    return any(name == key or name.startswith(f"{key}.") for key in allowed)
 
 
 def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:

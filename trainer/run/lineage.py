@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from trainer.checkpoint.manifest import LINEAGE
+from trainer.checkpoint.manifest import LINEAGE, Checkpoint
 from trainer.documents import parse_object
 from trainer.durable import read_file, write_file
 from trainer.errors import UserError
@@ -33,8 +33,8 @@ def read(run_dir: str) -> dict[str, Any]:
         ) from error
 
 
-def write(run_dir: str, path: str, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Record that this run starts from the checkpoint `path`, which has this manifest; return the record."""
-    lineage = {"forked_from": path, "step": manifest["step"], "manifest": manifest["self"]}
+def write(run_dir: str, parent: Checkpoint) -> dict[str, Any]:
+    """Record that this run starts from the checkpoint `parent`; return the record."""
+    lineage = {"forked_from": parent.path, "step": parent.step, "manifest": parent.manifest["self"]}
     write_file(os.path.join(run_dir, NAME), json.dumps(lineage, indent=2))
     return lineage

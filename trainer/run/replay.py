@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.durable import write_file
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+
+LOG = logging.getLogger(__name__)
 
 REPLAY_FILE = "metrics.replay.jsonl"
 WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "critic/loss", "sft/loss")
@@ -54,12 +57,12 @@ class ResumeAudit:
         """Steps remain to be compared."""
         return bool(self._expected)
 
-    def check(self, step: int, metrics: Mapping[str, float], note: Callable[[str], None]) -> str | None:
-        """Look at a step that was just trained; returns a sentence when it is not what was logged."""
+    def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Compare a step that was just trained; returns a sentence if it is not what was logged."""
         if not self._expected:
             if step <= self._start + _WATCHED_STEPS:
                 for jump in jumps(metrics, self._history):
-                    note(f"WARNING: after the resume, {jump}")
+                    LOG.warning("after the resume, %s", jump)
             return None
         row = self._expected.pop(step, None)
         if row is not None:
@@ -74,7 +77,7 @@ class ResumeAudit:
             how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
             split = " (another number of ranks, or another split of the work: the first step alone can be compared)"
             other = "" if self._same_layout else split
-            note(f"resume verified: {self._matched} replayed steps {how}{other}")
+            LOG.info("resume verified: %d replayed steps %s%s", self._matched, how, other)
         return None
 
     def _discard(self) -> None:

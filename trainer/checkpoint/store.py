@@ -1,0 +1,273 @@
+"""Where checkpoints are kept. Every path and file operation on checkpoints is in here.
+
+A store keeps the checkpoints of one run. A save fills a draft, which no reader sees, and `publish` commits it. How a
+commit is made is the store's affair: a local store renames the draft's directory; a store of objects would put the
+manifest last. `LocalStore` is the only implementation. Another one also needs its `CheckpointFiles` in `files_at`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from trainer.durable import digest_file, forget, read_inside, sync_directory, sync_file, sync_tree, write_file
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import StorageReader, StorageWriter
+
+MANIFEST = "manifest.json"
+HINT = "latest_ckpt_global_step.txt"
+_STEP_DIR = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
+_WRITING, _DELETING, _ASIDE, _PROBE = ".writing-", ".deleting-", ".aside-", ".probe-"
+_INTERRUPTED = {_WRITING: "an interrupted save", _DELETING: "an interrupted deletion", _PROBE: "an interrupted test"}
+
+
+class CheckpointFiles(Protocol):
+    """The files of one checkpoint or draft, by their path below it."""
+
+    path: str
+
+    def read(self, path: str) -> bytes: ...
+    def write(self, path: str, data: bytes) -> None: ...
+    def sizes(self) -> dict[str, int]: ...
+    def size(self, path: str) -> int: ...
+    def digest(self, path: str) -> str: ...
+    def contains(self, path: str) -> bool: ...
+    def names(self, folder: str) -> list[str]: ...
+    def sync(self, folder: str, names: list[str]) -> None: ...
+    def free_bytes(self) -> int: ...
+    def reader(self, folder: str) -> StorageReader: ...
+    def writer(self, folder: str) -> StorageWriter: ...
+
+
+class CheckpointStore(Protocol):
+    """The checkpoints of one run."""
+
+    root: str
+
+    def steps(self) -> list[int]: ...
+    def path(self, step: int) -> str: ...
+    def begin(self, step: int) -> CheckpointFiles: ...
+    def publish(
+        self, draft: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]
+    ) -> None: ...
+    def discard(self, draft: CheckpointFiles) -> None: ...
+    def withdraw(self, step: int) -> str: ...
+    def set_aside(self, step: int) -> str: ...
+    def asides(self, step: int) -> list[str]: ...
+    def leftovers(self) -> dict[str, str]: ...
+    def names(self) -> list[str]: ...
+    def remove(self, name: str) -> None: ...
+    def hint(self, step: int) -> None: ...
+    def probe(self, size: int = 64) -> None: ...
+
+
+def step_in(path: str) -> int | None:
+    """Return the step in the name of a checkpoint; None if the name is not that of a checkpoint."""
+    match = _STEP_DIR.match(os.path.basename(path.rstrip("/")))
+    return int(match[1]) if match else None
+
+
+def files_at(path: str) -> CheckpointFiles:
+    """Return the files of the checkpoint or draft at `path`."""
+    return LocalFiles(os.path.abspath(path))
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The files in a directory."""
+
+    path: str
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a regular file. No part of `path` may be a link.
+
+        Raises:
+            OSError: the file is missing, cannot be read, or is no regular file.
+        """
+        return read_inside(self.path, path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file durably: after a crash it is there whole, or not at all."""
+        target = os.path.join(self.path, path)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        write_file(target, data)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every regular file, by path."""
+        found = {}
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(OSError):  # a link to what is not there
+                    status = os.stat(path)
+                    if stat.S_ISREG(status.st_mode):
+                        found[os.path.relpath(path, self.path)] = status.st_size
+        return dict(sorted(found.items()))
+
+    def size(self, path: str) -> int:
+        """Return a file's bytes."""
+        return os.path.getsize(os.path.join(self.path, path))
+
+    def digest(self, path: str) -> str:
+        """Return the xxh3-128 of a file's content."""
+        return digest_file(os.path.join(self.path, path))
+
+    def contains(self, path: str) -> bool:
+        """Whether `path` stays below the directory, links included, and is written in its shortest form."""
+        normal = os.path.normpath(path)
+        if os.path.isabs(normal) or normal.split("/")[0] in ("..", ".") or normal != path:
+            return False
+        root = os.path.realpath(self.path)
+        return os.path.realpath(os.path.join(root, normal)).startswith(root + os.sep)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted."""
+        return sorted(os.listdir(os.path.join(self.path, folder)))
+
+    def sync(self, folder: str, names: list[str]) -> None:
+        """Make these files of a folder durable, then their names."""
+        for name in names:
+            sync_file(os.path.join(self.path, folder, name))
+        sync_directory(os.path.join(self.path, folder))
+
+    def free_bytes(self) -> int:
+        """Return how much more can be written here."""
+        return shutil.disk_usage(self.path).free
+
+    def reader(self, folder: str) -> StorageReader:
+        """Return DCP's reader of the shards in a folder. It executes nothing that they hold."""
+        from trainer.checkpoint.safe_dcp import SafeReader
+
+        return SafeReader(os.path.join(self.path, folder))
+
+    def writer(self, folder: str) -> StorageWriter:
+        """Return DCP's writer of shards to a folder."""
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        return FileSystemWriter(os.path.join(self.path, folder), single_file_per_rank=True, sync_files=True)
+
+
+class LocalStore:
+    """Checkpoints as directories below `root`. The rename of a draft to `global_step_N` is its commit.
+
+        .writing-…     a draft: a save that is under way, or that was killed
+        .deleting-…    withdrawn, not removed yet
+        .aside-…       set aside: newer than the checkpoint that the run went back to
+
+    Every method raises OSError if the disk fails.
+    """
+
+    def __init__(self, root: str):
+        self.root = os.path.abspath(root)
+
+    def names(self) -> list[str]:
+        """Return the names of all that is in the root; empty when the root does not exist."""
+        try:
+            return sorted(os.listdir(self.root))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def steps(self) -> list[int]:
+        """Return the steps of the directories that are named like checkpoints, ascending."""
+        return sorted(step for step in map(step_in, self.names()) if step is not None)
+
+    def path(self, step: int) -> str:
+        """Return where the checkpoint of a step is, or would be."""
+        return os.path.join(self.root, f"global_step_{step}")
+
+    def begin(self, step: int) -> CheckpointFiles:
+        """Make an empty draft.
+
+        Each draft has its own token, so that a process of a killed run that still writes cannot write into this one.
+        """
+        draft = os.path.join(self.root, f"{_WRITING}global_step_{step}-{secrets.token_hex(4)}")
+        os.makedirs(draft)
+        return files_at(draft)
+
+    def publish(self, draft: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+        """Commit a draft: make it durable, add its manifest, and give it the name of the checkpoint.
+
+        Args:
+            before_commit: called when only the commit itself is left. If it raises, nothing is committed.
+        """
+        assert not os.path.exists(self.path(step)), self.path(step)
+        sync_tree(draft.path)
+        draft.write(MANIFEST, manifest)
+        before_commit()
+        self._rename(draft.path, self.path(step))
+
+    def discard(self, draft: CheckpointFiles) -> None:
+        """Delete a draft."""
+        shutil.rmtree(draft.path)
+
+    def withdraw(self, step: int) -> str:
+        """Take a checkpoint out of service in one step; returns the name of what is left, for `remove`."""
+        return self._hide(step, _DELETING)
+
+    def set_aside(self, step: int) -> str:
+        """Take a checkpoint out of service and keep it; returns its new name."""
+        return self._hide(step, _ASIDE)
+
+    def asides(self, step: int) -> list[str]:
+        """Return the names of checkpoints of this step that were set aside."""
+        return [name for name in self.names() if name.startswith(f"{_ASIDE}global_step_{step}-")]
+
+    def leftovers(self) -> dict[str, str]:
+        """Return what interrupted operations have left, by name, and of what kind it is."""
+        return {name: kind for name in self.names() for prefix, kind in _INTERRUPTED.items() if name.startswith(prefix)}
+
+    def remove(self, name: str) -> None:
+        """Delete what `leftovers`, `withdraw` or `asides` names."""
+        path = os.path.join(self.root, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+    def hint(self, step: int) -> None:
+        """Write the newest step to a file for people and tools. Nothing reads it here."""
+        write_file(os.path.join(self.root, HINT), f"{step}\n")
+
+    def probe(self, size: int = 64) -> None:
+        """Try all that a save does: make a directory, write a file durably, rename, read back, remove.
+
+        Args:
+            size: bytes of the file; they are read back from the disk where the system can be made to.
+
+        Raises:
+            OSError: one of these failed.
+        """
+        name, data = f"{_PROBE}{secrets.token_hex(4)}", secrets.token_bytes(size)
+        first, second = os.path.join(self.root, name), os.path.join(self.root, f"{name}-renamed")
+        try:
+            os.makedirs(first)
+            write_file(os.path.join(first, "file"), data)
+            sync_tree(first)
+            self._rename(first, second)
+            forget(os.path.join(second, "file"))
+            if files_at(second).read("file") != data:
+                raise OSError(errno.EIO, "a file is not read back as it was written")
+        finally:
+            for left in (first, second):
+                with contextlib.suppress(OSError):
+                    if os.path.exists(left):
+                        shutil.rmtree(left)
+
+    def _hide(self, step: int, prefix: str) -> str:
+        name = f"{prefix}global_step_{step}-{secrets.token_hex(4)}"
+        self._rename(self.path(step), os.path.join(self.root, name))
+        return name
+
+    def _rename(self, source: str, target: str) -> None:
+        """Rename a directory durably: at any instant it has one of the two names."""
+        os.rename(source, target)
+        sync_directory(self.root)
