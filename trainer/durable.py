@@ -89,8 +89,16 @@ def sync_directory(path: str) -> None:
 
 
 def sync_tree(path: str) -> None:
-    """Make every file and directory below `path` durable."""
-    for folder, _, names in os.walk(path):
+    """Make every file and directory below `path` durable.
+
+    Raises:
+        OSError: one of them is missing or cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(path, onerror=fail):
         for name in names:
             sync_file(os.path.join(folder, name))
         sync_directory(folder)

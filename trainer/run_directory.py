@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import time
@@ -54,21 +53,6 @@ class Resume:
     @property
     def step(self) -> int:
         return self.checkpoint.step
-
-
-class _Notes(logging.Handler):
-    """Keeps what the checkpoints say until there is somebody to tell."""
-
-    def __init__(self, notes: list[str]):
-        super().__init__(logging.INFO)
-        self._notes = notes
-
-    def emit(self, record: logging.LogRecord) -> None:
-        warning = "WARNING: " if record.levelno >= logging.WARNING else ""
-        self._notes.append(f"{warning}{record.getMessage()}")
-
-
-_LOGGERS = [logging.getLogger(name) for name in ("trainer.checkpoint", "trainer.run")]
 
 
 class RunDirectory:
@@ -121,10 +105,6 @@ class RunDirectory:
                 checkpoints cannot be written, or those of this run are gone; the checkpoint cannot be used, or not
                 under this config; `metrics.jsonl` is not what the run has logged.
         """
-        self._handler = _Notes(self.notes)
-        for logger in _LOGGERS:
-            logger.addHandler(self._handler)
-            logger.setLevel(logging.INFO)
         try:
             self.claim.acquire(wait)
             self.checkpoints.clean_up()
@@ -167,8 +147,6 @@ class RunDirectory:
 
     def close(self) -> None:
         """Give the locks back."""
-        for logger in _LOGGERS:
-            logger.removeHandler(self._handler)
         self.claim.release()
 
     def __enter__(self) -> RunDirectory:

@@ -17,38 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
+from tests.support.checkpoints import hidden, manager, parts_of, save
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import CheckpointManager, Part, files_part, json_part
-from trainer.checkpoint.manifest import DamagedError, verify
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, verify
+from trainer.checkpoint.parts import Part, Restore, json_part
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.safe_dcp import load_metadata
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import CheckpointFiles
 from trainer.errors import UserError
-
-
-def manager(root: Path, state: dict, retention: Retention | None = None, **options) -> CheckpointManager:
-    checkpoints = CheckpointManager(str(root), retention, **options)
-    checkpoints.register(json_part("counters", lambda: {"n": state["n"]}, lambda s: state.update(s)))
-
-    def load(directory: str) -> None:
-        state["bytes"] = Path(directory, "weights", "shard").read_bytes()
-
-    checkpoints.register(files_part("weights", lambda: {"weights/shard": state["bytes"]}, load))
-    return checkpoints
-
-
-def save(checkpoints: CheckpointManager, step: int, **description) -> str:
-    checkpoints.save(step, description)
-    checkpoints.wait()
-    (outcome,) = checkpoints.outcomes()
-    assert outcome.error is None, outcome.error
-    return outcome.path
-
-
-def hidden(root: Path) -> list[str]:
-    return sorted(name.split("global")[0] for name in os.listdir(root) if name.startswith("."))
-
 
 # ----------------------------------------------------------------------------------------------------------
 # Saving
@@ -56,31 +34,31 @@ def hidden(root: Path) -> list[str]:
 
 def test_what_is_saved_comes_back(tmp_path):
     state = {"n": 3, "bytes": b"abc"}
-    path = save(manager(tmp_path, state), 10, ranks=2)
+    path = save(manager(tmp_path), 10, parts_of(state), ranks=2)
     assert path == str(tmp_path / "global_step_10")
-    manifest = verify(path)
+    manifest = verify(path).manifest
     assert (manifest["step"], manifest["ranks"], manifest["parent_step"]) == (10, 2, None)
     assert {f["path"]: f["bytes"] for f in manifest["files"]} == {"counters.json": 12, "weights/shard": 3}
     assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "10\n"
     state.update(n=4, bytes=b"xyz")
-    assert verify(save(manager(tmp_path, state), 11))["parent_step"] == 10
-    assert manager(tmp_path, state).load(path) == 10
+    assert verify(save(manager(tmp_path), 11, parts_of(state))).manifest["parent_step"] == 10
+    manager(tmp_path).load(verify(path), parts_of(state))
     assert state == {"n": 3, "bytes": b"abc"}
 
 
 def test_the_state_is_that_of_the_call_and_one_save_is_under_way_at_a_time(tmp_path):
     state, may_write, begun = {"n": 1, "bytes": b""}, threading.Event(), []
-    checkpoints = manager(tmp_path, state)
+    checkpoints = manager(tmp_path)
 
-    def begin(directory: str):
-        begun.append(directory)
+    def begin(draft: CheckpointFiles):
+        begun.append(draft)
         return lambda: [] if may_write.wait(10) else []
 
-    checkpoints.register(Part("slow", begin, lambda _: None))
-    checkpoints.save(1, {})
+    parts = [*parts_of(state), Part("slow", begin)]
+    checkpoints.save(1, parts, {})
     state["n"] = 2
     assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.outcomes() == []
-    second = threading.Thread(target=checkpoints.save, args=(2, {}))
+    second = threading.Thread(target=checkpoints.save, args=(2, parts, {}))
     second.start()
     second.join(0.2)
     assert len(begun) == 1, "the second save began beside the first"
@@ -93,51 +71,44 @@ def test_the_state_is_that_of_the_call_and_one_save_is_under_way_at_a_time(tmp_p
 
 
 def test_a_failed_save_leaves_the_checkpoint_before_and_no_trace(tmp_path):
-    state = {"n": 1, "bytes": b"abc"}
-    checkpoints = manager(tmp_path, state)
+    checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
-    broken = manager(tmp_path, state)
+    broken = manager(tmp_path)
 
     def finish():
         raise OSError("No space left on device")
 
-    broken.register(Part("full", lambda directory: finish, lambda _: None))
-    broken.save(2, {})
+    broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Part("full", lambda draft: finish)], {})
     broken.wait()
     (outcome,) = broken.outcomes()
     assert outcome.error == "No space left on device"
-    assert checkpoints.latest() == (first, []) and hidden(tmp_path) == []
-    assert verify(save(checkpoints, 2))["step"] == 2
+    assert checkpoints.latest() == verify(first) and hidden(tmp_path) == []
+    assert verify(save(checkpoints, 2)).step == 2
 
 
 def test_a_directory_removed_while_saving_fails_the_save_and_nothing_else(tmp_path):
-    state = {"n": 1, "bytes": b"abc"}
-    checkpoints = manager(tmp_path, state)
+    checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
 
-    def begin(directory: str):
-        shutil.rmtree(directory)
-        return lambda: []
+    def begin(draft: CheckpointFiles):
+        return lambda: shutil.rmtree(draft.path) or []
 
-    vandal = manager(tmp_path, state)
-    vandal.register(Part("vandal", begin, lambda _: None))
-    vandal.save(2, {})
-    vandal.wait()
-    # What is written first makes the directory again; the entries of what is gone do not get a manifest.
-    assert checkpoints.latest()[0] in (first, str(tmp_path / "global_step_2"))
-    verify(checkpoints.latest()[0])
+    checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Part("vandal", begin)], {})
+    checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert outcome.error is not None and "No such file" in outcome.error
+    assert checkpoints.latest() == verify(first) and checkpoints.steps() == [1]
 
 
 def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
-    state = {"n": 1, "bytes": b"abc"}
     first = RunLock(str(tmp_path), 60)
     first.acquire()
-    checkpoints = manager(tmp_path / "checkpoints", state, fence=first.check)
+    checkpoints = manager(tmp_path / "checkpoints", fence=first.check)
     save(checkpoints, 1)
     os.remove(first.path)
     with RunLock(str(tmp_path), 60) as second:
         second.acquire()
-        checkpoints.save(2, {})
+        checkpoints.save(2, [], {})
         checkpoints.wait()
         assert "lost the run directory" in checkpoints.outcomes()[0].error
         assert checkpoints.steps() == [1]
@@ -148,35 +119,41 @@ def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
 # Finding
 
 
-def test_latest_is_the_newest_valid_one_and_the_hint_is_not_asked(tmp_path):
-    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"})
-    assert checkpoints.latest() == (None, [])
+def test_latest_is_the_newest_valid_one_and_the_hint_is_not_asked(tmp_path, caplog):
+    checkpoints = manager(tmp_path)
+    assert checkpoints.latest() is None
     for step in (1, 2, 10):
         save(checkpoints, step)
     (tmp_path / "latest_ckpt_global_step.txt").write_text("1\n")
-    assert checkpoints.latest() == (str(tmp_path / "global_step_10"), [])
+    assert checkpoints.latest() == verify(str(tmp_path / "global_step_10")) and not caplog.messages
     (tmp_path / "global_step_10/weights/shard").write_bytes(b"abd")
-    path, problems = checkpoints.latest()
-    assert path == str(tmp_path / "global_step_2")
-    assert len(problems) == 1 and "weights/shard" in problems[0]
+    assert checkpoints.latest() == verify(str(tmp_path / "global_step_2"))
+    (message,) = caplog.messages
+    assert message.startswith("skipped a damaged checkpoint") and "weights/shard" in message
     for step in (1, 2):
         (tmp_path / f"global_step_{step}/manifest.json").unlink()
     with pytest.raises(UserError, match="no checkpoint in .* is valid.*weights/shard"):
         checkpoints.latest()
 
 
-def test_leftovers_are_cleaned_and_newer_checkpoints_set_aside_until_replaced(tmp_path):
-    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"})
+def test_leftovers_are_cleaned_and_newer_checkpoints_set_aside_until_replaced(tmp_path, caplog):
+    caplog.set_level("INFO")
+    checkpoints = manager(tmp_path)
     for step in (1, 2):
         save(checkpoints, step)
     (tmp_path / ".writing-global_step_3-ab").mkdir()
     (tmp_path / ".deleting-global_step_0-cd").mkdir()
-    assert [note.split(",")[1] for note in checkpoints.clean_up()] == [" an interrupted deletion",
-                                                                      " an interrupted save"]  # fmt: skip
+    caplog.clear()
+    checkpoints.clean_up()
+    assert [message.split(",")[1] for message in caplog.messages] == [
+        " an interrupted deletion",
+        " an interrupted save",
+    ]
     assert hidden(tmp_path) == []
     checkpoints.set_aside(after=1)
-    assert checkpoints.latest()[0] == str(tmp_path / "global_step_1") and hidden(tmp_path) == [".aside-"]
-    assert checkpoints.clean_up() == [] and hidden(tmp_path) == [".aside-"], "it is not replaced yet"
+    assert checkpoints.latest().step == 1 and hidden(tmp_path) == [".aside-"]
+    checkpoints.clean_up()
+    assert hidden(tmp_path) == [".aside-"], "it is not replaced yet"
     save(checkpoints, 2)
     assert checkpoints.steps() == [1, 2] and hidden(tmp_path) == []
 
@@ -215,12 +192,12 @@ def test_retention_keeps_what_it_says(steps, newest, every, best, mode, data):
 
 
 def test_retention_spares_the_best_and_what_the_run_came_from(tmp_path):
-    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"}, Retention(newest=1, best=1))
+    checkpoints = manager(tmp_path, Retention(newest=1, best=1))
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5)):
         save(checkpoints, step, score=score)
     assert checkpoints.steps() == [2, 3]
-    again = manager(tmp_path, {"n": 1, "bytes": b"abc"}, Retention(newest=1, best=1))
-    again.load(again.latest()[0])
+    again = manager(tmp_path, Retention(newest=1, best=1))
+    again.load(again.latest(), [])
     for step, score in ((4, 0.1), (5, 0.3)):
         save(again, step, score=score)
     assert again.steps() == [2, 3, 5], "3 is what the run was resumed from"
@@ -238,31 +215,28 @@ def real_checkpoints(tmp_path_factory):
     return root
 
 
-def sharded_manager(root: str, state: dict) -> CheckpointManager:
-    checkpoints = CheckpointManager(root)
-    checkpoints.register(json_part("trainer_state", lambda: {"n": state["n"]}, lambda s: state.update(s)))
-
-    def begin(directory: str):
-        files = ShardedFiles(directory)
+def sharded_parts(state: dict) -> list[Part]:
+    def begin(draft: CheckpointFiles):
+        files = ShardedFiles(draft.path)
         tensors = {"w": state["w"].clone(), "lr": state["lr"]}
         group = dist.group.WORLD
         return lambda: [manifests.FileEntry(**e) for e in files.write("policy", tensors, {"extra.json": "{}"}, group)]
 
-    def load(directory: str) -> None:
+    def load(checkpoint: Checkpoint, _: Restore) -> None:
         tensors = {"w": torch.zeros(8), "lr": 0.0}
-        ShardedFiles(directory).read("policy", tensors)
+        ShardedFiles(checkpoint.path).read("policy", tensors)
         state.update(w=tensors["w"], lr=tensors["lr"])
 
-    checkpoints.register(Part("policy", begin, load))
-    return checkpoints
+    counter = json_part("trainer_state", lambda: {"n": state["n"]}, lambda saved: state.update(saved))
+    return [counter, Part("policy", begin, load)]
 
 
 def write_two(rank, root: str) -> None:
     state: dict = {}
-    checkpoints = sharded_manager(root, state)
+    checkpoints, parts = manager(Path(root)), sharded_parts(state)
     for n in (1, 2):
         state.update(n=n, w=torch.arange(8.0) + n, lr=n / 10)
-        save(checkpoints, n)
+        save(checkpoints, n, parts)
 
 
 FILES = ("manifest.json", "trainer_state.json", "policy/.metadata", "policy/__0_0.distcp", "policy/extra.json")
@@ -303,16 +277,15 @@ def test_a_damaged_file_is_found_and_an_older_state_restored(
     unchanged = {f: (root / "global_step_2" / f).exists() and (root / "global_step_2" / f).read_bytes() for f in FILES}
     untouched = all(unchanged[f] == (real_checkpoints / "global_step_2" / f).read_bytes() for f in FILES)
     state: dict = {}
-    checkpoints = sharded_manager(str(root), state)
-    path, problems = checkpoints.latest()
-    assert path == str(root / ("global_step_2" if untouched else "global_step_1"))
-    assert bool(problems) != untouched
-    if problems:
-        assert any(file in problems[0] for file in (name, other, "manifest.json"))
-        with pytest.raises(DamagedError):
-            verify(str(root / "global_step_2"))
-    checkpoints.load(path)
+    checkpoints = manager(root)
     n = 2 if untouched else 1
+    found = checkpoints.latest()
+    assert (found.path, found.step) == (str(root / f"global_step_{n}"), n)
+    if not untouched:
+        with pytest.raises(DamagedError) as error:
+            verify(str(root / "global_step_2"))
+        assert any(file in str(error.value) for file in (name, other, "manifest.json"))
+    checkpoints.load(found, sharded_parts(state))
     assert state["n"] == n and state["lr"] == n / 10 and torch.equal(state["w"], torch.arange(8.0) + n)
 
 

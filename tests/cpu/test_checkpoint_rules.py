@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.test_checkpoint import hidden, manager, save
+from tests.support.checkpoints import hidden, manager, save
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import DamagedError, verify
+from trainer.checkpoint.parts import is_allowed
 from trainer.checkpoint.retention import Retention
 from trainer.errors import UserError
-from trainer.run.compatibility import is_allowed
 from trainer.run.schedule import SaveSchedule
 
 
 def test_each_level_of_verification_finds_what_it_says(tmp_path):
-    shard = Path(save(manager(tmp_path, {"n": 1, "bytes": b"abc"}), 1)) / "weights/shard"
+    shard = Path(save(manager(tmp_path), 1)) / "weights/shard"
     found = {}
     for content in (b"abc", b"abd", b"ab", b"abcd", None):
         if content is None:
@@ -38,15 +38,15 @@ def test_each_level_of_verification_finds_what_it_says(tmp_path):
 
 
 def test_latest_before_a_step_leaves_out_that_step(tmp_path):
-    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"})
+    checkpoints = manager(tmp_path)
     for step in (1, 2, 3):
         save(checkpoints, step)
-    assert checkpoints.latest(before=3) == (str(tmp_path / "global_step_2"), [])
-    assert checkpoints.latest(before=1) == (None, [])
+    assert checkpoints.latest(before=3).step == 2
+    assert checkpoints.latest(before=1) is None
 
 
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
-    checkpoints = manager(tmp_path, {"n": 1, "bytes": b"abc"}, Retention(newest=1))
+    checkpoints = manager(tmp_path, Retention(newest=1))
     save(checkpoints, 1)
     seen = {}
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.cpu.test_checkpoint import manager, save
+from tests.support.checkpoints import manager, save
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
@@ -26,7 +26,7 @@ with RunLock(sys.argv[1], 3) as lock:
 @pytest.mark.parametrize(("hours", "age"), [(-50, "2 d"), (-3, "3 h"), (1, "in the future"), (10**5, "in the future")])
 def test_the_age_of_a_checkpoint_that_another_clock_has_dated(hours, age, tmp_path, capsys):
     saved_at = (datetime.now(UTC) + timedelta(hours=hours)).isoformat(timespec="seconds")
-    save(manager(tmp_path, {"n": 1, "bytes": b"abc"}), 1, ranks=1, saved_at=saved_at)
+    save(manager(tmp_path), 1, ranks=1, saved_at=saved_at)
     assert main(["ls", str(tmp_path)]) == 0
     assert f" {age} " in capsys.readouterr().out
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cpu.test_checkpoint import save
 from tests.ranks import run_ranks
-from trainer.checkpoint.manager import CheckpointManager, Part, json_part
+from tests.support.checkpoints import manager, save
 from trainer.checkpoint.manifest import FileEntry, verify
+from trainer.checkpoint.parts import Part, json_part
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import CheckpointFiles
 from trainer.durable import digest_bytes
 
 
@@ -41,21 +42,19 @@ def calls(monkeypatch) -> list[tuple[str, str]]:
 
 def test_a_commit_syncs_then_writes_the_manifest_then_asks_then_renames_then_hints(tmp_path, calls):
     root = tmp_path / "checkpoints"
-    checkpoints = CheckpointManager(str(root), fence=lambda: calls.append(("fence", "")))
+    checkpoints = manager(root, fence=lambda: calls.append(("fence", "")))
 
-    def begin(directory: str):
+    def begin(draft: CheckpointFiles):
         def write() -> list[FileEntry]:
             for folder in ("a/b", "a/c"):
-                os.makedirs(f"{directory}/{folder}", exist_ok=True)
-                Path(directory, folder, "file").write_bytes(b"abc")
+                os.makedirs(f"{draft.path}/{folder}", exist_ok=True)
+                Path(draft.path, folder, "file").write_bytes(b"abc")
             digest = digest_bytes(b"abc")
             return [FileEntry(f"{folder}/file", 3, digest) for folder in ("a/b", "a/c")]
 
         return write
 
-    checkpoints.register(Part("plain", begin, lambda _: None))
-    checkpoints.register(json_part("counters", lambda: {"n": 1}, lambda _: None))
-    path = save(checkpoints, 3)
+    path = save(checkpoints, 3, [Part("plain", begin), json_part("counters", lambda: {"n": 1}, lambda _: None)])
     verify(path)
     commit = calls.index(("rename", path))
     (writing,) = {Path(name).parent for kind, name in calls if kind == "rename" and name.endswith("manifest.json")}

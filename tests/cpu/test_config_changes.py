@@ -251,10 +251,10 @@ def test_a_fall_back_is_held_against_the_config_of_the_older_checkpoint(tmp_path
         ({"rollout.n": 4, "trainer.allow_config_change": ["rollout.n"]}, False, False),
     ],
 )
-def test_replayed_steps_are_compared_as_far_as_the_config_is_the_same(tmp_path, change, compared, tolerated):
+def test_replayed_steps_are_compared_as_far_as_the_config_is_the_same(tmp_path, caplog, change, compared, tolerated):
     save(configured(tmp_path), 1)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "policy/loss": 1.0}) + "\n" for n in (1, 2)))
-    told: list[str] = []
+    caplog.set_level("INFO")
     with opened(configured(tmp_path, change, resume_mode="latest")) as run:
         audit = run.load()
         assert audit is not None and audit.pending == compared
@@ -262,7 +262,7 @@ def test_replayed_steps_are_compared_as_far_as_the_config_is_the_same(tmp_path, 
         assert any("replayed steps are not compared" in note for note in run.notes) != compared
         problem = audit.check(2, {"policy/loss": 1.0001})
     assert (problem is not None) == (compared and not tolerated)
-    assert any("resume verified" in line for line in told) == (compared and tolerated)
+    assert any("resume verified" in line for line in caplog.messages) == (compared and tolerated)
 
 
 def test_the_best_checkpoints_are_those_by_the_metric_of_now(tmp_path):

@@ -39,8 +39,8 @@ class Restore:
     """By role: the optimizer steps by which its learning rate schedule moves (see `compatibility.added_steps`)."""
 
     def chosen(self, parts: Sequence[Part], checkpoint: Checkpoint) -> list[Part]:
-        """Return those of the parts that hold what is taken over."""
-        names = {_HOLDER[kind] for kind in self.kinds}
+        """Return those of the parts that hold what is taken over. Every run has a config."""
+        names = {"config", *(_HOLDER[kind] for kind in self.kinds)}
         if "weights" in self.kinds:
             if "start_weights" in checkpoint.manifest["parts"]:
                 names.add("start_weights")
