@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from tests.cpu.test_odd_files import config, replace, rewrite
 from tests.ranks import run_ranks
+from tests.support.opened import opened_files
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.parts import json_part
 from trainer.checkpoint.safe_dcp import load_metadata
@@ -202,6 +203,16 @@ def name_file(checkpoint: Path, name: str, data: bytes) -> None:
 
 def export(checkpoint: Path, out: Path, *flags: str) -> int:
     return checkpoint_tool(["export", str(checkpoint), str(out), *flags])
+
+
+def resume_and_count(rank: Rank, root: str, model: str) -> int:
+    with opened_files() as names, open_run(rank, root, model) as run:
+        run.load()
+    return names.count("manifest.json")
+
+
+def test_a_resume_reads_the_manifest_once(saved_run, model):
+    assert run_ranks(1, resume_and_count, str(saved_run), str(model)) == [1]
 
 
 def test_an_export_copies_the_files_of_the_manifest_alone(checkpoint, tmp_path):
