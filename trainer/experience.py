@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trainer.algorithms import (
     ADVANTAGES,
-    POLICY_LOSSES,
-    Totals,
     correction_weights,
     informative_groups,
     kl_penalty,
@@ -21,10 +19,8 @@ from trainer.algorithms import (
     overlong_penalty,
     resolve,
 )
-from trainer.config import AlgorithmConfig, Config, chosen_options, named_options
-from trainer.errors import UserError
+from trainer.config import AlgorithmConfig, Config, chosen_options
 from trainer.parallel.batching import Batch, stack_padded
-from trainer.plugins import takes_any_option, user_code
 
 if TYPE_CHECKING:
     from trainer.data.source import DrawnPrompt
@@ -134,56 +130,6 @@ def add_advantages(
     }
     advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
     return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
-
-
-def check_functions(a: AlgorithmConfig) -> None:
-    """Call functions of the user's once, on four short completions, and look for options that no function takes.
-
-    Raises:
-        UserError: there is no such function, it does not do what those of `trainer.algorithms` do, or an option is
-            left over.
-    """
-    functions = {}
-    for registry, key in ((ADVANTAGES, "advantage_estimator"), (POLICY_LOSSES, "policy_loss")):
-        name = getattr(a, key)
-        try:
-            function = functions[f"algorithm.{key}={name}"] = resolve(registry, name, f"algorithm.{key}")
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if name not in registry:
-            message = (
-                f"algorithm.{key}={name}: on four completions of three tokens, with the arguments that "
-                "docs/algorithms.md names, it ended in {}"
-            )
-            with user_code(message):
-                (_try_estimator if key == "advantage_estimator" else _try_loss)(function, a)
-    taken = {option for function in functions.values() for option in options_of(function)}
-    open_to_any = any(takes_any_option(function) for function in functions.values())
-    for name in (*named_options(a), *(() if open_to_any else (f"options.{name}" for name in a.options))):
-        if name.removeprefix("options.") not in taken:
-            raise UserError(f"algorithm.{name}: neither {' nor '.join(functions)} takes it; set it to null, or drop it")
-
-
-def _try_estimator(function: Callable[..., Any], a: AlgorithmConfig) -> None:
-    rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
-    rewards[::2, -1] = 1.0
-    results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **chosen_options(function, a))
-    if not (isinstance(results, tuple) and [getattr(x, "shape", None) for x in results] == [mask.shape, mask.shape]):
-        raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
-
-
-def _try_loss(function: Callable[..., Any], a: AlgorithmConfig) -> None:
-    logprobs, mask = torch.full((4, 3), -1.0, requires_grad=True), torch.ones(4, 3)
-    result = function(
-        logprobs, logprobs.detach(), mask - 0.5, mask, aggregation=a.aggregation, totals=Totals.of(mask),
-        **chosen_options(function, a),
-    )  # fmt: skip
-    if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
-        raise TypeError("it must return (loss, metrics), the loss a scalar tensor")
-    if not result[0].requires_grad:
-        raise TypeError("its loss does not depend on the log-probs")
-    if not (isinstance(result[1], dict) and {"clip_frac", "approx_kl"} <= result[1].keys()):
-        raise TypeError("its metrics must hold clip_frac and approx_kl")
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:

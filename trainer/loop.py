@@ -26,7 +26,6 @@ from trainer.experience import (
     Rollouts,
     add_advantages,
     build_batch,
-    check_functions,
     choose_groups,
     correct_rollouts,
     describe,
@@ -442,7 +441,6 @@ def check_inputs(cfg: Config) -> None:
     resolve(cfg.reward.name)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
-    check_functions(cfg.algorithm)
     check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
     if cfg.model.path is not None:
         load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)

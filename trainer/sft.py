@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from trainer.main import run_app
+from trainer.config import Config
+from trainer.config.command_line import run_app
+from trainer.main import prepare
 from trainer.signals import SIGNALS
 
-if TYPE_CHECKING:
-    from trainer.config import Config
 
-
-def _job(cfg: Config, device: str) -> None:
+def train(cfg: Config) -> None:
+    """Train on examples."""
+    device = prepare(cfg)
     with SIGNALS.held():
-        from trainer.supervised import run  # torch and Ray: not before signals are heard
+        from trainer.supervised import run
 
     run(cfg, device)
 
 
 if __name__ == "__main__":
-    run_app(_job)
+    run_app(train)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.ratios import at_least_float32
+from trainer.algorithms.registry import compares_completions
 
 
 @torch.no_grad()
@@ -51,6 +52,7 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gam
     return (_whiten(advantages, mask, eps) if normalize_std else advantages), returns
 
 
+@compares_completions
 @torch.no_grad()
 def grpo(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
@@ -69,6 +71,7 @@ def grpo(
     return _to_tokens(centered, mask)
 
 
+@compares_completions
 @torch.no_grad()
 def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """REINFORCE, leave one out (Kool et al., 2019; Ahmadian et al., Back to Basics, 2024).
@@ -97,6 +100,7 @@ def reinforce_plus_plus(
     return _whiten(returns, mask, eps), returns
 
 
+@compares_completions
 @torch.no_grad()
 def reinforce_plus_plus_baseline(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-8
@@ -124,6 +128,7 @@ def remax(
     return masked(returns - baselines.unsqueeze(-1), mask), returns
 
 
+@compares_completions
 @torch.no_grad()
 def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Maximum-likelihood RL (Tajwar et al., 2026): A_i = (R_i - mean_g R) / mean_g R.
@@ -138,6 +143,7 @@ def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6
     return _to_tokens(torch.where(mean > eps, scaled, torch.zeros_like(scaled)), mask)
 
 
+@compares_completions
 @torch.no_grad()
 def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """On-policy RL with the optimal baseline (Hao et al., 2025): A_i = R_i - sum_g(l R) / sum_g(l), with l_i the
@@ -150,6 +156,7 @@ def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tenso
     return _to_tokens(torch.where(group.flat(scores), torch.zeros_like(scores), centered - baseline[group.index]), mask)
 
 
+@compares_completions
 @torch.no_grad()
 def grpo_passk(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, pass_k: int = 2, eps: float = 1e-8

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.plugins import import_function
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compares_completions(function: Function) -> Function:
+    """Decorator of an estimator that compares the completions of a prompt, which must therefore differ."""
+    function.compares_completions = True  # type: ignore[attr-defined]
+    return function
+
+
+def needs_different_completions(function: Callable[..., Any]) -> bool:
+    """Whether `function` was decorated with `compares_completions`."""
+    return getattr(function, "compares_completions", False)
 
 
 def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> Callable[..., Any]:

@@ -1,0 +1,59 @@
+"""The config: the typed schema with its rules, the way from the command line to it, and its reference.
+
+Nothing here imports torch, so that `--help` and a refused config answer within half a second.
+"""
+
+from trainer.config.algorithm import AlgorithmConfig, chosen_options, named_options
+from trainer.config.data import DataConfig, RewardConfig
+from trainer.config.engines import ENGINES, EngineSpec
+from trainer.config.hydra import compose, conf_dir, register, to_config
+from trainer.config.logger import LoggerConfig, WandbConfig
+from trainer.config.model import ModelConfig, TinyConfig
+from trainer.config.reference import field_docs
+from trainer.config.roles import (
+    CriticConfig,
+    FSDPConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+)
+from trainer.config.rollout import RolloutConfig
+from trainer.config.schema import OPEN_SECTIONS, RENAMED, Config, valid_keys, validate, with_new_names
+from trainer.config.supervised import SFTConfig
+from trainer.config.trainer import RESUME_LOAD, TrainerConfig
+
+__all__ = [
+    "ENGINES",
+    "OPEN_SECTIONS",
+    "RENAMED",
+    "RESUME_LOAD",
+    "AlgorithmConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "EngineSpec",
+    "FSDPConfig",
+    "LoggerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SFTConfig",
+    "TinyConfig",
+    "TrainerConfig",
+    "WandbConfig",
+    "chosen_options",
+    "compose",
+    "conf_dir",
+    "field_docs",
+    "named_options",
+    "register",
+    "to_config",
+    "valid_keys",
+    "validate",
+    "with_new_names",
+]

@@ -1,0 +1,186 @@
+"""`algorithm.*`: advantages, policy loss, KL, corrections, sampling of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.fields import Section, choice, number, open_section, option, refuse, rule_of
+from trainer.plugins import options_of, takes_any_option
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+CORRECTIONS = ("tis", "mis")
+CORRECTION_LEVELS = ("token", "arithmetic", "geometric", "product")
+
+
+@dataclass
+class AlgorithmConfig(Section):
+    advantage_estimator: str = "grpo"
+    """`gae` (with a critic), `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`, `maxrl`,
+    `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
+    normalize_std: bool | None = option()
+    """`grpo`: divide by the standard deviation of the group. `gae`: whiten over the batch. null: the function's
+    default."""
+    gamma: float | None = option(at_least=0, at_most=1)
+    """`gae`, `reinforce_plus_plus`, `remax`: discount."""
+    lam: float | None = option(at_least=0, at_most=1)
+    """`gae`: lambda."""
+    pass_k: int | None = option(at_least=1)
+    """`grpo_passk`: the k of pass@k."""
+    policy_loss: str = "clip"
+    """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
+    docs/algorithms.md), or an import path `package.module:function`."""
+    clip_low: float | None = option(at_least=0)
+    """`clip`, `gspo`, `cispo`, `clip_cov`: the lower bound of the ratio is `1 - clip_low`."""
+    clip_high: float | None = option(at_least=0)
+    """`clip`, `gspo`, `cispo`, `clip_cov`: the upper bound of the ratio is `1 + clip_high`."""
+    dual_clip: float | None = option(above=1)
+    """`clip`: where the advantage A is negative, the loss of a token is at most `dual_clip * |A|`."""
+    tau_pos: float | None = option(above=0)
+    """`sapo`: temperature of the gate for positive advantages."""
+    tau_neg: float | None = option(above=0)
+    """`sapo`: temperature of the gate for negative advantages."""
+    cov_frac: float | None = option(at_least=0, at_most=1)
+    """`clip_cov`: share of the tokens that is detached. `kl_cov`: share of the tokens that pays the penalty."""
+    cov_low: float | None = option()
+    """`clip_cov`: only tokens whose covariance is above this are detached."""
+    cov_high: float | None = option()
+    """`clip_cov`: only tokens whose covariance is below this are detached."""
+    cov_kl_coef: float | None = option(at_least=0)
+    """`kl_cov`: weight of the penalty."""
+    max_weight: float | None = option(above=0)
+    """`importance_weighted_ce`: upper bound of the importance weights."""
+    options: dict[str, Any] = open_section()
+    """Further options of functions that are given by import path."""
+    aggregation: str = choice("token_mean", AGGREGATIONS)
+    """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
+    `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`)."""
+    kl_coef: float = number(0.0, at_least=0)
+    """Weight of the KL to the reference. 0: no reference model."""
+    kl_in: str = choice("loss", ("loss", "reward"))
+    """Where the KL is applied: `loss` (a term of the policy loss) or `reward` (subtracted from the reward of each
+    token)."""
+    kl_estimator: str = choice("k3", KL_ESTIMATORS)
+    """Estimator of the KL: `k1`, `k2`, `k3` or `abs`; in the loss also `k1+` and `k3+`, which have the value of `k1` or
+    `k3` and the gradient of `k2`."""
+    ref_update_interval: int = number(-1, at_least=1, off=-1)
+    """Copy the policy into the reference every this many steps; the reference is then part of checkpoints. -1: the
+    reference stays the start weights."""
+    kl_controller: str = choice("fixed", ("fixed", "adaptive"))
+    """`fixed`: `kl_coef` stays as it is. `adaptive`: it is adjusted so that the KL approaches `kl_target`."""
+    kl_target: float = number(0.05, above=0)
+    """`kl_controller=adaptive`: the KL to reach, in nats per token."""
+    kl_horizon: float = number(10000, above=0)
+    """`kl_controller=adaptive`: number of completions over which `kl_coef` may change by about a fifth."""
+    entropy_coef: float = number(0.0, at_least=0)
+    """Weight of the entropy bonus in the policy loss."""
+    value_clip: float = number(0.2, at_least=0)
+    """`gae`: in the value loss, new values are clipped to at most this distance from the old values."""
+    rollout_correction: str | None = choice(None, (None, *CORRECTIONS))
+    """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated) or `mis`
+    (masked). null: no correction."""
+    rollout_correction_level: str = choice("token", CORRECTION_LEVELS)
+    """One ratio per `token`, or one per sequence: the `arithmetic` mean, the `geometric` mean or the `product` of the
+    ratios of its tokens."""
+    rollout_correction_low: float = number(0.5, at_least=0)
+    """`rollout_correction=mis`: tokens with a ratio below this are not learnt from."""
+    rollout_correction_high: float = number(2.0, above=0)
+    """Ratios above this are set to it (`tis`), or their tokens are not learnt from (`mis`)."""
+    filter_zero_variance: bool = False
+    """Exclude prompts whose completions all got the same reward from the losses and from their denominators."""
+    overlong_buffer: int = number(0, at_least=0)
+    """DAPO's soft punishment of long completions: a penalty that grows over this many last tokens before the limit. 0:
+    no penalty."""
+    overlong_factor: float = number(1.0, at_least=0)
+    """Penalty at the limit, subtracted from the reward (with `overlong_buffer`)."""
+    overlong_masking: bool = False
+    """Exclude completions that were cut at the limit from the losses."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose completions all get the same reward by further prompts (DAPO, Yu et al., 2025)."""
+    max_sample_batches: int = number(10, at_least=1)
+    """`dynamic_sampling`: most batches of prompts that a step draws. If they hold too few prompts with different
+    rewards, the step is filled up with the others."""
+
+    def check(self, config: Config, name: str) -> None:
+        rollout = config.rollout
+        if self.pass_k is not None and self.pass_k > rollout.n:
+            refuse(config, "algorithm.pass_k", f"exceeds rollout.n={rollout.n}")
+        if self.rollout_correction == "mis" and self.rollout_correction_low > self.rollout_correction_high:
+            refuse(
+                config,
+                "algorithm.rollout_correction_low",
+                f"exceeds algorithm.rollout_correction_high={self.rollout_correction_high}, which leaves no token to "
+                "learn from",
+            )
+        if self.overlong_buffer > rollout.max_response_tokens:
+            problem = f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
+            refuse(config, "algorithm.overlong_buffer", problem)
+        penalised = self.overlong_buffer > 0 or (self.kl_in == "reward" and self.kl_coef > 0)
+        if self.advantage_estimator == "grpo_passk" and penalised:
+            refuse(
+                config,
+                "algorithm.advantage_estimator",
+                "grpo_passk asks whether a reward reaches 1, which one with a penalty taken off does not; use "
+                "algorithm.kl_in=loss and algorithm.overlong_buffer=0",
+            )
+        self._check_kl(config)
+        if self.dynamic_sampling:
+            check_group_size(config, "algorithm.dynamic_sampling")
+
+    def _check_kl(self, config: Config) -> None:
+        if self.kl_in == "reward" and self.kl_estimator.endswith("+"):
+            refuse(
+                config,
+                "algorithm.kl_estimator",
+                "a straight-through estimator only differs in its gradient, and a reward has none; choose k1, k2, k3 "
+                "or abs",
+            )
+        if self.kl_controller == "adaptive":
+            if self.kl_coef == 0:
+                refuse(config, "algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
+            completions = config.trainer.train_batch_size * config.rollout.n
+            if self.kl_horizon < completions:
+                problem = f"must be at least the {completions} completions of one step"
+                refuse(config, "algorithm.kl_horizon", problem)
+        if self.ref_update_interval > 0:
+            if not config.has_reference:
+                problem = "there is no reference model with algorithm.kl_coef=0"
+                refuse(config, "algorithm.ref_update_interval", problem)
+            if not config.trainer.colocate_roles:
+                refuse(
+                    config,
+                    "algorithm.ref_update_interval",
+                    "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it",
+                )
+
+
+def check_group_size(config: Config, key: str) -> None:
+    """Refuse groups whose completions cannot differ, because `key` compares the completions of a prompt.
+
+    Raises:
+        UserError: there is one completion per prompt, or all are greedy.
+    """
+    if config.rollout.n < 2:
+        refuse(config, "rollout.n", f"{key} compares completions of a prompt and needs at least 2")
+    if config.rollout.temperature == 0:
+        problem = f"greedy completions of a prompt are all equal, and {key} compares them; use a value above 0"
+        refuse(config, "rollout.temperature", problem)
+
+
+def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The options of `function` (see `options_of`) that the config sets."""
+    names, any_name = set(options_of(function)), takes_any_option(function)
+    known = {name: value for name, value in named_options(algorithm).items() if name in names}
+    return known | {name: value for name, value in algorithm.options.items() if any_name or name in names}
+
+
+def named_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The options that are keys of the schema and that the config sets."""
+    names = sorted(f.name for f in dataclasses.fields(algorithm) if rule_of(f).is_option)
+    return {name: value for name in names if (value := getattr(algorithm, name)) is not None}

@@ -1,0 +1,148 @@
+"""The command line of a job: overrides in, an exit status out, and one sentence for each error of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from trainer.config.hydra import conf_dir, register, to_config
+from trainer.config.schema import OPEN_SECTIONS, RENAMED, Config, valid_keys
+from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
+from trainer.output import guard_output
+from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+# Hydra, which takes long to import, is imported where it is used: signals are handled from the first moment on.
+
+Job = Callable[[Config], None]
+
+
+def run_app(job: Job) -> None:
+    """Compose the config from the command line and hand it to `job`; then exit.
+
+    Exit status: 0 done, 2 the user must change something (one sentence on stderr), 1 any other error (with a
+    traceback), 75 stopped early, 130 interrupted by a second signal.
+    """
+    guard_output()
+    with SIGNALS.listening():
+        status = _run(job)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
+        os._exit(status)
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for an error of the config: what is wrong, where, and what is valid."""
+    from hydra.errors import ConfigCompositionException, OverrideParseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+
+    if isinstance(error, UserError):
+        return str(error)
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
+    for cause in chain:
+        if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
+            return _no_such_key(cause.full_key)
+        if isinstance(cause, ValidationError) and cause.full_key:
+            return f"{cause.full_key}: {first_lines[-1].rstrip('.')}"
+    if isinstance(error, (ConfigCompositionException, OverrideParseException)):
+        return " ".join(str(error).split())
+    return first_lines[0]
+
+
+def _no_such_key(key: str) -> str:
+    if key in RENAMED:
+        return f"{key}: this key is now {RENAMED[key]}; write {RENAMED[key]}=VALUE"
+    section = key.rpartition(".")[0]
+    if section in OPEN_SECTIONS:
+        return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
+    valid = ", ".join(valid_keys(section))
+    return f"{key}: no such key" + (f"; valid are {valid}" if valid else "")
+
+
+def _run(job: Job) -> int:
+    """Run the job, print how it ended, and return the exit status. Later signals are ignored."""
+    try:
+        try:
+            _compose_and_run(job)
+        finally:
+            SIGNALS.ignore()
+    except Stopped as stopped:
+        SIGNALS.ignore()  # this signal may have come in the line above
+        print(stopped)
+        return EXIT_STATUS
+    except KeyboardInterrupt:
+        SIGNALS.ignore()
+        print("interrupted; the last checkpoint is as it was", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _compose_and_run(job: Job) -> None:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
+
+    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
+    def app(dict_config: DictConfig) -> None:
+        nonlocal composed
+        composed = True
+        # Here as well, because Hydra would print a line of its own about a job that raises.
+        with _errors_as_sentences():
+            config = to_config(dict_config)
+            if HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN:
+                print(f"[{HydraConfig.get().job.num}] {config.trainer.run_dir}", flush=True)
+            job(config)
+
+    composed = False
+    with _errors_as_sentences():
+        try:
+            app()
+        except OSError as error:
+            if composed or isinstance(error, HydraException):  # a missing config is an OSError too
+                raise
+            raise UserError(
+                f"hydra.sweep.dir: {error.filename} cannot be written ({error.strerror}); work in another "
+                "directory, or choose another with hydra.sweep.dir=DIRECTORY"
+            ) from error
+
+
+@contextlib.contextmanager
+def _errors_as_sentences() -> Iterator[None]:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(2)
+    except (WorkerError, NonFiniteError, NotSavedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if not memory_ran_out(error):
+            raise
+        print(
+            f"error: the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
+            "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
+            file=sys.stderr,
+        )
+        sys.exit(1)

@@ -1,0 +1,81 @@
+"""`data.*` and `reward.*`: prompts, answers and how completions are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.config.fields import LONGEST_TIME, Section, choice, number, open_section, refuse, value_of
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+GENERATORS: dict[str, tuple[str, ...]] = {"arithmetic": ("max_value",), "reverse_text": ("min_letters", "max_letters")}
+"""The generators of `trainer.data.generators`, each with the names of its options."""
+
+
+@dataclass
+class DataConfig(Section):
+    train_files: list[str] = field(default_factory=list)
+    """Training prompts: `.jsonl` or `.parquet` files, or Hub datasets as `hf://OWNER/NAME?config=C&split=S`."""
+    val_files: list[str] = field(default_factory=list)
+    """Held-out prompts for validation, in the same formats as `train_files`."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the reference answer, which is passed to the reward."""
+    messages_key: str | None = None
+    """Column of whole chats, used instead of `prompt_key` and `answer_key`: the last message is the answer."""
+    generator: str | None = choice(None, (None, *GENERATORS))
+    """Make prompts instead of reading files: `arithmetic` or `reverse_text`."""
+    generator_args: dict[str, int] = open_section()
+    """Options of the generator: `arithmetic` {max_value}; `reverse_text` {min_letters, max_letters}."""
+    train_size: int = number(-1, at_least=1, off=-1)
+    """Number of training examples to generate, or most examples to use from the files. -1: all."""
+    val_size: int = number(-1, at_least=1, off=-1)
+    """Number of validation examples to generate, or most examples to use from the files. -1: all."""
+    system_prompt: str | None = None
+    """System message that is put before every prompt."""
+    curriculum: str | None = None
+    """Import path `package.module:function` of a function (prompts, epoch, rewards) that chooses the prompts of an
+    epoch and their order (see `trainer.data.source.Curriculum`). null: all prompts, shuffled."""
+
+    def check(self, config: Config, name: str) -> None:
+        if self.generator:
+            self._check_generator(config, GENERATORS[self.generator])
+        elif not self.train_files:
+            problem = "name at least one file, or choose a data group such as data=arithmetic"
+            refuse(config, "data.train_files", problem)
+        elif not self.val_files and config.trainer.val_interval > 0:
+            refuse(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
+        if self.curriculum is not None and ":" not in self.curriculum:
+            refuse(config, "data.curriculum", "must be an import path package.module:function")
+
+    def _check_generator(self, config: Config, options: tuple[str, ...]) -> None:
+        if self.train_files or self.val_files:
+            refuse(
+                config,
+                "data.generator",
+                "data.train_files and data.val_files cannot be combined with a generator; choose data=files or drop "
+                "them",
+            )
+        for key in ("data.train_size", "data.val_size"):
+            if value_of(config, key) < 1:
+                refuse(config, key, "a generator needs a number of examples")
+        for option in self.generator_args:
+            if option not in options:
+                problem = f"data.generator={self.generator} takes {', '.join(options)}, not {option}"
+                refuse(config, "data.generator_args", problem)
+
+
+@dataclass
+class RewardConfig(Section):
+    name: str = "reverse_text"
+    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, or an import path `package.module:function` of a
+    function (completion: str, answer: str) -> float."""
+    timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME)
+    """Seconds that the reward of one completion may take. A reward that takes longer counts as failed: it is 0, and
+    the failure is counted. Each time completions are scored, failed rewards may take 30 times this in each process;
+    after that the remaining completions are not tried and count as failed."""
+    num_processes: int = number(1, at_least=1)
+    """Number of processes that compute rewards."""

@@ -1,0 +1,202 @@
+"""Fields of the schema that carry their rules: bounds, choices, and whether a value turns the key off."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+LARGEST_INTEGER = 2**31 - 1
+"""Greatest value of a whole number that has no `at_most` of its own."""
+
+LARGEST_SEED = 2**32 - 1
+"""vLLM hands its seed to NumPy, which takes 32 bits."""
+
+LONGEST_TIME = 1_000_000
+"""Greatest value of most times: days in seconds, years in minutes. The clocks of libraries end not far above."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the value of one key may be. null is allowed wherever the type allows it."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    off: float | None = None
+    """A value outside of the bounds that turns the key off."""
+    choices: tuple[str | None, ...] = ()
+    """Texts that a value, or each item of a list, may be. Empty: any."""
+    is_open: bool = False
+    """The key is a section whose keys are the user's choice."""
+    is_option: bool = False
+    """The value is handed to a function of `trainer.algorithms`, by the name of the key."""
+
+    def problem(self, value: Any) -> str | None:
+        """Why `value` is refused; None: it is allowed."""
+        for scalar in _scalars(value):
+            if (problem := self._problem_of_scalar(scalar)) is not None:
+                return problem
+        if self.choices and isinstance(value, list):
+            unknown = set(value) - set(self.choices)
+            return f"may name {_listed(self.choices)}" if unknown else None
+        if self.choices and value not in self.choices:
+            return f"choose one of {_listed(self.choices)}"
+        return None
+
+    def bounds(self) -> str:
+        """The bounds in words, such as `at least 1, or -1`; empty if there are none."""
+        words = [f"at least {self.at_least:g}"] if self.at_least is not None else []
+        words += [f"above {self.above:g}"] if self.above is not None else []
+        words += [f"at most {self.at_most}"] if self.at_most is not None else []
+        return " and ".join(words) + (f", or {self.off:g}" if words and self.off is not None else "")
+
+    def _problem_of_scalar(self, value: Any) -> str | None:
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
+        if self.is_open:
+            return None
+        if isinstance(value, str):
+            return _problem_of_text(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value != self.off:
+            return self._problem_of_number(value)
+        return None
+
+    def _problem_of_number(self, value: float) -> str | None:
+        alternative = "" if self.off is None else f" (or {self.off:g})"
+        if self.at_least is not None and value < self.at_least:
+            return f"must be at least {self.at_least:g}{alternative}"
+        if self.above is not None and value <= self.above:
+            return f"must be above {self.above:g}{alternative}"
+        if self.at_most is not None:
+            return f"must be at most {self.at_most}" if value > self.at_most else None
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            return f"must be at most {LARGEST_INTEGER}, negative or not"
+        return None
+
+
+ANY = Rule()
+_RULE = "rule"
+
+
+def number(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    off: float | None = None,
+) -> Any:
+    """A key with bounds."""
+    return _field(Rule(at_least, above, at_most, off), default=default)
+
+
+def choice(default: str | None, choices: Iterable[str | None]) -> Any:
+    """A key whose value is one of `choices`."""
+    return _field(Rule(choices=tuple(choices)), default=default)
+
+
+def choices(names: Iterable[str]) -> Any:
+    """A list, empty by default, of any of `names`."""
+    return _field(Rule(choices=tuple(names)), default_factory=list)
+
+
+def option(*, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
+    """An option of the functions that the config chooses. null, the default: the function's own default."""
+    return _field(Rule(at_least, above, at_most, is_option=True), default=None)
+
+
+def open_section() -> Any:
+    """A section whose keys are the user's choice."""
+    return _field(Rule(is_open=True), default_factory=dict)
+
+
+def rule_of(key: dataclasses.Field[Any]) -> Rule:
+    """The rule of a field of the schema."""
+    return key.metadata.get(_RULE, ANY)
+
+
+class Section:
+    """A section of the config. What must hold between keys is checked by the section that it concerns."""
+
+    def check(self, config: Config, name: str) -> None:
+        """Refuse values that contradict each other. Called when every single value is within its bounds.
+
+        Args:
+            config: the whole config.
+            name: dotted name of this section.
+
+        Raises:
+            UserError: one sentence that names the key, its value and what is valid.
+        """
+
+
+def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of this section and of all sections in it, outer ones first."""
+    yield name, section
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from walk_sections(value, _join(name, f.name))
+
+
+def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Rule]]:
+    """Dotted name, value and rule of every key, those of nested sections included."""
+    for inner, value in walk_sections(section, name):
+        for f in dataclasses.fields(value):
+            if not dataclasses.is_dataclass(item := getattr(value, f.name)):
+                yield _join(inner, f.name), item, rule_of(f)
+
+
+def changed_keys(section: Any, default: Any, name: str) -> list[str]:
+    """Dotted names of the keys whose values differ from `default`, a section of the same type."""
+    pairs = zip(walk_keys(section, name), walk_keys(default, name), strict=True)
+    return [key for (key, value, _), (_, other, _) in pairs if value != other]
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def refuse(config: Any, key: str, problem: str) -> NoReturn:
+    """Raise a UserError about the value of a dotted key."""
+    shown = str(value_of(config, key))
+    raise UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
+
+
+def _field(rule: Rule, **default: Any) -> Any:
+    return field(**default, metadata={_RULE: rule})
+
+
+def _join(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _problem_of_text(text: str) -> str | None:
+    if not text.strip():
+        return "is empty; give a value, or drop the key"
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        return "holds a character that no file or program takes"
+    return None
+
+
+def _listed(names: Iterable[str | None]) -> str:
+    return ", ".join("null" if name is None else name for name in names)

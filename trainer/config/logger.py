@@ -1,0 +1,33 @@
+"""`logger.*`: where metrics go, and what the run shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.config.fields import Section, choice, number
+
+
+@dataclass
+class WandbConfig(Section):
+    mode: str = choice("off", ("online", "offline", "off"))
+    """`online`, `offline` or `off`."""
+    project: str = "trainer"
+    """W&B project."""
+    entity: str | None = None
+    """W&B team or user."""
+
+
+@dataclass
+class LoggerConfig(Section):
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard events to `{run_dir}/tensorboard`."""
+    progress: bool = True
+    """Show a live progress display on a terminal, and plain lines elsewhere."""
+    plot: bool = True
+    """Draw `{run_dir}/report.png` at the end."""
+    samples: int = number(2, at_least=0)
+    """Number of completions to print at each validation."""
+    rollouts: bool = False
+    """Write the completions of every step, with tokens, log-probs and rewards, to `{run_dir}/rollouts/step_N.jsonl`."""

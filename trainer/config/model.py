@@ -1,0 +1,70 @@
+"""`model.*`: the model that is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.config.fields import LARGEST_SEED, Section, choice, number, refuse
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+
+@dataclass
+class TinyConfig(Section):
+    hidden_size: int = number(128, at_least=1)
+    """Width."""
+    intermediate_size: int = number(384, at_least=1)
+    """Width of the MLP."""
+    num_layers: int = number(2, at_least=1)
+    """Number of blocks."""
+    num_heads: int = number(4, at_least=1)
+    """Number of attention heads."""
+    num_kv_heads: int = number(2, at_least=1)
+    """Number of key and value heads."""
+    head_dim: int = number(32, at_least=1)
+    """Width of a head. vLLM's CPU attention needs a multiple of 32."""
+    max_position_embeddings: int = number(4096, at_least=1)
+    """Longest sequence, in tokens."""
+    tie_word_embeddings: bool = True
+    """The output head shares the weights of the embedding."""
+    seed: int = number(1, at_least=0, at_most=LARGEST_SEED)
+    """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
+    of several seeds start from one model."""
+
+    def check(self, config: Config, name: str) -> None:
+        if self.head_dim % 2:
+            refuse(config, "model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
+        if self.num_heads % self.num_kv_heads:
+            refuse(config, "model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={self.num_heads}")
+
+
+@dataclass
+class ModelConfig(Section):
+    path: str | None = None
+    """Hugging Face id or directory of a causal LM. null: build the embedded Qwen3 of `model.tiny`, warm it up with
+    supervised steps (see `sft`) and cache it."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+    """Shape of the embedded model."""
+    cache_dir: str = "${oc.env:TRAINER_CACHE,'~/.cache/trainer'}"
+    """Directory of the embedded models that were built and warmed up, one directory per configuration."""
+    attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"))
+    """Attention of the trainer's models: `sdpa`, `eager` or `flash_attention_2`."""
+    trust_remote_code: bool = False
+    """Allow the model directory to run its own Python code."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's chat template."""
+
+    def check(self, config: Config, name: str) -> None:
+        if self.path is not None:
+            return
+        longest, rollout = self.tiny.max_position_embeddings, config.rollout
+        if config.sft.max_length > longest:
+            refuse(config, "sft.max_length", "exceeds model.tiny.max_position_embeddings")
+        if rollout.max_prompt_tokens + rollout.max_response_tokens > longest:
+            refuse(
+                config,
+                "rollout.max_response_tokens",
+                f"with rollout.max_prompt_tokens it exceeds model.tiny.max_position_embeddings={longest}",
+            )

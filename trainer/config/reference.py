@@ -1,0 +1,53 @@
+"""`docs/config.md`, generated from the schema: every key with its type, bounds, default and meaning."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from typing import Any
+
+from trainer.config.fields import rule_of, walk_sections
+from trainer.config.schema import Config
+
+_HEADER = [
+    "# Configuration reference",
+    "",
+    "Generated from `trainer/config/` by `make docs`. The default is that of the schema; a group "
+    "(`conf/<group>/<name>.yaml`) may set another.",
+    "",
+]
+
+
+def page() -> str:
+    """The text of `docs/config.md`."""
+    lines = list(_HEADER)
+    for name, section in walk_sections(Config()):
+        docs, rows = field_docs(type(section)), []
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            if not dataclasses.is_dataclass(value):
+                rows.append(f"| `{name}.{f.name}` | {_type_of(f)} | `{_shown(value)}` | {docs[f.name]} |")
+        if rows:
+            lines += [f"## {name}", "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for statement, following in zip(body, body[1:], strict=False):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(statement, ast.AnnAssign) and is_text:
+            docs[statement.target.id] = " ".join(following.value.value.split())  # type: ignore[union-attr]
+    return docs
+
+
+def _type_of(field: dataclasses.Field[Any]) -> str:
+    kind, bounds = str(field.type).replace("|", "or"), rule_of(field).bounds()
+    return f"{kind}, {bounds}" if bounds else kind
+
+
+def _shown(value: object) -> object:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value

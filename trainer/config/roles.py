@@ -1,0 +1,122 @@
+"""`trainer.policy`, `trainer.critic`, `trainer.reference`: how each model is trained and sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.config.fields import Section, changed_keys, choice, number, refuse
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+
+@dataclass
+class OptimizerConfig(Section):
+    lr: float = number(1e-6, at_least=0)
+    """Peak learning rate of AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = number(1e-8, above=0)
+    """AdamW's epsilon."""
+    weight_decay: float = number(0.0, at_least=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = number(1.0, at_least=0)
+    """Gradients are clipped to this global norm. 0: no clipping."""
+    scheduler: str = choice("constant", ("constant", "cosine"))
+    """Learning rate after warm-up: `constant`, or `cosine` (decays to `min_lr_ratio` over `schedule_steps`)."""
+    warmup_steps: int = number(0, at_least=0)
+    """Optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: float = number(0.1, at_least=0, at_most=1)
+    """Learning rate at the end of `cosine`, as a share of `lr`."""
+    schedule_steps: int | None = number(None, at_least=1)
+    """Steps of the run after which `cosine` has ended; later steps keep its last value. null: the steps of the run
+    (`trainer.total_steps`, `sft.steps`). With a number, a run can be extended without changing the schedule."""
+
+    def check(self, config: Config, name: str) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            refuse(config, f"{name}.betas", "must be two numbers, each at least 0 and below 1")
+
+
+@dataclass
+class FSDPConfig(Section):
+    param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
+    or `float32`. The optimizer always keeps float32 master weights."""
+    reduce_dtype: str = choice("float32", ("float32", "bfloat16"))
+    """Precision in which gradients are summed over ranks: `float32` or `bfloat16`."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+
+
+@dataclass
+class LoraConfig(Section):
+    rank: int | None = number(None, at_least=1)
+    """Rank of the low-rank adapters that are trained while the weights stay frozen (LoRA, Hu et al., 2021). null:
+    train all weights."""
+    alpha: float = number(32, above=0)
+    """Scale of the adapters: their product is multiplied by `alpha / rank`."""
+    target_modules: list[str] = field(default_factory=list)
+    """Names of the linear layers that get adapters, such as `q_proj`. Empty: all linear layers of the blocks."""
+
+    def check(self, config: Config, name: str) -> None:
+        if self.rank is None:
+            for key in changed_keys(self, LoraConfig(), name):
+                refuse(config, key, f"needs {name}.rank")
+
+
+@dataclass
+class PolicyConfig(Section):
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of the policy."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of the policy."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the policy."""
+
+
+@dataclass
+class CriticConfig(Section):
+    path: str | None = None
+    """Start weights of the critic's backbone: a Hugging Face id or a directory. null: those of the policy."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
+    """Optimizer of the critic."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of the critic. Its value head is always trained in full."""
+    warmup_steps: int = number(0, at_least=0)
+    """First steps of the run in which only the critic is trained."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the critic."""
+
+    def check(self, config: Config, name: str) -> None:
+        if self.warmup_steps >= config.trainer.total_steps:
+            problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
+            refuse(config, f"{name}.warmup_steps", problem)
+        if not config.has_critic:
+            estimator = config.algorithm.advantage_estimator
+            for key in changed_keys(self, CriticConfig(), name):
+                refuse(
+                    config,
+                    key,
+                    f"algorithm.advantage_estimator={estimator} has no critic; choose algorithm=ppo or drop the key",
+                )
+
+
+@dataclass
+class ReferenceConfig(Section):
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the reference."""
+
+    def check(self, config: Config, name: str) -> None:
+        if not config.has_reference:
+            problem = "there is no reference model with algorithm.kl_coef=0; raise it or drop the key"
+        elif config.reference_is_base:
+            problem = "with trainer.policy.lora the policy without its adapters is the reference; drop the key"
+        else:
+            return
+        for key in changed_keys(self, ReferenceConfig(), name):
+            refuse(config, key, problem)

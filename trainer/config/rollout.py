@@ -1,0 +1,85 @@
+"""`rollout.*`: the engines that generate completions, and how they sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.engines import ENGINES, engines_with
+from trainer.config.fields import Section, choice, number, open_section, refuse
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+_LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
+
+
+@dataclass
+class RolloutConfig(Section):
+    engine: str = choice("vllm", ENGINES)
+    """Inference engine: `vllm` or `transformers`."""
+    num_engines: int = number(1, at_least=1)
+    """Number of engines. Prompts are spread over them."""
+    tensor_parallel_size: int = number(1, at_least=1)
+    """GPUs per engine (vLLM)."""
+    share_gpus: bool = False
+    """Engines share the GPUs of the ranks and sleep while the ranks train. false: engines have GPUs of their own."""
+    n: int = number(8, at_least=1)
+    """Completions per prompt."""
+    max_prompt_tokens: int = number(512, at_least=1)
+    """Longest prompt, in tokens. Longer prompts are dropped, and counted, when the data is read."""
+    max_response_tokens: int = number(512, at_least=1)
+    """Longest completion, in tokens. Longer completions are cut."""
+    temperature: float = number(1.0, at_least=_LOWEST_TEMPERATURE, at_most=100, off=0)
+    """Sampling temperature of rollouts. The trainer divides its logits by it too. 0: greedy."""
+    top_p: float = number(1.0, above=0, at_most=1)
+    """Nucleus sampling: keep the smallest set of tokens with this probability. 1: all tokens."""
+    top_k: int = number(-1, at_least=1, off=-1)
+    """Keep this many of the most likely tokens. -1: all."""
+    val_n: int = number(0, at_least=0)
+    """Validation also samples this many completions per prompt for `val/pass@k`. 0: greedy completions only."""
+    dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
+    max_num_seqs: int = number(256, at_least=1)
+    """Most sequences that an engine runs at once."""
+    kv_cache_mb: int = number(128, at_least=1)
+    """KV cache of a vLLM engine on CPU, in MiB."""
+    gpu_memory_utilization: float = number(0.85, above=0, at_most=1)
+    """Share of a GPU's memory that a vLLM engine takes for weights and KV cache."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs. On CPU it always runs without."""
+    weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast"))
+    """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
+    over ranks and engines) or `auto`: shared memory on one node, broadcast across nodes."""
+    lora_sync: str = choice("auto", ("auto", "merged", "adapter"))
+    """What engines get of a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the engine
+    can serve it, else merged weights."""
+    engine_args: dict[str, Any] = open_section()
+    """Further arguments for `vllm.LLM`."""
+
+    def check(self, config: Config, name: str) -> None:
+        spec = ENGINES[self.engine]
+        if self.tensor_parallel_size > 1 and not spec.tensor_parallel:
+            problem = f"rollout.engine={self.engine} runs on one device; choose {engines_with('tensor_parallel')}"
+            refuse(config, "rollout.tensor_parallel_size", problem)
+        if self.engine_args and not spec.engine_args:
+            problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
+            refuse(config, "rollout.engine_args", problem)
+        self._check_lora(config)
+
+    def _check_lora(self, config: Config) -> None:
+        rank, most = config.trainer.policy.lora.rank, ENGINES[self.engine].max_lora_rank
+        if rank is None and self.lora_sync != "auto":
+            refuse(config, "rollout.lora_sync", "needs trainer.policy.lora.rank")
+        if rank is None or self.lora_sync != "adapter":
+            return
+        if not most:
+            refuse(
+                config,
+                "rollout.lora_sync",
+                f"rollout.engine={self.engine} serves no adapters; choose merged or "
+                f"rollout={engines_with('max_lora_rank')}",
+            )
+        if rank > most:
+            problem = f"rollout.engine={self.engine} serves adapters up to rank {most}; choose merged"
+            refuse(config, "rollout.lora_sync", problem)

@@ -1,0 +1,116 @@
+"""The root of the typed schema, and the check of a whole config.
+
+Hydra composes `conf/*.yaml` onto these dataclasses. Each key carries its bounds or choices (`trainer.config.fields`),
+and each section checks what must hold between keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.data import DataConfig, RewardConfig
+from trainer.config.engines import ENGINES
+from trainer.config.fields import Section, refuse, walk_keys, walk_sections
+from trainer.config.logger import LoggerConfig
+from trainer.config.model import ModelConfig
+from trainer.config.rollout import RolloutConfig
+from trainer.config.supervised import SFTConfig
+from trainer.config.trainer import TrainerConfig
+
+RENAMED = {
+    "trainer.colocate": "trainer.colocate_roles",
+    "rollout.colocate": "rollout.share_gpus",
+}
+"""Keys of earlier versions and their successors."""
+
+
+@dataclass
+class Config(Section):
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.advantage_estimator == "gae"
+
+    @property
+    def has_reference(self) -> bool:
+        return self.algorithm.kl_coef > 0
+
+    @property
+    def reference_moves(self) -> bool:
+        return self.has_reference and self.algorithm.ref_update_interval > 0
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The policy without its adapters is the reference, and no second model is needed."""
+        has_adapters = self.trainer.policy.lora.rank is not None
+        return self.has_reference and has_adapters and self.trainer.colocate_roles and not self.reference_moves
+
+    @property
+    def syncs_adapter(self) -> bool:
+        """Engines serve the adapters over the start weights."""
+        rank, setting = self.trainer.policy.lora.rank, self.rollout.lora_sync
+        if rank is None or setting == "merged":
+            return False
+        return setting == "adapter" or rank <= ENGINES[self.rollout.engine].max_lora_rank
+
+    def check(self, config: Config, name: str) -> None:
+        keys = [key for key, *_ in walk_keys(self)]
+        for allowed in self.trainer.allow_config_change:
+            if allowed not in keys and not any(key.startswith(f"{allowed}.") for key in keys):
+                problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
+                refuse(config, "trainer.allow_config_change", problem)
+
+
+OPEN_SECTIONS = tuple(key for key, _, rule in walk_keys(Config()) if rule.is_open)
+"""Sections whose keys the schema does not know."""
+
+
+def validate(config: Config) -> None:
+    """Check every value on its own, then what must hold between them.
+
+    Raises:
+        UserError: one sentence that names the key, its value and what is valid.
+    """
+    for key, value, rule in walk_keys(config):
+        if (problem := rule.problem(value)) is not None:
+            refuse(config, key, problem)
+    for name, section in walk_sections(config):
+        section.check(config, name)
+
+
+def valid_keys(prefix: str = "") -> list[str]:
+    """Dotted names of all keys below the section `prefix` (empty: all sections)."""
+    for name, section in walk_sections(Config()):
+        if name == prefix:
+            return [f"{prefix}.{f.name}".lstrip(".") for f in dataclasses.fields(section)]
+    return []
+
+
+def with_new_names(saved: dict[str, Any]) -> dict[str, Any]:
+    """A nested config of an earlier version with the keys of today (see `RENAMED`); `saved` stays as it is."""
+    config = {name: dict(section) if isinstance(section, dict) else section for name, section in saved.items()}
+    for old, new in RENAMED.items():
+        (section, name), (new_section, new_name) = old.split("."), new.split(".")
+        if isinstance(config.get(section), dict) and name in config[section]:
+            config.setdefault(new_section, {})[new_name] = config[section].pop(name)
+    return config
+
+
+def _instead_of(name: str) -> str:
+    if name in RENAMED:
+        return f"it is now {RENAMED[name]}"
+    open_section = next((section for section in OPEN_SECTIONS if name.startswith(f"{section}.")), None)
+    if open_section is not None:
+        return f"name {open_section} as a whole"
+    return f"valid are {', '.join(valid_keys(name.rpartition('.')[0]) or valid_keys())}"

@@ -1,0 +1,53 @@
+"""`sft.*`: supervised training, and the warm start of the embedded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.config.fields import Section, choice, number, refuse, value_of
+from trainer.config.roles import OptimizerConfig
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+
+@dataclass
+class SFTConfig(Section):
+    steps: int = number(200, at_least=1)
+    """Optimizer steps of supervised training, or of the warm start of the embedded model."""
+    batch_size: int = number(8, at_least=1)
+    """Packed rows per optimizer step."""
+    max_length: int = number(256, at_least=1)
+    """Tokens per packed row. A longer example is cut."""
+    train_on: list[str] = field(default_factory=lambda: ["assistant"])
+    """Roles whose messages are learnt."""
+    weights: list[float] = field(default_factory=list)
+    """Relative frequency with which examples of each of `data.train_files` are drawn, one number per file. Empty:
+    every example is drawn equally often."""
+    source: str = choice("examples", ("examples", "rollouts"))
+    """Content of `data.train_files`: `examples`, or `rollouts` as `logger.rollouts` writes them."""
+    min_reward: float | None = None
+    """`source=rollouts`: learn only completions with at least this reward (rejection sampling). null: all."""
+    max_weight: float | None = number(None, above=0)
+    """`source=rollouts`: multiply the loss of each token by its importance weight, at most this (the loss
+    `importance_weighted_ce`). The weight is the token's probability under the model divided by its probability under
+    the policy that sampled it. null: plain cross-entropy (distillation)."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
+    """Optimizer of supervised training."""
+
+    def check(self, config: Config, name: str) -> None:
+        files = config.data.train_files
+        if self.source == "rollouts" and not files:
+            problem = "needs data.train_files, the files that logger.rollouts=true makes a run write"
+            refuse(config, "sft.source", problem)
+        for key in ("sft.min_reward", "sft.max_weight"):
+            if self.source != "rollouts" and value_of(config, key) is not None:
+                refuse(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
+        if not self.train_on:
+            refuse(config, "sft.train_on", "names no role, so nothing would be learnt")
+        if self.weights and len(self.weights) != len(files):
+            problem = f"must name one weight for each of the {len(files)} data.train_files"
+            refuse(config, "sft.weights", problem)
+        if not all(weight > 0 for weight in self.weights):
+            refuse(config, "sft.weights", "must be numbers above 0")

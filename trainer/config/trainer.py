@@ -1,0 +1,188 @@
+"""`trainer.*`: the run, its steps, its ranks, and what is saved when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from trainer.config.fields import LARGEST_SEED, LONGEST_TIME, Section, choice, choices, number, refuse, value_of
+from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
+_LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
+
+
+@dataclass
+class TrainerConfig(Section):
+    run_name: str = "default"
+    """Plain name of the run, without slashes. It is part of `run_dir`, and the name shown in W&B."""
+    run_dir: str = "outputs/${trainer.run_name}${sweep_suffix:}"
+    """Directory of the run. In a `-m` sweep each job's overrides are appended."""
+    seed: int = number(1, at_least=0, at_most=LARGEST_SEED)
+    """Seed of every random draw of the run."""
+    total_steps: int = number(140, at_least=1)
+    """Number of steps after which the run is finished."""
+    num_workers: int = number(1, at_least=1)
+    """Number of FSDP2 ranks: GPUs, or processes on CPU."""
+    replicas: int = number(1, at_least=1)
+    """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
+    device: str = choice("auto", ("auto", "cpu", "cuda"))
+    """`cuda`, `cpu`, or `auto`: CUDA if the machine has it."""
+    colocate_roles: bool = True
+    """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
+    `num_workers` ranks of its own."""
+    ray_address: str | None = None
+    """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run."""
+    master_port: int = number(0, at_least=0, at_most=65535)
+    """Port on rank 0's machine at which the ranks meet. 0: any free port."""
+    worker_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)
+    """Seconds that one collective may take before the ranks give up."""
+    silence_timeout_s: float = number(300.0, at_least=0.001)
+    """Seconds without any sign of life from a rank or an engine before the job ends with status 1. A stopped process,
+    or a process on a frozen machine, is silent; a process that computes is not."""
+    call_timeout_s: float = number(14400.0, at_least=0.001)
+    """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
+    update) before the job ends with status 1."""
+    train_batch_size: int = number(64, at_least=1)
+    """Prompts per step."""
+    mini_batch_size: int = number(32, at_least=1)
+    """Prompts per optimizer step."""
+    update_epochs: int = number(1, at_least=1)
+    """Passes over the experience of a step."""
+    max_tokens_per_micro_batch: int = number(16384, at_least=1)
+    """Most tokens, padding included, that one rank takes through the model at once. A longer sequence is processed
+    alone."""
+    val_interval: int = number(10, at_least=1, off=-1)
+    """Validate every this many steps and after the last step. -1: never."""
+    val_before_train: bool = True
+    """Validate the start weights, as step 0."""
+    ckpt_path: str = "${trainer.run_dir}/checkpoints"
+    """Directory of the checkpoints."""
+    ckpt_interval: int | str = number(10, at_least=1, off=-1)
+    """Steps between checkpoints; the last step is always saved. -1: do not save by steps. `auto`: save by time, at
+    the interval that loses least, given the measured cost of a save and `mean_time_between_failures` (Young, 1974;
+    Daly, 2006)."""
+    ckpt_interval_minutes: float = number(-1, at_least=0.001, at_most=LONGEST_TIME, off=-1)
+    """Also save when this many minutes have passed since the last save. -1: save by steps only."""
+    mean_time_between_failures: float = number(240, at_least=0.001, at_most=LONGEST_TIME)
+    """Expected minutes between failures, for `ckpt_interval=auto`."""
+    ckpt_async: bool = True
+    """Write checkpoints while training continues. Needs host memory for one copy of each rank's shards."""
+    ckpt_failures_allowed: int = number(3, at_least=0)
+    """Number of saves in a row that may fail before the run stops. Until then training continues, and the last
+    committed checkpoint stays."""
+    max_ckpts_to_keep: int = number(-1, at_least=1, off=-1)
+    """Number of newest checkpoints to keep. -1: all. The newest checkpoint, and the one the run resumed from, are
+    never deleted."""
+    keep_every: int = number(-1, at_least=1, off=-1)
+    """Also keep checkpoints whose step is a multiple of this. -1: none."""
+    keep_best: int = number(0, at_least=0)
+    """Also keep this many checkpoints with the best `best_metric`."""
+    best_metric: str = "val/accuracy"
+    """Metric of `keep_best`, measured at the step of the checkpoint."""
+    best_mode: str = choice("max", ("max", "min"))
+    """`max`: a higher `best_metric` is better. `min`: a lower one is."""
+    resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"))
+    """`latest`: resume from the newest valid checkpoint in `ckpt_path`, or start a new run if there is none (one
+    command for the first start and every restart). `from_path`: fork from `resume_path`. `none` or null: start a new
+    run."""
+    resume_path: str | None = None
+    """With `resume_mode=from_path`: the `global_step_N` directory of another run to fork from. Restarted with
+    the same command, the fork continues from its own newest checkpoint."""
+    resume_load: list[str] = choices(RESUME_LOAD)
+    """What a fork loads, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the position in the data)
+    and `state` (step, counters, best metric). Empty: all."""
+    verify_checkpoint: str = choice("hash", ("hash", "size", "off"))
+    """How a checkpoint is checked before it is loaded: `hash` (every byte), `size` (of every file), or `off`."""
+    allow_config_change: list[str] = field(default_factory=list)
+    """Keys, or sections, that may differ from the config of the checkpoint to resume from."""
+    on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"))
+    """What to do if a replayed step differs from the metrics that the killed run logged: `warn`, `stop`, or `fallback`
+    (resume from the checkpoint before)."""
+    resume_tolerance: float = number(0.0, at_least=0, at_most=1)
+    """Relative difference that a replayed metric may have. 0 (the same to the last bit) is right on CPU; GPU kernels
+    are not deterministic."""
+    stop_at: str | None = None
+    """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
+    there is one."""
+    lock_timeout_s: float = number(60, at_least=1, at_most=LONGEST_TIME)
+    """Seconds without a sign of life after which a job on another machine loses its lock on the run directory."""
+    hf_save_interval: int = number(-1, at_least=1, off=-1)
+    """Steps between exports in Hugging Face format. -1: no exports."""
+    hf_save_lora: str = choice("merged", ("merged", "adapter"))
+    """What an export of a policy with adapters contains: `merged` weights, or the `adapter` alone, as peft reads it."""
+    export_path: str = "${trainer.run_dir}/exports"
+    """Directory of the exports; each is written to `global_step_N/policy` in it."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The policy."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic. Only with `algorithm.advantage_estimator=gae`."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The reference. Only with `algorithm.kl_coef` above 0."""
+
+    def optimizer_steps(self, steps: int) -> dict[str, int]:
+        """Optimizer steps of each trained role in the first `steps` steps of a run."""
+        per_step = self.train_batch_size // self.mini_batch_size * self.update_epochs
+        return {"critic": steps * per_step, "policy": max(0, steps - self.critic.warmup_steps) * per_step}
+
+    def scheduled_steps(self) -> dict[str, int]:
+        """Optimizer steps over which the learning rate of each trained role is scheduled."""
+        lengths = {"policy": self.policy.optimizer.schedule_steps, "critic": self.critic.optimizer.schedule_steps}
+        return {role: self.optimizer_steps(length or self.total_steps)[role] for role, length in lengths.items()}
+
+    def check(self, config: Config, name: str) -> None:
+        if self.train_batch_size % self.mini_batch_size:
+            problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
+            refuse(config, "trainer.train_batch_size", problem)
+        if self.num_workers % self.replicas:
+            refuse(config, "trainer.num_workers", f"must be a multiple of trainer.replicas={self.replicas}")
+        self._check_paths(config)
+        self._check_saving(config)
+        self._check_resume(config)
+        if self.stop_at is not None:
+            try:
+                datetime.fromisoformat(self.stop_at).timestamp()
+            except (ValueError, OverflowError):
+                refuse(config, "trainer.stop_at", "must be a time such as 2026-11-21T18:00")
+        if self.hf_save_lora != "merged" and self.policy.lora.rank is None:
+            refuse(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
+
+    def _check_paths(self, config: Config) -> None:
+        name = self.run_name
+        plain = name not in (".", "..") and "/" not in name and name.isprintable() and name == name.strip()
+        if not plain or len(name.encode()) > _LONGEST_NAME:
+            refuse(
+                config,
+                "trainer.run_name",
+                "must be a plain name without slashes, control characters and spaces around it, at most "
+                f"{_LONGEST_NAME} bytes; trainer.run_dir takes a path",
+            )
+        for key in ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_path"):
+            if (value_of(config, key) or "").startswith("~"):
+                refuse(config, key, "begins with ~, which only a shell replaces; write the whole path")
+        if "://" in self.ckpt_path:
+            problem = "must be a directory that all ranks see; object stores are not supported yet"
+            refuse(config, "trainer.ckpt_path", problem)
+
+    def _check_saving(self, config: Config) -> None:
+        if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":
+            refuse(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
+        for key in ("trainer.keep_best", "trainer.keep_every"):
+            if value_of(config, key) > 0 and self.max_ckpts_to_keep < 0:
+                refuse(config, key, "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
+        if self.keep_best > 0 and self.best_metric.startswith("val/") and self.val_interval < 1:
+            problem = f"trainer.best_metric={self.best_metric} is never measured with trainer.val_interval=-1"
+            refuse(config, "trainer.keep_best", problem)
+
+    def _check_resume(self, config: Config) -> None:
+        if self.resume_mode == "from_path" and not self.resume_path:
+            refuse(config, "trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
+        if self.resume_path and self.resume_mode != "from_path":
+            refuse(config, "trainer.resume_path", "needs trainer.resume_mode=from_path")
+        if self.resume_load and self.resume_mode != "from_path":
+            problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
+            refuse(config, "trainer.resume_load", problem)
