@@ -14,7 +14,7 @@ args=(
   data=gsm8k                                 # read from the Hub; data.train_files=[...] takes local files
   trainer.num_workers=8                      # one FSDP2 rank a GPU
   rollout.num_engines=8                      # and one vLLM engine on each of the same GPUs,
-  rollout.colocate=true                      # which sleeps while the ranks train
+  rollout.share_gpus=true                      # which sleeps while the ranks train
   rollout.gpu_memory_utilization=0.5         # the engine's share of a GPU while it generates
   trainer.train_batch_size=256               # prompts a step
   trainer.mini_batch_size=64                 # prompts an optimizer step: four of them a step

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, shaping
-from trainer.config import ADVANTAGE_OPTIONS, LOSS_OPTIONS, AlgorithmConfig, LoraConfig, field_docs
+from trainer.algorithms.check import user_options
+from trainer.config import AlgorithmConfig, LoraConfig, field_docs
 from trainer.models import lora
 
 INTRO = """# Algorithms
@@ -77,16 +78,17 @@ def module_doc(title: str, doc: str, names: Iterable[str], key: str) -> list[str
 def page() -> str:
     lines = [INTRO, "", "## Advantages", "", *markdown(inspect.getmodule(ADVANTAGES["grpo"]).__doc__ or "")]
     for name, function in ADVANTAGES.items():
-        key, options = "algorithm.advantage_estimator", ADVANTAGE_OPTIONS[name]
-        lines += section(name, key, function.__doc__ or "", options, function)
+        doc, options = function.__doc__ or "", user_options(function)
+        lines += section(name, "algorithm.advantage_estimator", doc, options, function)
     lines += ["## Policy losses", "", *markdown(losses.__doc__ or "")]
     for name, function in POLICY_LOSSES.items():
-        lines += section(name, "algorithm.policy_loss", function.__doc__ or "", LOSS_OPTIONS[name], function)
+        doc, options = function.__doc__ or "", user_options(function)
+        lines += section(name, "algorithm.policy_loss", doc, options, function)
     lines += module_doc("Aggregation", aggregation.__doc__ or "", aggregation.AGGREGATIONS, "algorithm.aggregation")
     lines += module_doc("KL", kl.kl_penalty.__doc__ or "", kl.KL_ESTIMATORS, "algorithm.kl_estimator")
     for name, controller in (("fixed", kl.FixedKL), ("adaptive", kl.AdaptiveKL)):
-        lines += section(name, "algorithm.kl_controller", controller.__doc__ or "",
-                         ("kl_coef",) if name == "fixed" else ("kl_coef", "kl_target", "kl_horizon"))  # fmt: skip
+        options = ["kl_coef"] if name == "fixed" else ["kl_coef", "kl_target", "kl_horizon"]
+        lines += section(name, "algorithm.kl_controller", controller.__doc__ or "", options)
     lines += ["## Adapters", "", *markdown(lora.__doc__ or ""), LORA, "", *keys("trainer.policy.lora", LoraConfig)]
     lines += ["## Critic", "", "`algorithm.value_clip`.", "", *markdown(losses.value_loss.__doc__ or "")]
     weights = f"{correction.__doc__}\n\n{inspect.cleandoc(correction.correction_weights.__doc__ or '')}"

@@ -24,6 +24,7 @@ LEAVES = {
     "signals",
 }
 ALLOWED = {
+    "config": {"config"},
     "algorithms": {"algorithms"},
     "parallel": {"parallel"},
     "models": {"models", "parallel"},
@@ -37,7 +38,7 @@ ALLOWED = {
     "cluster": {"cluster", "workers", "models", "parallel"},
 }
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
-MAY = {"cluster": {"ray"}, "generation": {"vllm"}}
+MAY = {"config": {"hydra", "omegaconf"}, "cluster": {"ray"}, "generation": {"vllm"}}
 
 
 def imports(path: Path) -> set[str]:

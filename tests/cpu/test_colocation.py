@@ -49,7 +49,7 @@ def log() -> list[str]:
 
 def rollout_on(device: str, colocate: bool, log: list[str]) -> Rollout:
     cfg = Config()
-    cfg.rollout.colocate = colocate
+    cfg.rollout.share_gpus = colocate
     ranks = SimpleNamespace(
         policy=Recorder(log, "ranks"),
         share_weights=lambda *_: log.append("ranks share"),

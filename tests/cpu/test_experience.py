@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from trainer.config import AlgorithmConfig, Config, compose
+from trainer.config import AlgorithmConfig, Config
 from trainer.data.datasets import Prompt
 from trainer.data.source import DrawnPrompt
-from trainer.errors import UserError
 from trainer.experience import (
     add_advantages,
     build_batch,
-    check_functions,
     choose_groups,
     correct_rollouts,
     describe,
@@ -164,63 +158,3 @@ def test_explained_variance_is_that_of_scikit_learn():
     equal[::2] += 1e-8  # rounding
     assert explained_variance(np.linspace(0, 1, 1000), equal) == 0.0
     assert explained_variance(np.full(3, 0.25), np.ones(3)) == 1.0
-
-
-FUNCTIONS = """
-import torch
-from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
-
-def scaled(rewards, mask, group_ids, scale=1.0):
-    return ADVANTAGES["rloo"](scale * rewards, mask, group_ids)
-
-def open_to_any(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, **options):
-    return POLICY_LOSSES["reinforce"](logprobs, old_logprobs, advantages, mask)
-
-def one_tensor(rewards, mask, group_ids):
-    return rewards
-
-def needs_values(rewards, mask, group_ids, *, values):
-    return values, values
-
-def bare(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
-    return logprobs.sum(), {}
-
-def detached(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
-    return logprobs.sum().detach(), {"clip_frac": 0.0, "approx_kl": 0.0}
-"""
-
-
-@pytest.mark.parametrize(
-    "settings, problem",
-    [
-        ({"advantage_estimator": "own_functions:scaled", "options": {"scale": 3}}, None),
-        ({"policy_loss": "own_functions:open_to_any", "options": {"whatever": 3}}, None),
-        ({"advantage_estimator": "own_functions:scaled", "options": {"scael": 3}},
-         r"algorithm.options.scael: neither .*own_functions:scaled nor algorithm.policy_loss=clip takes it"),
-        ({"policy_loss": "own_functions:open_to_any", "clip_low": 0.1}, "algorithm.clip_low: neither .* takes it"),
-        ({"advantage_estimator": "own_functions:one_tensor"}, r"it must return \(advantages, returns\)"),
-        ({"advantage_estimator": "own_functions:needs_values"}, "TypeError: .* missing .* 'values'"),
-        ({"policy_loss": "own_functions:bare"}, "its metrics must hold clip_frac and approx_kl"),
-        ({"policy_loss": "own_functions:detached"}, "its loss does not depend on the log-probs"),
-        ({"policy_loss": "math:sqrt"}, "algorithm.policy_loss=math:sqrt: on four completions .* TypeError"),
-        ({"policy_loss": "magic"}, "algorithm.policy_loss=magic: choose one of clip"),
-    ],
-)  # fmt: skip
-def test_functions_of_the_users_own_are_tried_before_anything_starts(settings, problem, tmp_path, monkeypatch):
-    (tmp_path / "own_functions.py").write_text(FUNCTIONS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("own_functions", None)
-    if problem is None:
-        check_functions(AlgorithmConfig(**settings))
-    else:
-        with pytest.raises(UserError, match=problem) as error:
-            check_functions(AlgorithmConfig(**settings))
-        assert "\n" not in str(error.value)
-
-
-def test_the_function_of_ones_own_in_the_documents_works(tmp_path, monkeypatch):
-    text = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
-    (tmp_path / "losses.py").write_text(re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["algorithm.clip_high=null", "+algorithm.options.sharpness=2"]
-    check_functions(compose(["algorithm.policy_loss=losses:mine", *options]).algorithm)

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
-from trainer.config import ADVANTAGE_OPTIONS, Config, TinyConfig
+from trainer.algorithms import ADVANTAGES
+from trainer.config import Config, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.data.source import PromptSource
 from trainer.experience import add_advantages, build_batch, describe, leave_out_rows, shape_rewards
@@ -44,7 +45,7 @@ def steps(rank: Rank, path: str) -> list[dict]:
     prompts = PromptSource([Prompt(i, tuple(range(65, 68 + i)), "", "") for i in range(4)], 1).take(4)
     requests = [Request(p.prompt.token_ids, 10 * i + j) for i, p in enumerate(prompts) for j in range(N)]
     results = []
-    for estimator in ADVANTAGE_OPTIONS:
+    for estimator in ADVANTAGES:
         cfg.algorithm.advantage_estimator = estimator
         completions = engine.generate(requests, Sampling(1.0, 1.0, -1, MAX_TOKENS, stops))
         batch = build_batch(prompts, completions)
@@ -75,7 +76,7 @@ def test_a_step_on_such_completions_is_finite(stopping_model, overlong, filtered
     cfg.algorithm.overlong_buffer, cfg.algorithm.filter_zero_variance = overlong, filtered
     cfg.algorithm.overlong_masking = filtered
     results = run_ranks(1, steps, path, cfg=cfg)[0]
-    assert len(results) == len(ADVANTAGE_OPTIONS)
+    assert len(results) == len(ADVANTAGES)
     for metrics in results:
         assert set(metrics.pop("lengths")) == {1 if kind == "at once" else MAX_TOKENS}
         assert all(math.isfinite(value) for value in metrics.values()), metrics

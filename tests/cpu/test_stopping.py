@@ -124,9 +124,9 @@ def test_a_signal_after_the_end_of_the_run_does_not_change_its_status(number, tm
     """Exit handlers run when the job has told how it ended: that is the latest moment at which Python runs."""
     code = (
         "import atexit, os, sys, time\n"
-        "from trainer.main import run_app\n"
+        "from trainer.config.command_line import run_app\n"
         f"atexit.register(lambda: [os.kill(os.getpid(), {int(number)}), time.sleep(0.1)])\n"
-        "def job(cfg, device): print('finished')\n"
+        "def job(cfg): print('finished')\n"
         "run_app(job)\n"
     )
     arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]
@@ -139,7 +139,8 @@ def test_a_signal_during_an_import_is_not_lost(module, tmp_path):
     """Where torch imports NumPy, it takes an exception for a NumPy that is not there."""
     code = (
         "import os, signal, sys\n"
-        "from trainer.main import run_app\n"
+        "from trainer.config.command_line import run_app\n"
+        "from trainer.main import prepare\n"
         "class Interrupt:\n"
         f"    name = {module!r}\n"
         "    def find_spec(self, name, path=None, target=None):\n"
@@ -147,7 +148,7 @@ def test_a_signal_during_an_import_is_not_lost(module, tmp_path):
         "            self.name = None\n"
         "            os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.meta_path.insert(0, Interrupt())\n"
-        "def job(cfg, device): print('trained')\n"
+        "def job(cfg): print('trained on', prepare(cfg))\n"
         "run_app(job)\n"
     )
     arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_object
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles
-from trainer.config import RESUME_LOAD, Config
+from trainer.config import RESUME_LOAD, Config, with_new_names
 from trainer.documents import Shape, parse_yaml
 from trainer.durable import digest_bytes, digest_weights
 from trainer.errors import UserError
@@ -112,13 +112,13 @@ def config_yaml(cfg: Config) -> bytes:
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the resolved config that a checkpoint was saved with.
+    """Return the resolved config that a checkpoint was saved with, under the keys of today.
 
     Raises:
         DamagedError: `config.yaml` is missing, or is no mapping of sections.
     """
     try:
-        return parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
+        return with_new_names(parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict}))
     except OSError as error:
         raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} cannot be read ({error.strerror or error})") from error
     except ValueError as error:

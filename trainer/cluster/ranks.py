@@ -26,7 +26,7 @@ def _build_rank(*args: Any) -> Any:
 class Ranks:
     """Policy, critic and reference over their rank actors.
 
-    With `trainer.colocate` one process per rank hosts all roles; else each role has its own processes.
+    With `trainer.colocate_roles` one process per rank hosts all roles; else each role has its own processes.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster):
@@ -35,7 +35,7 @@ class Ranks:
         self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
         self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
         env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if cluster.device == "cpu" else {}
-        hosts = [tuple(self.roles)] if cfg.trainer.colocate else [(role,) for role in self.roles]
+        hosts = [tuple(self.roles)] if cfg.trainer.colocate_roles else [(role,) for role in self.roles]
         self._groups: dict[str, ActorGroup] = {}
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"

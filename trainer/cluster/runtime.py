@@ -131,11 +131,11 @@ class Cluster:
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: ActorGroup) -> ActorGroup:
         """Start `rollout.num_engines` actors `factory(*args)`.
 
-        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.colocate`, those of as
+        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as
         many ranks.
         """
         r = self.cfg.rollout
-        if self.device == "cuda" and r.colocate:
+        if self.device == "cuda" and r.share_gpus:
             placement, options = None, self._colocated_options(ranks)
         else:
             gpus = r.tensor_parallel_size if self.device == "cuda" else 0
@@ -208,7 +208,7 @@ class Cluster:
 
     def _rank_groups(self) -> int:
         roles = 1 + self.cfg.has_critic + self.cfg.has_reference
-        return 1 if self.cfg.trainer.colocate else roles
+        return 1 if self.cfg.trainer.colocate_roles else roles
 
     def _slots_needed(self) -> int:
         return self.cfg.trainer.num_workers * self._rank_groups() + self.cfg.rollout.num_engines
@@ -224,13 +224,13 @@ class Cluster:
         has = int(ray.cluster_resources().get("GPU", 0))
         ranks = t.num_workers * self._rank_groups()
         engines = r.num_engines * r.tensor_parallel_size
-        if r.colocate and engines > t.num_workers:
-            raise UserError(f"rollout.num_engines={r.num_engines}: with rollout.colocate the engines need {engines} "
+        if r.share_gpus and engines > t.num_workers:
+            raise UserError(f"rollout.num_engines={r.num_engines}: with rollout.share_gpus the engines need {engines} "
                             f"GPUs, but trainer.num_workers={t.num_workers}")  # fmt: skip
-        needed = ranks + (0 if r.colocate else engines)
+        needed = ranks + (0 if r.share_gpus else engines)
         if needed > has:
             raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
-                            f"{has}; use fewer, or let them share with rollout.colocate=true")  # fmt: skip
+                            f"{has}; use fewer, or let them share with rollout.share_gpus=true")  # fmt: skip
 
 
 def _held() -> str:

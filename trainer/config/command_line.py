@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainer.config.hydra import conf_dir, register, to_config
-from trainer.config.schema import OPEN_SECTIONS, RENAMED, Config, valid_keys
+from trainer.config.schema import Config, no_such_key
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import guard_output
 from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
@@ -51,22 +51,12 @@ def explain(error: BaseException) -> str:
     first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
     for cause in chain:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-            return _no_such_key(cause.full_key)
+            return no_such_key(cause.full_key)
         if isinstance(cause, ValidationError) and cause.full_key:
             return f"{cause.full_key}: {first_lines[-1].rstrip('.')}"
     if isinstance(error, (ConfigCompositionException, OverrideParseException)):
         return " ".join(str(error).split())
     return first_lines[0]
-
-
-def _no_such_key(key: str) -> str:
-    if key in RENAMED:
-        return f"{key}: this key is now {RENAMED[key]}; write {RENAMED[key]}=VALUE"
-    section = key.rpartition(".")[0]
-    if section in OPEN_SECTIONS:
-        return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
-    valid = ", ".join(valid_keys(section))
-    return f"{key}: no such key" + (f"; valid are {valid}" if valid else "")
 
 
 def _run(job: Job) -> int:

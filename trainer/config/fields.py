@@ -53,10 +53,11 @@ class Rule:
 
     def bounds(self) -> str:
         """The bounds in words, such as `at least 1, or -1`; empty if there are none."""
-        words = [f"at least {self.at_least:g}"] if self.at_least is not None else []
-        words += [f"above {self.above:g}"] if self.above is not None else []
-        words += [f"at most {self.at_most}"] if self.at_most is not None else []
-        return " and ".join(words) + (f", or {self.off:g}" if words and self.off is not None else "")
+        lowest = f"at least {self.at_least:g}" if self.at_least is not None else ""
+        lowest = f"above {self.above:g}" if self.above is not None else lowest
+        highest = f"at most {self.at_most}" if self.at_most is not None else ""
+        words = " and ".join(filter(None, (lowest, highest)))
+        return words + (f", or {self.off:g}" if self.off is not None else "")
 
     def _problem_of_scalar(self, value: Any) -> str | None:
         if isinstance(value, float) and not math.isfinite(value):

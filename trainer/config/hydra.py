@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from trainer.config.schema import Config, validate
+from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
 
 
@@ -48,6 +48,7 @@ def to_config(dict_config: Any) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(str(error).splitlines()[0]) from error
     assert isinstance(config, Config)
+    refuse_unknown_keys(config)
     config.model.cache_dir = os.path.expanduser(config.model.cache_dir)
     validate(config)
     return config

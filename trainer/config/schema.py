@@ -19,6 +19,7 @@ from trainer.config.model import ModelConfig
 from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
 from trainer.config.trainer import TrainerConfig
+from trainer.errors import UserError
 
 RENAMED = {
     "trainer.colocate": "trainer.colocate_roles",
@@ -95,6 +96,29 @@ def valid_keys(prefix: str = "") -> list[str]:
         if name == prefix:
             return [f"{prefix}.{f.name}".lstrip(".") for f in dataclasses.fields(section)]
     return []
+
+
+def no_such_key(key: str) -> str:
+    """One sentence about a key that the schema does not have: its successor, or the valid keys beside it."""
+    if key in RENAMED:
+        return f"{key}: this key is now {RENAMED[key]}; write {RENAMED[key]}=VALUE"
+    section = key.rpartition(".")[0]
+    if section in OPEN_SECTIONS:
+        return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
+    valid = ", ".join(valid_keys(section))
+    return f"{key}: no such key" + (f"; valid are {valid}" if valid else "")
+
+
+def refuse_unknown_keys(config: Config) -> None:
+    """Refuse keys that `+key=value` or `++key=value` has added to the schema: nothing would read them.
+
+    Raises:
+        UserError: names the first of them.
+    """
+    for name, section in walk_sections(config):
+        known = {f.name for f in dataclasses.fields(section)}
+        for unknown in vars(section).keys() - known:
+            raise UserError(no_such_key(f"{name}.{unknown}".lstrip(".")))
 
 
 def with_new_names(saved: dict[str, Any]) -> dict[str, Any]:

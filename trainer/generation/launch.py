@@ -56,7 +56,7 @@ class Rollout:
                                   **lora)  # fmt: skip
         self._engines = cluster.launch_engines(build, (), engine_environment(cluster.device), ranks.policy)
         self.pool = EnginePool(self._engines)
-        self._shares_gpus = cfg.rollout.colocate and cluster.device == "cuda"
+        self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
         if self._shares_gpus:
             # An engine measures what is free while it starts, and takes its share: the ranks must not load
             # anything before it is done, and need the room afterwards.
@@ -69,7 +69,7 @@ class Rollout:
         hosts = {*rank_hosts, *(place["host"] for place in self._engines.where())}
         if self.cfg.syncs_adapter:
             pass  # small enough to travel with the call
-        elif choose(r.weight_sync, r.engine, same_node=len(hosts) == 1, colocate=r.colocate) == "broadcast":
+        elif choose(r.weight_sync, r.engine, same_node=len(hosts) == 1, colocate=r.share_gpus) == "broadcast":
             self._broadcast = Broadcast(
                 self.ranks.cluster.meeting_place(self.ranks.policy),
                 receivers=r.num_engines * (r.tensor_parallel_size if self._device == "cuda" else 1),

@@ -73,7 +73,7 @@ class VLLMEngine:
 
         self._version = weight_version
         self._asleep = False
-        self._can_sleep = device == "cuda" and rollout.colocate
+        self._can_sleep = device == "cuda" and rollout.share_gpus
         self._group: Broadcast | None = None
         self._adapter: LoRARequest | None = None
         options = {
@@ -229,5 +229,5 @@ def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",
-        "enable_sleep_mode": rollout.colocate,
+        "enable_sleep_mode": rollout.share_gpus,
     }

@@ -44,7 +44,7 @@ def choose(weight_sync: str, engine: str, same_node: bool, colocate: bool = Fals
                         "only; use one node, or choose rollout=vllm")  # fmt: skip
     if weight_sync == "broadcast" and colocate:
         raise UserError("rollout.weight_sync=broadcast: NCCL cannot join a rank and an engine on one GPU; use one "
-                        "node, or choose rollout.colocate=false")  # fmt: skip
+                        "node, or choose rollout.share_gpus=false")  # fmt: skip
     return weight_sync
 
 

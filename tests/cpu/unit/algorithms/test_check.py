@@ -1,0 +1,156 @@
+"""The functions that a config chooses are checked before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES, resolve
+from trainer.algorithms.check import check_functions, user_options
+from trainer.algorithms.registry import needs_different_completions
+from trainer.config import AlgorithmConfig, Config, chosen_options, compose
+from trainer.config.fields import rule_of, walk_keys
+from trainer.errors import UserError
+
+ROOT = Path(__file__).parents[4]
+FUNCTIONS = """
+import torch
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+
+def scaled(rewards, mask, group_ids, scale=1.0):
+    return ADVANTAGES["rloo"](scale * rewards, mask, group_ids)
+
+def open_to_any(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, **options):
+    return POLICY_LOSSES["reinforce"](logprobs, old_logprobs, advantages, mask)
+
+def one_tensor(rewards, mask, group_ids):
+    return rewards
+
+def needs_values(rewards, mask, group_ids, *, values):
+    return values, values
+
+def bare(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    return logprobs.sum(), {}
+
+def detached(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    return logprobs.sum().detach(), {"clip_frac": 0.0, "approx_kl": 0.0}
+"""
+
+
+@pytest.fixture
+def own_functions(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("own_functions", None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"advantage_estimator": "own_functions:scaled", "options": {"scale": 3}},
+        {"policy_loss": "own_functions:open_to_any", "options": {"whatever": 3}},
+    ],
+)
+def test_functions_that_fit_are_accepted(settings, own_functions):
+    check_functions(Config(algorithm=AlgorithmConfig(**settings)))
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        (
+            {"advantage_estimator": "own_functions:scaled", "options": {"scael": 3}},
+            r"algorithm.options.scael=3: neither .*own_functions:scaled nor algorithm.policy_loss=clip takes it; "
+            "they take scale, clip_low, clip_high, dual_clip",
+        ),
+        ({"policy_loss": "own_functions:open_to_any", "clip_low": 0.1}, "algorithm.clip_low=0.1: neither .* takes it"),
+        ({"advantage_estimator": "own_functions:one_tensor"}, r"it must return \(advantages, returns\)"),
+        ({"advantage_estimator": "own_functions:needs_values"}, "TypeError: .* missing .* 'values'"),
+        ({"policy_loss": "own_functions:bare"}, "its metrics must hold clip_frac and approx_kl"),
+        ({"policy_loss": "own_functions:detached"}, "its loss does not depend on the log-probs"),
+        ({"policy_loss": "math:sqrt"}, "algorithm.policy_loss=math:sqrt: on four completions .* TypeError"),
+        ({"policy_loss": "magic"}, "algorithm.policy_loss=magic: choose one of clip, gspo"),
+        ({"advantage_estimator": "magic"}, "algorithm.advantage_estimator=magic: choose one of gae, grpo, rloo"),
+        ({"options": {"x": 1}}, "algorithm.options={'x': 1}: is for functions given by import path"),
+        (
+            {"tau_pos": 1.0},
+            "algorithm.tau_pos=1.0: neither algorithm.advantage_estimator=grpo nor algorithm.policy_loss=clip takes "
+            "it; they take normalize_std, clip_low, clip_high, dual_clip",
+        ),
+        ({"policy_loss": "gspo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0: neither .*policy_loss=gspo takes it"),
+        (
+            {"advantage_estimator": "rloo", "policy_loss": "reinforce", "gamma": 0.9},
+            "algorithm.gamma=0.9: neither .*=rloo nor .*=reinforce takes it; they take no option",
+        ),
+        (
+            {"policy_loss": "clip_cov", "cov_high": 0.5},
+            "algorithm.cov_high=0.5: leaves no room from cov_low=1.0 to cov_high=0.5",
+        ),
+        ({"policy_loss": "clip_cov", "cov_low": 6.0}, "algorithm.cov_low=6.0: leaves no room from cov_low=6.0"),
+    ],
+)
+def test_functions_and_options_that_do_not_fit_are_refused(settings, problem, own_functions):
+    with pytest.raises(UserError, match=problem) as error:
+        check_functions(Config(algorithm=AlgorithmConfig(**settings)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+def test_estimators_that_compare_completions_need_several_that_differ(estimator):
+    compares = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "opo", "grpo_passk")
+    assert needs_different_completions(ADVANTAGES[estimator]) == (estimator in compares)
+    for key, value in (("n", 1), ("temperature", 0.0)):
+        config = Config(algorithm=AlgorithmConfig(advantage_estimator=estimator))
+        setattr(config.rollout, key, value)
+        if estimator not in compares:
+            check_functions(config)
+            continue
+        with pytest.raises(UserError, match=rf"^rollout.{key}={value}: .*algorithm.advantage_estimator={estimator}"):
+            check_functions(config)
+
+
+def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
+    taken = {name for registry in (ADVANTAGES, POLICY_LOSSES) for f in registry.values() for name in user_options(f)}
+    fields = AlgorithmConfig.__dataclass_fields__.values()
+    assert taken == {f.name for f in fields if rule_of(f).is_option}
+    for registry in (ADVANTAGES, POLICY_LOSSES):
+        for function in registry.values():
+            defaults = [inspect.signature(function).parameters[name].default for name in user_options(function)]
+            assert inspect.Parameter.empty not in defaults, "null must mean the function's own default"
+
+
+@pytest.mark.parametrize(
+    "key, names",
+    [
+        ("aggregation", AGGREGATIONS),
+        ("kl_estimator", KL_ESTIMATORS),
+        ("rollout_correction", (None, *CORRECTIONS)),
+        ("rollout_correction_level", LEVELS),
+    ],
+)
+def test_the_choices_of_the_schema_are_those_of_the_functions(key, names):
+    rules = {name: rule for name, _, rule in walk_keys(AlgorithmConfig())}
+    assert set(rules[key].choices) == set(names)
+
+
+def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text("def mine(logprobs, old, advantages, mask, *, sharpness, clip_low): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = "my_losses:mine"
+    options = ["algorithm.clip_high=null", "algorithm.clip_low=0.1", "+algorithm.options.sharpness=3"]
+    algorithm = compose([f"algorithm.policy_loss={path}", *options]).algorithm
+    function = resolve(POLICY_LOSSES, path, "algorithm.policy_loss")
+    assert chosen_options(function, algorithm) == {"clip_low": 0.1, "sharpness": 3}
+
+
+def test_the_function_in_the_documents_works(tmp_path, monkeypatch):
+    text = (ROOT / "docs/algorithms.md").read_text()
+    (tmp_path / "losses.py").write_text(re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["algorithm.clip_high=null", "+algorithm.options.sharpness=2"]
+    check_functions(compose(["algorithm.policy_loss=losses:mine", *options]))

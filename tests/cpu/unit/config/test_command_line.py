@@ -1,0 +1,115 @@
+"""What the command line answers to wrong input: one sentence and status 2, without importing torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.cpu.jobs import environment, run_job
+
+TORCHLESS = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is not for this")
+sys.meta_path.insert(0, Block())
+from trainer.config.command_line import run_app
+from trainer.main import train
+run_app(train)
+"""
+
+
+def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
+    """The command line of `trainer.main` in a process that cannot import torch."""
+    command = [sys.executable, "-c", TORCHLESS, *overrides]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=environment())
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (["trainer.nub_workers=2"], "trainer.nub_workers: no such key; valid are .*trainer.num_workers"),
+        (["nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
+        (["trainer.num_workers=two"], "trainer.num_workers: .*'two'"),
+        (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
+        (["trainer.colocate=false"], "trainer.colocate: this key is now trainer.colocate_roles"),
+        (["++rollout.colocate=true"], "rollout.colocate: this key is now rollout.share_gpus"),
+        (["+trainer.nub_workers=2"], "trainer.nub_workers: no such key; valid are .*trainer.num_workers"),
+        (["+trainer.policy.lora.extra={x: 1}"], "trainer.policy.lora.extra: no such key; valid are .*lora.rank"),
+        (["+nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
+        (["algorithm=gppo"], "algorithm/gppo.*grpo.* ppo"),
+        (["trainer.run_name=../../x"], "trainer.run_name=../../x: must be a plain name"),
+        (["trainer.allow_config_change=[nothing]"], "trainer.allow_config_change=.*no key or section nothing"),
+        (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),
+        (["trainer.run_dir=x", "trainer.best_metric=accuracy"], "trainer.best_metric=accuracy: there is no such"),
+    ],
+)
+def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
+    (tmp_path / "deep").mkdir()
+    done = without_torch(*overrides, cwd=tmp_path / "deep")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ") and re.search(sentence, line), done.stderr
+    assert [p.name for p in tmp_path.rglob("*")] == ["deep"] + ["x"] * ("trainer.run_dir=x" in overrides)
+
+
+def test_the_config_is_printed_without_torch(tmp_path):
+    done = without_torch("--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0 and "colocate_roles: true" in done.stdout
+
+
+def test_help_is_printed_without_torch(tmp_path):
+    done = without_torch("--help", cwd=tmp_path)
+    assert done.returncode == 0 and "experiment" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "ending, status, text",
+    [
+        ("pass", 0, ""),
+        ("raise UserError('x=1: mend it')", 2, "error: x=1: mend it\n"),
+        ("raise WorkerError('rank 1 died')", 1, "error: rank 1 died\n"),
+        ("raise MemoryError", 1, "error: the driver has no memory left (MemoryError); lower trainer.train_batch_size"),
+        ("raise KeyboardInterrupt", 130, "interrupted; the last checkpoint is as it was\n"),
+        ("raise RuntimeError('a bug')", 1, "Traceback"),
+        ("sys.exit(3)", 3, ""),
+    ],
+)
+def test_the_exit_status_says_how_the_job_ended(ending, status, text, tmp_path):
+    code = (
+        "import sys\n"
+        "from trainer.config.command_line import run_app\n"
+        "from trainer.errors import UserError, WorkerError\n"
+        f"def job(cfg):\n    {ending}\n"
+        "run_app(job)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert done.returncode == status and text in done.stderr, done.stderr
+    assert bool(done.stderr) == bool(text)
+    assert os.listdir(tmp_path) == []
+
+
+def test_each_job_of_a_sweep_names_its_directory(tmp_path):
+    code = (
+        "from trainer.config.command_line import run_app\n"
+        "def job(cfg): print('seed', cfg.trainer.seed, 'in', cfg.trainer.run_dir)\n"
+        "run_app(job)\n"
+    )
+    command = [sys.executable, "-c", code, "-m", "trainer.seed=1,2", "rollout.n=4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "[0] outputs/default/trainer.seed=1\nseed 1 in outputs/default/trainer.seed=1\n" in done.stdout
+    assert "[1] outputs/default/trainer.seed=2\nseed 2 in outputs/default/trainer.seed=2\n" in done.stdout
+
+
+def test_the_default_command_line_uses_the_same_path(tmp_path):
+    done = run_job("trainer.colocate=false", cwd=tmp_path, small=False)
+    assert done.returncode == 2 and "this key is now trainer.colocate_roles" in done.stderr

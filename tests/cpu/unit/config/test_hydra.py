@@ -1,0 +1,52 @@
+"""Composition: the YAML groups, the resolvers, and the ways to spell an override."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, options_of
+from trainer.algorithms.check import check_functions
+from trainer.config import chosen_options, compose, conf_dir
+
+
+def test_the_default_composes_and_resume_is_spelled_any_way():
+    config = compose([])
+    assert config.trainer.run_dir == "outputs/default" and config.trainer.ckpt_path == "outputs/default/checkpoints"
+    assert config.trainer.resume_mode is None
+    for spelled in ("+trainer.resume_mode=latest", "trainer.resume_mode=latest", "++trainer.resume_mode=latest"):
+        assert compose([spelled]).trainer.resume_mode == "latest"
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in Path(conf_dir(), "algorithm").glob("*.yaml")))
+def test_presets_compose_and_their_options_reach_the_functions(preset):
+    config = compose([f"algorithm={preset}"])
+    algorithm = config.algorithm
+    for registry, name in ((ADVANTAGES, algorithm.advantage_estimator), (POLICY_LOSSES, algorithm.policy_loss)):
+        assert set(chosen_options(registry[name], algorithm)) <= set(options_of(registry[name]))
+    if preset == "dapo":
+        options = chosen_options(POLICY_LOSSES["clip"], algorithm)
+        assert algorithm.overlong_buffer == 4 and options == {"clip_high": 0.28}
+    check_functions(config)
+
+
+@pytest.mark.parametrize("group", ["model", "data", "rollout", "logger", "experiment"])
+def test_every_choice_of_the_groups_composes(group):
+    paths = list(Path(conf_dir(), group).glob("*.yaml"))
+    assert paths
+    for path in paths:
+        files = ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"] if path.stem == "files" else []
+        compose([f"{group}={path.stem}", *files])
+
+
+def test_the_critic_may_share_the_policys_optimizer_settings():
+    config = compose(["algorithm=ppo", "trainer.critic.optimizer=${trainer.policy.optimizer}"])
+    assert config.trainer.critic.optimizer == config.trainer.policy.optimizer
+    critic = compose(["algorithm=ppo"]).trainer.critic
+    assert critic.optimizer.lr == pytest.approx(5 * config.trainer.policy.optimizer.lr)
+
+
+def test_another_model_does_not_get_the_learning_rate_of_the_embedded_one():
+    assert compose([]).trainer.policy.optimizer.lr == 4e-4
+    assert compose(["model.path=some/model"]).trainer.policy.optimizer.lr == 1e-6

@@ -1,0 +1,221 @@
+"""The whole config: contradictions between keys, names of keys, and what follows from several keys."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+
+import pytest
+
+from tests.support.config import KEYS, refusal_of, refusal_of_value
+from trainer.config import (
+    ENGINES,
+    OPEN_SECTIONS,
+    RENAMED,
+    Config,
+    compose,
+    named_options,
+    valid_keys,
+    validate,
+    with_new_names,
+)
+
+BASE = compose([])
+
+TRAINER = [
+    (["trainer.mini_batch_size=7"], "trainer.train_batch_size=64.*trainer.mini_batch_size=7"),
+    (["trainer.num_workers=3", "trainer.replicas=2"], "trainer.num_workers=3.*trainer.replicas=2"),
+    (["trainer.resume_path=x/global_step_1"], "trainer.resume_path.*trainer.resume_mode=from_path"),
+    (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
+    (["trainer.resume_load=[weights]"], "trainer.resume_load.*needs trainer.resume_mode=from_path"),
+    (["trainer.ckpt_interval=often"], "trainer.ckpt_interval=often: must be a number of steps, -1 or auto"),
+    (["trainer.keep_best=1"], "trainer.keep_best=1: .*set trainer.max_ckpts_to_keep too"),
+    (["trainer.keep_every=4"], "trainer.keep_every=4: .*set trainer.max_ckpts_to_keep too"),
+    (
+        ["trainer.keep_best=1", "trainer.max_ckpts_to_keep=1", "trainer.val_interval=-1"],
+        "trainer.keep_best=1: trainer.best_metric=val/accuracy is never measured",
+    ),
+    (["trainer.run_dir='~/runs'"], "trainer.run_dir=~/runs: begins with ~"),
+    (["trainer.ckpt_path=s3://bucket/x"], "trainer.ckpt_path=s3://bucket/x: .*object stores are not supported"),
+    (["trainer.stop_at=0001-01-01"], "trainer.stop_at=0001-01-01: must be a time"),
+    (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
+]
+ROLES = [
+    (["trainer.policy.optimizer.betas=[0.9,5]"], "trainer.policy.optimizer.betas=.*: must be two numbers"),
+    (["sft.optimizer.betas=[0.9]"], "sft.optimizer.betas=.*: must be two numbers"),
+    (["trainer.critic.optimizer.lr=1e-4"], "trainer.critic.optimizer.lr.*algorithm=ppo"),
+    (["trainer.critic.lora.rank=4"], "trainer.critic.lora.rank=4: .*has no critic"),
+    (["algorithm=ppo", "trainer.critic.warmup_steps=140"], "trainer.critic.warmup_steps=140: leaves no step"),
+    (["algorithm.kl_coef=0", "trainer.reference.fsdp.cpu_offload=true"], "trainer.reference.fsdp.cpu_offload"),
+    (["trainer.policy.lora.alpha=8"], "trainer.policy.lora.alpha=8.0: needs trainer.policy.lora.rank"),
+    (
+        ["trainer.policy.lora.rank=4", "trainer.reference.fsdp.cpu_offload=true"],
+        "trainer.reference.fsdp.cpu_offload=True: .*without its adapters is the reference",
+    ),
+]
+ALGORITHM = [
+    (["algorithm=ppo", "algorithm.kl_estimator=k3+"], r"algorithm.kl_estimator=k3\+.*straight-through"),
+    (["algorithm=cispo", "algorithm.kl_controller=adaptive"], "algorithm.kl_controller=adaptive.*kl_coef"),
+    (
+        ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=500"],
+        "algorithm.kl_horizon=500.0: must be at least the 512 completions of one step",
+    ),
+    (["algorithm=remax", "rollout.n=1", "algorithm.dynamic_sampling=true"], "rollout.n=1.*dynamic_sampling"),
+    (["algorithm=dapo", "rollout.temperature=0"], "rollout.temperature=0.0: .*dynamic_sampling"),
+    (["algorithm.overlong_buffer=17"], "algorithm.overlong_buffer=17: exceeds rollout.max_response_tokens=16"),
+    (
+        ["algorithm.advantage_estimator=grpo_passk", "algorithm.pass_k=9"],
+        "algorithm.pass_k=9: exceeds rollout.n=8",
+    ),
+    (
+        ["algorithm.advantage_estimator=grpo_passk", "algorithm.overlong_buffer=2"],
+        "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
+    ),
+    (
+        ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=3"],
+        "rollout_correction_low=3.0: exceeds algorithm.rollout_correction_high=2.0",
+    ),
+    (["algorithm=gspo", "algorithm.ref_update_interval=5"], "algorithm.ref_update_interval=5: there is no reference"),
+    (
+        ["algorithm.ref_update_interval=5", "trainer.colocate_roles=false"],
+        "algorithm.ref_update_interval=5: .*trainer.colocate_roles=true",
+    ),
+]
+ROLLOUT = [
+    (
+        ["rollout=transformers", "rollout.tensor_parallel_size=2"],
+        "rollout.tensor_parallel_size=2: rollout.engine=transformers runs on one device; choose vllm",
+    ),
+    (
+        ["rollout=transformers", "+rollout.engine_args.x=2"],
+        "rollout.engine_args=.*: rollout.engine=transformers takes none; choose vllm",
+    ),
+    (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
+    (
+        ["trainer.policy.lora.rank=4", "rollout=transformers", "rollout.lora_sync=adapter"],
+        "rollout.lora_sync=adapter: rollout.engine=transformers serves no adapters; choose merged or rollout=vllm",
+    ),
+    (["trainer.policy.lora.rank=600", "rollout.lora_sync=adapter"], "rollout.lora_sync=adapter: .*up to rank 512"),
+]
+MODEL_AND_DATA = [
+    (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3: must divide"),
+    (["model.tiny.head_dim=3"], "model.tiny.head_dim=3: must be even"),
+    (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
+    (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),
+    (["data.train_files=[a.jsonl]"], "data.generator.*data=files"),
+    (["data=files"], r"data.train_files=\[\]: name at least one file"),
+    (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
+    (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
+    (["+data.generator_args.letters=3"], "data.generator_args.*min_letters"),
+    (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
+]
+SUPERVISED = [
+    (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
+    (["sft.min_reward=1"], "sft.min_reward=1.0: .*sft.source=rollouts"),
+    (["sft.train_on=[]"], r"sft.train_on=\[\]: names no role"),
+    (["sft.weights=[1,2]"], r"sft.weights=\[1.0, 2.0\]: must name one weight for each of the 0"),
+    (
+        ["data=files", "data.train_files=[a,b]", "data.val_files=[c]", "sft.weights=[1,0]"],
+        r"sft.weights=\[1.0, 0.0\]: must be numbers above 0",
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides, sentence", TRAINER + ROLES + ALGORITHM + ROLLOUT + MODEL_AND_DATA + SUPERVISED)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "a/b", "/tmp/x", ".", "..", " x", "x ", "a\nb", "a\tb", "x" * 201, "é" * 101]
+)
+def test_names_of_runs_that_are_not_plain_are_refused(name):
+    assert "must be a plain name" in refusal_of_value(BASE, "trainer.run_name", name)
+
+
+@pytest.mark.parametrize("name", ["x", "my run", "lr=1e-4,seed=2", "run.2", "..x", "-x", "x" * 200, "λ", "C:\\x"])
+def test_other_names_of_runs_are_accepted(name):
+    config = copy.deepcopy(BASE)
+    config.trainer.run_name = name
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    "names, problem",
+    [
+        (["rolout.n"], "no key or section rolout.n; valid are trainer, algorithm"),
+        (["rollout.m"], "no key or section rollout.m; valid are rollout.engine, .*rollout.n"),
+        (["rollout.n", "nothing"], "no key or section nothing"),
+        (["rollout.n.x"], "no key or section rollout.n.x"),
+        (["trainer."], "no key or section trainer."),
+        (["*"], r"no key or section \*"),
+        (["algorithm.options.sharpness"], "no key or section .*sharpness; name algorithm.options as a whole"),
+        (["rollout.engine_args.dtype"], "name rollout.engine_args as a whole"),
+        (["trainer.colocate"], "no key or section trainer.colocate; it is now trainer.colocate_roles"),
+    ],
+)
+def test_allowed_changes_must_name_keys_or_sections(names, problem):
+    assert re.search(problem, refusal_of_value(BASE, "trainer.allow_config_change", names))
+
+
+def test_keys_sections_and_open_sections_may_be_allowed():
+    names = ["trainer", "rollout.n", "trainer.policy.optimizer", "algorithm.options", "model.path"]
+    assert compose([f"trainer.allow_config_change=[{','.join(names)}]"]).trainer.allow_config_change == names
+
+
+def test_open_sections_are_those_with_keys_of_the_users_choice():
+    assert OPEN_SECTIONS == ("algorithm.options", "data.generator_args", "rollout.engine_args")
+
+
+def test_valid_keys_are_those_below_a_section():
+    assert valid_keys()[:2] == ["trainer", "algorithm"]
+    assert valid_keys("logger.wandb") == ["logger.wandb.mode", "logger.wandb.project", "logger.wandb.entity"]
+    assert valid_keys("nothing") == []
+
+
+def test_renamed_keys_have_successors_in_the_schema():
+    assert set(RENAMED.values()) <= set(KEYS) and not set(RENAMED) & set(KEYS)
+
+
+def test_a_saved_config_is_read_under_the_names_of_today():
+    saved = {"trainer": {"colocate": False, "seed": 3}, "rollout": {"colocate": True}, "data": {"colocate": 1}}
+    before = copy.deepcopy(saved)
+    assert with_new_names(saved) == {
+        "trainer": {"colocate_roles": False, "seed": 3},
+        "rollout": {"share_gpus": True},
+        "data": {"colocate": 1},
+    }
+    assert saved == before
+    now = dataclasses.asdict(BASE)
+    assert with_new_names(now) == now
+
+
+@pytest.mark.parametrize(
+    "overrides, adapter, base",
+    [
+        ([], False, False),
+        (["trainer.policy.lora.rank=8"], True, True),
+        (["trainer.policy.lora.rank=8", "rollout=transformers"], False, True),
+        (["trainer.policy.lora.rank=8", "rollout.lora_sync=merged", "trainer.colocate_roles=false"], False, False),
+        (["trainer.policy.lora.rank=600", "algorithm.ref_update_interval=2"], False, False),
+    ],
+)
+def test_who_gets_adapters_and_who_is_the_reference(overrides, adapter, base):
+    config = compose(overrides)
+    assert (config.syncs_adapter, config.reference_is_base) == (adapter, base)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_largest_rank_that_an_engine_serves_decides_what_auto_means(engine):
+    config = Config()
+    config.rollout.engine, most = engine, ENGINES[engine].max_lora_rank
+    config.trainer.policy.lora.rank = most + 1
+    assert not config.syncs_adapter
+    config.trainer.policy.lora.rank = max(most, 1)
+    assert config.syncs_adapter == (most > 0)
+
+
+def test_named_options_are_those_that_are_set():
+    algorithm = compose(["algorithm.dual_clip=3", "algorithm.kl_target=0.1", "+algorithm.options.x=1"]).algorithm
+    assert named_options(algorithm) == {"clip_high": 0.28, "dual_clip": 3.0}

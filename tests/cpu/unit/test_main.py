@@ -1,0 +1,63 @@
+"""What a job refuses before Ray starts, or as soon as it does."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+
+from tests.cpu.jobs import run_job
+
+
+@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ("trainer.device=cuda", "trainer.num_workers=1: more ranks than CUDA devices"),
+        ("algorithm.tau_pos=1", "algorithm.tau_pos=1.0: neither .*policy_loss=clip takes it"),
+    ],
+)
+def test_both_kinds_of_jobs_check_devices_and_functions(module, override, sentence, tmp_path):
+    done = run_job(override, cwd=tmp_path, small=False, module=module)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (
+            ["data=files", "data.train_files=[no.jsonl]", "trainer.val_interval=-1"],
+            r"data.train_files=no.jsonl: no such file",
+        ),
+        (["model.path=no/such-model"], "model.path=no/such-model"),
+        (["reward.name=no.such.module:f"], "reward.name=no.such.module:f"),
+        (["trainer.ray_address=127.0.0.1:1"], "trainer.ray_address=127.0.0.1:1: no Ray cluster answers"),
+    ],
+)
+def test_inputs_that_are_missing_are_refused_with_status_2(overrides, sentence, tmp_path):
+    done = run_job(*overrides, cwd=tmp_path, small=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_job("rollout=transformers", f"trainer.master_port={port}", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(f"trainer.master_port={port}: cannot be used.*0 for a free one", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
+
+
+def test_prompts_that_are_all_too_long_are_refused(tmp_path):
+    done = run_job("rollout=transformers", "rollout.max_prompt_tokens=2", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "rollout.max_prompt_tokens=2" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs/default/metrics.jsonl").exists()
