@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.config.hydra import conf_dir, register, to_config
 from trainer.config.schema import Config, no_such_key
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
-from trainer.output import guard_output
+from trainer.output import guard_output, show_messages
 from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def run_app(job: Job) -> None:
     traceback), 75 stopped early, 130 interrupted by a second signal.
     """
     guard_output()
+    show_messages()
     with SIGNALS.listening():
         status = _run(job)
         sys.stdout.flush()
