@@ -1,4 +1,4 @@
-"""The Hugging Face Hub over connections that fail now and then."""
+"""Requests to the Hugging Face Hub: retries, and errors in one line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """`call()`, tried again twice within three seconds while the connection fails.
+    """Return `call()`. If the connection fails, retry twice within three seconds.
 
-    Every other error, a missing repository above all, passes at once.
+    Every other error, such as a missing repository, is raised immediately.
     """
     import tenacity
 
@@ -25,12 +25,12 @@ def with_retries(call: Callable[[], T]) -> T:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether a failed connection lies behind `error`: clients wrap the socket's error in several of their own."""
+    """Return whether a failed connection caused `error`. Clients wrap the socket's error in errors of their own."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OfflineModeIsEnabled):  # the user's own wish, though it calls itself a ConnectionError
+        if isinstance(seen, OfflineModeIsEnabled):  # the user asked for it, although it is a ConnectionError
             return False
         if isinstance(seen, (ConnectionError, TimeoutError, socket.gaierror)):
             return True
@@ -39,6 +39,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What goes into a sentence of the long messages that these libraries give."""
+    """Return the first line of the error's text. The messages of these libraries are long."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

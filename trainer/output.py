@@ -59,11 +59,11 @@ def messages_to(write: Callable[[str], None]) -> Iterator[None]:
 def guard_output() -> None:
     """Let stdout and stderr take any text, and drop what cannot be written (disk full, reader gone, terminal closed).
 
-    Characters that the encoding lacks are escaped. Every process calls this before it prints: entry points, actors,
-    reward processes. The flush at the end of the interpreter cannot fail either, which would make the status 120.
-    A stream that somebody has replaced (a test, say) stays as it is.
+    Characters that the encoding does not have are escaped. Every process calls this before it prints: entry points,
+    actors, reward processes. The flush at the end of the interpreter cannot fail either; if it did, the exit status
+    would be 120. A stream that was replaced, for example by a test, stays as it is.
     """
-    for standard in range(3):  # if one is closed, the next file opened would get its number, and what is printed
+    for standard in range(3):  # if one is closed, the next file that is opened would get its number and its output
         try:
             os.fstat(standard)
         except OSError:
@@ -84,13 +84,13 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
         encoding, line_buffering = stream.encoding, stream.line_buffering or stream.write_through
         with contextlib.suppress(OSError):
             stream.flush()
-    # Without a buffer of bytes between the two, which a signal handler that prints could not enter a second time.
+    # There is no byte buffer between the two: a signal handler that prints could not enter it a second time.
     file = _LenientFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(file, encoding, errors="backslashreplace", line_buffering=line_buffering)
 
 
 class _LenientFile(io.FileIO):
-    """A file whose writes take everything. Data that cannot be written is dropped; for stdout, stderr says so once."""
+    """A file whose writes never fail. Data that cannot be written is dropped; for stdout, stderr says so once."""
 
     _warned = False
 

@@ -1,4 +1,4 @@
-"""Functions of the user's, by import path."""
+"""The user's own functions, by import path."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from trainer.errors import UserError, describe_error
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function `package.module:function` (or `package.module.function`); modules may lie in the working directory.
+    """Import the function `package.module:function` (or `package.module.function`).
+
+    The module may be a file in the working directory.
 
     Args:
-        key: the config key that names it, for errors.
-        known: names that the key may have instead, for errors.
+        key: the config key that names the function, for errors.
+        known: built-in names that the key accepts too, for errors.
 
     Raises:
-        UserError: there is none.
+        UserError: the module cannot be imported, or has no such function.
     """
     module_name, _, function_name = path.rpartition(":" if ":" in path else ".")
     if not (module_name and function_name):
         instead = f"choose one of {', '.join(known)}, or" if known else "must be"
         raise UserError(f"{key}={path}: {instead} an import path package.module:function")
-    if os.getcwd() not in sys.path:  # a file beside where the command was given
+    if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
     with user_code(f"{key}={path}: cannot be imported ({{}})"):
         function = getattr(importlib.import_module(module_name), function_name, None)
@@ -40,32 +42,32 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
 
 @contextmanager
 def user_code(message: str) -> Iterator[None]:
-    """Turn all that user code in the block raises, SystemExit and KeyboardInterrupt too, into a UserError.
+    """Turn everything that user code in the block raises, even SystemExit and KeyboardInterrupt, into a UserError.
 
     Args:
-        message: the sentence, with `{}` where the error in short comes.
+        message: the sentence, with `{}` in place of the error.
     """
     try:
         yield
     except BaseException as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__") == signals.__name__:  # a signal has come meanwhile
+        if frame.f_globals.get("__name__") == signals.__name__:  # a signal arrived in the block
             raise
         raise UserError(message.format(describe_error(error))) from error
 
 
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of its parameters that are keyword-only or have a default."""
+    """Return the names of the function's parameters that are keyword-only or have a default."""
     return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
 
 
 def takes_any_option(function: Callable[..., Any]) -> bool:
-    """It has a parameter `**options`."""
+    """Return whether the function has a parameter `**options`."""
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     try:
         return inspect.signature(function).parameters.values()
-    except ValueError:  # some functions in C do not tell
+    except ValueError:  # some functions in C have no signature
         return ()

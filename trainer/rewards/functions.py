@@ -12,8 +12,8 @@ from trainer.plugins import import_function
 
 Reward = Callable[[str, str], float]
 
-# A sign counts when it touches the number and nothing stands before it: in `10-3` and `- 3` it is none.
-# What follows a caret is an exponent: the answer in `72 m^2` is 72.
+# A minus belongs to the number if it touches the number and nothing stands before it: not in `10-3` and `- 3`.
+# A number after a caret is an exponent: the answer in `72 m^2` is 72.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)])[-−])?(?:[$€£¥]\s?(?P<inner>[-−])?)?"
     r"(?<![\^0-9])(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
@@ -21,15 +21,18 @@ _NUMBER = re.compile(
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """1 when the final answer is the reference's as a number: the first one after the last `####`, else the last
-    of a text without `####`. Commas, currency signs, units and trailing words do not matter; 72.0 is 72."""
-    ours, theirs = _final_number(completion), _final_number(answer)
-    return float(ours is not None and ours == theirs)
+    """1 if the completion and the reference have the same final number, else 0.
+
+    The final number is the first one after the last `####`; in a text without `####` it is the last one. Commas,
+    currency signs, units and words after it do not matter. 72.0 equals 72.
+    """
+    number = _final_number(completion)
+    return float(number is not None and number == _final_number(answer))
 
 
 def _final_number(text: str) -> Decimal | None:
     _, marker, tail = text.rpartition("####")
-    # After the marker the answer comes first and words may follow; without it the last number counts.
+    # After the marker, the number comes first and words may follow.
     matches = list(_NUMBER.finditer(tail))
     if not matches:
         return None
@@ -39,15 +42,15 @@ def _final_number(text: str) -> Decimal | None:
 
 
 def math(completion: str, answer: str) -> float:
-    """1 when math-verify finds the completion's answer (boxed, or the last expression) equal to the reference.
+    """1 if math-verify finds the completion's answer (boxed, or the last expression) equal to the reference, else 0.
 
-    Where it does not come to an end within 5 s, in reading or comparing, the answer counts as wrong.
+    If math-verify does not read or compare it within 5 s, the answer counts as wrong.
     """
-    if completion.strip() == answer.strip() != "":  # a bare `x^2+1` would not be found in the text
+    if completion.strip() == answer.strip() != "":  # math-verify does not find `x^2+1` without delimiters
         return 1.0
     from math_verify import parse, verify
 
-    # math-verify's time limit is a signal, which only a main thread takes; elsewhere the caller's has to do.
+    # math-verify's time limit is a signal, which only a main thread can receive; elsewhere the caller's limit counts.
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     has_delimiters = re.search(r"(?<!\\)\$|\\boxed", answer)
     gold = parse(answer if has_delimiters else f"${answer}$", parsing_timeout=limit)
@@ -55,12 +58,12 @@ def math(completion: str, answer: str) -> float:
 
 
 def arithmetic(completion: str, answer: str) -> float:
-    """1 when the completion is the number and nothing else."""
+    """1 if the completion is the number and nothing else, else 0."""
     return float(completion.strip() == answer.strip())
 
 
 def reverse_text(completion: str, answer: str) -> float:
-    """Similarity of completion and answer: twice the matching letters over all letters (1 = equal)."""
+    """Similarity of completion and answer: 2 * matching letters / all letters (1 = equal)."""
     return difflib.SequenceMatcher(None, completion.strip(), answer, autojunk=False).ratio()
 
 
@@ -68,10 +71,10 @@ REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithm
 
 
 def resolve(name: str) -> Reward:
-    """The reward called `name`: a registered one, `package.module:function` or `package.module.function`.
+    """Return the reward function `name`: one of `REWARDS`, or an import path `package.module:function`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such function.
     """
     if name in REWARDS:
         return REWARDS[name]
