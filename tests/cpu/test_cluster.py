@@ -19,7 +19,7 @@ import ray
 import torch
 
 from tests.cpu.jobs import left_running
-from trainer.cluster import actors
+from trainer.cluster import groups
 from trainer.cluster.runtime import Cluster
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.config import Config
@@ -97,8 +97,8 @@ def test_a_rank_without_memory_is_one_sentence(end, cluster, capfd):
 
 
 def test_a_save_and_the_loop_can_watch_an_actor_at_the_same_time(cluster, monkeypatch):
-    monkeypatch.setattr(actors, "_LOOK_S", 0.0)
-    monkeypatch.setattr(actors, "_PULSE_S", 0.0)
+    monkeypatch.setattr(groups, "_LOOK_S", 0.0)
+    monkeypatch.setattr(groups, "_PULSE_S", 0.0)
     group = cluster.launch_ranks("rank", Victim, {})
     calls = [group.start("waits", 3.0), *(group.start_aside("waits_a_little") for _ in range(3))]
     with ThreadPoolExecutor() as threads:
@@ -112,7 +112,7 @@ class SlowToLoad(Victim):
 
 
 def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(actors, "_SAY_START_S", 1.0)
+    monkeypatch.setattr(groups, "_SAY_START_S", 1.0)
     group = cluster.launch_ranks("slow rank", SlowToLoad, {})
     group.call("waits", 0.0)
     cluster.release(group)

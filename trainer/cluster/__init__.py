@@ -1,1 +1,1 @@
-"""The one room that imports Ray."""
+"""The processes of a job: on Ray, or without it (`local`). The one room that imports Ray."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cluster.actors import ActorGroup, Pending
+from trainer.cluster.groups import Group, Pending
 from trainer.cluster.runtime import CPU_OBJECT_STORE_BYTES, Cluster
 from trainer.config import Config
 from trainer.models.files import resolve_model_path
@@ -36,14 +36,14 @@ class Ranks:
         self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
         env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if cluster.device == "cpu" else {}
         hosts = [tuple(self.roles)] if cfg.trainer.colocate_roles else [(role,) for role in self.roles]
-        self._groups: dict[str, ActorGroup] = {}
+        self._groups: dict[str, Group] = {}
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
             group = cluster.launch_ranks(name, _build_rank, env)
             self._groups.update(dict.fromkeys(hosted, group))
 
     @property
-    def policy(self) -> ActorGroup:
+    def policy(self) -> Group:
         return self._groups["policy"]
 
     def connect(self) -> None:
@@ -153,9 +153,9 @@ class Ranks:
         """The reference becomes the policy of now."""
         self.policy.call("refresh_reference")
 
-    def _hosts(self) -> list[tuple[ActorGroup, list[str]]]:
+    def _hosts(self) -> list[tuple[Group, list[str]]]:
         """Each group once, with the roles it hosts."""
-        hosts: list[tuple[ActorGroup, list[str]]] = []
+        hosts: list[tuple[Group, list[str]]] = []
         for role in self.roles:
             group = self._groups[role]
             if hosts and hosts[-1][0] is group:

@@ -17,8 +17,10 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trainer.cluster.actors import ActorGroup, Patience
+from trainer.cluster.actors import launch_actors
+from trainer.cluster.groups import Group, Patience
 from trainer.cluster.local_ray import LocalRay
+from trainer.cluster.resources import check_gpus, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError, one_line
@@ -41,7 +43,7 @@ class Cluster:
     def __init__(self, cfg: Config, device: str):
         self.cfg = cfg
         self.device = device
-        self._groups: list[tuple[ActorGroup, PlacementGroup | None]] = []
+        self._groups: list[tuple[Group, PlacementGroup | None]] = []
         self._local: LocalRay | None = None  # where this job has started Ray
         self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
 
@@ -92,9 +94,10 @@ class Cluster:
             ray.shutdown()
 
     def _lost(self) -> str | None:
-        return self._local.lost() if self._local is not None else None
+        part = self._local.lost() if self._local is not None else None
+        return part and f"Ray's {part}"
 
-    def meeting_place(self, group: ActorGroup, port: int = 0) -> str:
+    def meeting_place(self, group: Group, port: int = 0) -> str:
         """Where the members of a process group whose first rank is that of `group` find each other.
 
         Args:
@@ -104,7 +107,7 @@ class Cluster:
             return f"file://{self._local.directory}/store-{secrets.token_hex(8)}"
         return group.call_one(0, "find_address", group.where()[0]["host"], port)
 
-    def release(self, group: ActorGroup) -> None:
+    def release(self, group: Group) -> None:
         """End the group's processes and give back their place."""
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
@@ -112,7 +115,7 @@ class Cluster:
         if entry[1] is not None:
             remove_placement_group(entry[1])
 
-    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> ActorGroup:
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
         """Start `trainer.num_workers` actors `factory(cfg, rank, world_size, device)`, one GPU or CPU slot each."""
         count = self.cfg.trainer.num_workers
         gpus = 1 if self.device == "cuda" else 0
@@ -126,9 +129,9 @@ class Cluster:
             for i in range(count)
         ]
         args = [(self.cfg, rank, count, self.device) for rank in range(count)]
-        return self._keep(ActorGroup.launch(name, factory, args, options, env, self._patience), placement)
+        return self._keep(launch_actors(name, factory, args, options, env, self._patience), placement)
 
-    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: ActorGroup) -> ActorGroup:
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
         """Start `rollout.num_engines` actors `factory(*args)`.
 
         On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as
@@ -148,27 +151,31 @@ class Cluster:
                 }
                 for i in range(r.num_engines)
             ]
-        group = ActorGroup.launch("engine", factory, [args] * r.num_engines, options, env, self._patience)
+        group = launch_actors("engine", factory, [args] * r.num_engines, options, env, self._patience)
         return self._keep(group, placement)
 
-    def _colocated_options(self, ranks: ActorGroup) -> list[dict[str, Any]]:
+    def _colocated_options(self, ranks: Group) -> list[dict[str, Any]]:
         """The ranks own their GPUs as far as Ray knows; an engine sees the same ones by their ids."""
         size, places = self.cfg.rollout.tensor_parallel_size, ranks.where()
         options = []
         for i in range(self.cfg.rollout.num_engines):
             members = places[i * size : (i + 1) * size]
             if len({m["node"] for m in members}) > 1:
-                raise UserError(f"rollout.tensor_parallel_size={size}: engine {i} would span two nodes; "
-                                "choose a size that divides the GPUs of a node")  # fmt: skip
-            options.append({
-                "num_cpus": 0,
-                "num_gpus": 0,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(members[0]["node"], soft=False),
-                "env": {
-                    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-                    "CUDA_VISIBLE_DEVICES": ",".join(gpu for m in members for gpu in m["gpus"]),
-                },
-            })  # fmt: skip
+                raise UserError(
+                    f"rollout.tensor_parallel_size={size}: engine {i} would span two nodes; "
+                    "choose a size that divides the GPUs of a node"
+                )
+            options.append(
+                {
+                    "num_cpus": 0,
+                    "num_gpus": 0,
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(members[0]["node"], soft=False),
+                    "env": {
+                        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+                        "CUDA_VISIBLE_DEVICES": ",".join(gpu for m in members for gpu in m["gpus"]),
+                    },
+                }
+            )
         return options
 
     def put(self, value: Any) -> Any:
@@ -177,21 +184,21 @@ class Cluster:
         Raises:
             WorkerError: Ray has died, or its object store is full.
         """
-        self._patience.check_ray()
+        self._patience.check_cluster()
         try:
             with SIGNALS.held():
                 return ray.put(value)
         except RayError as error:
-            self._patience.check_ray()  # it may have died meanwhile
+            self._patience.check_cluster()  # it may have died meanwhile
             reason = f"Ray cannot store a batch: {one_line(str(error))}"
             raise WorkerError(f"{reason}; restart the job with the same command") from error
 
-    def _keep(self, group: ActorGroup, placement: PlacementGroup | None) -> ActorGroup:
+    def _keep(self, group: Group, placement: PlacementGroup | None) -> Group:
         self._groups.append((group, placement))
         return group
 
     def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
-        self._patience.check_ray()
+        self._patience.check_cluster()
         with SIGNALS.held():
             placement = placement_group(bundles, strategy="PACK")
         end = time.monotonic() + _PLACEMENT_TIMEOUT_S
@@ -199,38 +206,27 @@ class Cluster:
             with SIGNALS.held():
                 if placement.wait(_LOOK_S):
                     return placement
-            self._patience.check_ray()
+            self._patience.check_cluster()
         remove_placement_group(placement)
         raise UserError(
             f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
             f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"
         )
 
-    def _rank_groups(self) -> int:
-        roles = 1 + self.cfg.has_critic + self.cfg.has_reference
-        return 1 if self.cfg.trainer.colocate_roles else roles
-
     def _slots_needed(self) -> int:
-        return self.cfg.trainer.num_workers * self._rank_groups() + self.cfg.rollout.num_engines
+        return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.rollout.num_engines
 
     def _check_resources(self) -> None:
-        t, r = self.cfg.trainer, self.cfg.rollout
-        if self.device != "cuda":
-            slots, cpus = self._slots_needed(), int(ray.cluster_resources().get("CPU", 0))
-            if slots > cpus:
-                raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
-                                f"cluster of trainer.ray_address={t.ray_address} has {cpus}")  # fmt: skip
+        if self.device == "cuda":
+            check_gpus(self.cfg, int(ray.cluster_resources().get("GPU", 0)))
             return
-        has = int(ray.cluster_resources().get("GPU", 0))
-        ranks = t.num_workers * self._rank_groups()
-        engines = r.num_engines * r.tensor_parallel_size
-        if r.share_gpus and engines > t.num_workers:
-            raise UserError(f"rollout.num_engines={r.num_engines}: with rollout.share_gpus the engines need {engines} "
-                            f"GPUs, but trainer.num_workers={t.num_workers}")  # fmt: skip
-        needed = ranks + (0 if r.share_gpus else engines)
-        if needed > has:
-            raise UserError(f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
-                            f"{has}; use fewer, or let them share with rollout.share_gpus=true")  # fmt: skip
+        t = self.cfg.trainer
+        slots, cpus = self._slots_needed(), int(ray.cluster_resources().get("CPU", 0))
+        if slots > cpus:
+            raise UserError(
+                f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
+                f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
+            )
 
 
 def _held() -> str:

@@ -32,15 +32,13 @@ def main() -> None:
         # The handler itself does everything: an exception that it raised could get lost in a callback of a library.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _say_what_died(daemons)
-        _end_descendants()
+        end_descendants()
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)  # Ray's own shutdown could wait for processes that are gone
 
-    libc = ctypes.CDLL(None)
-    # What Ray's processes leave behind when they die becomes a child of this process, and is found.
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # A process that the driver has forked may hold the pipe open; its death is noticed all the same.
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans()
+    # A process that the driver has forked may hold the pipe open; the driver's death is noticed all the same.
+    signal_on_death_of_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, end)
     try:
         answer = _start_ray(os.path.join(directory, "ray"), options)
@@ -95,7 +93,22 @@ def _say_what_died(daemons: dict[str, int]) -> None:
             return
 
 
-def _end_descendants() -> None:
+def adopt_orphans() -> None:
+    """Become the parent of what this process's descendants leave behind when they die, so that it can be found."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_on_death_of_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when the thread that has started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_descendants() -> None:
+    """Kill all that this process has started, and wait for their end."""
     for _ in range(100):  # a process that is being killed may just have started another
         children = [child for child in psutil.Process().children(recursive=True) if is_running(child)]
         if not children:

@@ -1,0 +1,311 @@
+"""Groups of processes that are called together and fail together, whether Ray or `LocalCluster` has started them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from trainer.errors import UserError, WorkerError, memory_ran_out, one_line
+from trainer.output import guard_output, show_messages
+from trainer.signals import SIGNALS, Stopped
+
+LOG = logging.getLogger(__name__)
+
+# How long to listen to the other members once one has failed: when a rank dies, its peers fail too, with
+# a closed connection, and may be heard first. The user should read the cause, not an echo of it.
+_ECHO_S = 2.0
+_ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
+_LOOK_S = 0.5  # between two looks at signals, at the cluster and at the members' pulses, while a call runs
+_PULSE_S = 2.0  # between two pulses
+_SAY_S = 20.0  # silence after which the user is told
+_SAY_START_S = 300.0  # time to start after which the user is told; an engine may compile for minutes
+_LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
+
+
+class Backend(Protocol):
+    """How calls reach the processes of a cluster. A ticket stands for one call under way."""
+
+    def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Begin a call and return its ticket. Calls on different channels run beside each other.
+
+        Args:
+            channel: `call` and `aside` run `method` of the object that the process hosts; `pulse` returns what the
+                process is, as soon as its object is built; `where` returns its host, its node and its GPU ids.
+        """
+        ...
+
+    def wait(self, tickets: list[Any], timeout_s: float) -> list[Any]:
+        """Wait until a call is done, for at most `timeout_s`; returns the tickets that are done."""
+        ...
+
+    def take(self, ticket: Any, name: str) -> Any:
+        """Return the result of a call that is done, or raise the exception that the user should see.
+
+        Args:
+            name: of the member that was called, for messages.
+        """
+        ...
+
+    def kill(self, process: Any) -> None:
+        """End the process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the driver waits for processes."""
+
+    silence_s: float
+    """A process that answers no pulse for so long counts as dead."""
+    call_s: float
+    """Longest time that one call may take."""
+    lost: Callable[[], str | None] = lambda: None
+    """Which part of the cluster itself has died, if one has."""
+
+    def check_cluster(self) -> None:
+        """Check that all of the cluster is there. Without a part of it, a call of Ray may hang, or end this process.
+
+        Raises:
+            WorkerError: a part has died.
+        """
+        if part := self.lost():
+            raise WorkerError(f"{part} died, and the job with it; restart it with the same command")
+
+
+class _Member:
+    """One process as the driver sees it, and whether it still answers. The loop and a save both ask."""
+
+    def __init__(self, name: str, process: Any, backend: Backend):
+        self.name = name
+        self.process = process
+        self._backend = backend
+        # Under way, from the beginning: its answer tells when the process has started.
+        self._pulse: Any = self._begin_pulse()
+        self._asked = time.monotonic()
+        self._who: str | None = None
+        self._said = False
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self._who})" if self._who else self.name
+
+    def silence_s(self) -> float:
+        """Seconds that a pulse has been without an answer; 0 while the process starts."""
+        with self._lock:
+            now = time.monotonic()
+            if self._pulse is not None and self._backend.wait([self._pulse], 0):
+                self._hear()
+            if self._pulse is None and now - self._asked > _PULSE_S:
+                self._pulse, self._asked = self._begin_pulse(), now
+            return now - self._asked if self._pulse is not None and self._who is not None else 0.0
+
+    def _begin_pulse(self) -> Any:
+        return self._backend.begin(self.process, "pulse", "", (), {})
+
+    def _hear(self) -> None:
+        try:
+            self._who = self._backend.take(self._pulse, self.name)
+        except Exception:
+            pass  # it died: the call under way says so
+        else:
+            if self._said:
+                LOG.warning("%s answers now", self)
+        self._pulse, self._said = None, False
+
+    @property
+    def starts(self) -> bool:
+        """It has not answered yet: until it has loaded what it hosts, it cannot."""
+        return self._who is None
+
+    def say_silent(self, silence_s: float, limit_s: float) -> None:
+        """Tell the user, once for each silence."""
+        if not self._said:
+            self._said = True
+            LOG.warning("%s does not answer since %.0f s; the job ends after %g s of silence", self, silence_s, limit_s)
+
+    def say_starting(self, elapsed_s: float, limit_s: float) -> None:
+        """Tell the user, once."""
+        if not self._said:
+            self._said = True
+            LOG.warning("%s has not started after %.0f s; the job ends after %g s", self, elapsed_s, limit_s)
+
+
+class Group:
+    """Processes of one kind. A call goes to all members; the first failure is raised as itself.
+
+    Args:
+        name: what messages call a member, before its number.
+        processes: as `backend` knows them.
+    """
+
+    def __init__(self, name: str, processes: Sequence[Any], backend: Backend, patience: Patience):
+        self.name = name
+        self._members = [_Member(f"{name} {i}", process, backend) for i, process in enumerate(processes)]
+        self._backend = backend
+        self._patience = patience
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` on all members with the same arguments; results in member order."""
+        return self.start(method, *args, **kwargs).result()
+
+    def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
+        """Call `method` on all members, each with its own arguments."""
+        return self._begin("call", method, list(zip(self._members, args, strict=True)), {}).result()
+
+    def call_one(self, member: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` on one member."""
+        return self._begin("call", method, [(self._members[member], args)], kwargs).result()[0]
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Begin calling `method` on all members; `result()` of the returned object waits for it."""
+        return self._begin("call", method, [(member, args) for member in self._members], kwargs)
+
+    def start_aside(self, method: str) -> Pending:
+        """Begin `method` on all members, on a thread beside the one that other calls share."""
+        return self._begin("aside", method, [(member, ()) for member in self._members], {})
+
+    def where(self) -> list[dict[str, Any]]:
+        """Host, node id and GPU ids of each member."""
+        return self._begin("where", "", [(member, ()) for member in self._members], {}).result()
+
+    def kill(self) -> None:
+        """End the members' processes."""
+        for member in self._members:
+            self._backend.kill(member.process)
+        self._members = []
+
+    def _begin(
+        self, channel: str, method: str, calls: Sequence[tuple[_Member, tuple]], kwargs: dict[str, Any]
+    ) -> Pending:
+        self._patience.check_cluster()
+        with SIGNALS.held():
+            tickets = [self._backend.begin(member.process, channel, method, args, kwargs) for member, args in calls]
+        return Pending([member for member, _ in calls], tickets, self._backend, self._patience, channel == "aside")
+
+
+class Pending:
+    """Calls under way on the members of a group.
+
+    Args:
+        aside: the result is awaited beside the loop, which hears a request to stop by itself.
+    """
+
+    def __init__(
+        self, members: Sequence[_Member], tickets: Sequence[Any], backend: Backend, patience: Patience, aside: bool
+    ):
+        self._members = list(members)
+        self._tickets = list(tickets)
+        self._backend = backend
+        self._patience = patience
+        self._aside = aside
+
+    def result(self) -> list[Any]:
+        """Wait for all members; results in member order.
+
+        Raises:
+            the exception of the member that failed, with its rank in a note, within seconds of the failure
+            and without waiting for the others; WorkerError: a member's process died, does not answer, or the call
+            takes too long, or the cluster died; Stopped: a signal asks to stop, and a member does not answer.
+        """
+        started = time.monotonic()
+        deadline = float("inf")  # of the echoes, once a member has failed
+        results: dict[int, Any] = {}
+        waiting = {ticket: i for i, ticket in enumerate(self._tickets)}
+        failures: list[Exception] = []
+        while waiting and time.monotonic() < deadline:
+            with SIGNALS.held():
+                done = self._backend.wait(list(waiting), _LOOK_S)
+            if not done and not failures:
+                self._look([self._members[i] for i in waiting.values()], time.monotonic() - started)
+            for ticket in done:
+                i = waiting.pop(ticket)
+                try:
+                    with SIGNALS.held():
+                        results[i] = self._backend.take(ticket, self._members[i].name)
+                except Exception as error:
+                    failures.append(error)
+                    deadline = min(deadline, time.monotonic() + _ECHO_S)
+        if failures:
+            raise min(failures, key=_cause_priority)
+        return [results[i] for i in range(len(self._tickets))]
+
+    def _look(self, members: Sequence[_Member], elapsed_s: float) -> None:
+        """While nothing comes: does the cluster live, does everybody answer, is it taking too long?"""
+        patience = self._patience
+        patience.check_cluster()
+        for member in members:
+            with SIGNALS.held():
+                silence_s = member.silence_s()
+            if silence_s > _LEAVE_S and SIGNALS.first and not self._aside:
+                raise Stopped(
+                    f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
+                    "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
+                )
+            if silence_s > patience.silence_s:
+                raise WorkerError(
+                    f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or its "
+                    "machine stands still; restart the job with the same command"
+                )
+            if silence_s > _SAY_S:
+                member.say_silent(silence_s, patience.silence_s)
+            if member.starts and elapsed_s > _SAY_START_S:
+                member.say_starting(elapsed_s, patience.call_s)
+        if elapsed_s > patience.call_s:
+            raise WorkerError(
+                f"{', '.join(map(str, members))}: no result after {elapsed_s:.0f} s (trainer.call_timeout_s); "
+                "restart the job with the same command, or raise the limit"
+            )
+
+
+def prepare_process(address: str) -> None:
+    """Prepare this process to host a member. `address` is that of its node.
+
+    Output never ends the process, and its process groups stay on the network interface that has `address`. What
+    the user has set stays.
+    """
+    guard_output()  # of the user's functions too
+    show_messages()
+    for name, entries in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    os.environ.setdefault("VLLM_HOST_IP", address)
+
+
+def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
+    """Return the exception to raise in the driver for `cause`, which the member `name` raised.
+
+    Args:
+        trace: the member's own traceback as text.
+    """
+    if isinstance(cause, UserError):
+        return cause
+    if not isinstance(cause, Exception):
+        return WorkerError(f"{name} failed: {trace}")
+    if memory_ran_out(cause):
+        return WorkerError(
+            f"{name} has no memory left ({one_line(str(cause)) or 'MemoryError'}); lower "
+            "trainer.max_tokens_per_micro_batch or rollout.max_num_seqs, or use more devices, and restart the "
+            "job with the same command"
+        )
+    cause.add_note(f"in {name}; its own traceback:\n{trace}")
+    return cause
+
+
+def _cause_priority(error: Exception) -> int:
+    """Causes sort before echoes: what the user did, what a member raised, a death, a broken connection."""
+    if isinstance(error, UserError):
+        return 0
+    if isinstance(error, WorkerError):
+        return 2
+    return 3 if any(sign in str(error) for sign in _ECHO_SIGNS) else 1

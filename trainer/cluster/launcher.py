@@ -1,0 +1,263 @@
+"""The process that forks the members of a `LocalCluster`, and what each member runs.
+
+A driver, the launcher and a member talk through socket pairs, so that the end of one is seen by the others. The
+launcher ends all members, and all that they have started, when the driver ends, however it ends; a member ends when
+its launcher does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NoReturn
+
+import psutil
+
+from trainer.cluster.groups import prepare_process
+from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, is_running, signal_on_death_of_parent
+from trainer.errors import describe_error
+from trainer.signals import HANDLED
+
+HOST = "127.0.0.1"
+BUILD = 0
+"""Number of the answer that tells that the object of a member could not be built."""
+_CLOSE_S = 20.0
+
+
+class Launcher:
+    """A process that forks members on request: a new interpreter in a session of its own. A context manager.
+
+    Signals to the driver's process group, such as Ctrl-C, do not reach it and the members.
+
+    Args:
+        preload: modules that it imports before it forks the first member. Without any, each member imports what it
+            needs by itself, under its own environment.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()):
+        self._link, its_end = _pair()
+        with its_end:
+            self._process = self._start(its_end, preload)
+
+    def _start(self, its_end: Connection, preload: Sequence[str]) -> psutil.Process:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from trainer.cluster.launcher import run_launcher; "
+            f"run_launcher({its_end.fileno()}, {list(preload)!r})"
+        )
+        return psutil.Popen(
+            [sys.executable, "-c", code], pass_fds=[its_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def start(self, name: str, env: dict[str, str]) -> Connection:
+        """Begin to fork a member, which serves the connection that this returns (see `_Host`).
+
+        Args:
+            name: for `end`; no other member has it.
+            env: is added to the environment that this process has now.
+        """
+        link, its_end = _pair()
+        with its_end, contextlib.suppress(OSError):  # if the launcher has died, the connection ends
+            self._link.send(("start", name, {**os.environ, **env}, os.getcwd()))
+            send_handle(self._link, its_end.fileno(), self._process.pid)
+        return link
+
+    def end(self, name: str) -> None:
+        """Kill a member and all that it has started, and wait for their end."""
+        with contextlib.suppress(OSError, EOFError):  # the launcher has died, and the members with it
+            self._link.send(("end", name))
+            self._link.recv()
+
+    @property
+    def is_running(self) -> bool:
+        return is_running(self._process)
+
+    def close(self) -> None:
+        """End the launcher, all members and all that they have started, and wait for their end."""
+        self._link.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except psutil.TimeoutExpired:
+            end_all([*self._process.children(recursive=True), self._process])
+            self._process.wait()
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ForkedLauncher(Launcher):
+    """A launcher that is a fork of this process, which must have no threads yet, and stays in its process group.
+
+    What this process has imported, no member imports again. For tests, which start many jobs and kill each with one
+    signal.
+    """
+
+    def _start(self, its_end: Connection, preload: Sequence[str]) -> psutil.Process:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            self._link.close()
+            run_launcher(its_end.fileno(), preload)
+        return psutil.Process(child)
+
+
+def run_launcher(descriptor: int, preload: Sequence[str]) -> NoReturn:
+    """Fork members until the driver closes its end of the connection, or dies; then end them all.
+
+    Args:
+        descriptor: of the connection to the driver.
+    """
+
+    def end(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants()
+        os._exit(0)
+
+    adopt_orphans()
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    signal_on_death_of_parent(signal.SIGTERM)
+    try:
+        for module in preload:
+            importlib.import_module(module)
+        _serve_driver(Connection(descriptor))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        end()
+
+
+def _serve_driver(driver: Connection) -> None:
+    members: dict[str, int] = {}
+    launcher = os.getpid()
+    while True:
+        try:
+            match driver.recv():
+                case "start", name, environment, directory:
+                    its_end = recv_handle(driver)
+                    members[name] = os.fork()
+                    if members[name] == 0:
+                        driver.close()
+                        _run_member(Connection(its_end), launcher, environment, directory)
+                    os.close(its_end)
+                case "end", name:
+                    _end_member(members.pop(name))
+                    driver.send(None)
+        except (EOFError, ConnectionError):
+            return
+
+
+def _end_member(pid: int) -> None:
+    member = psutil.Process(pid)
+    family = [*member.children(recursive=True), member]
+    end_all(family)
+    psutil.wait_procs(family)
+
+
+def _run_member(driver: Connection, launcher: int, environment: dict[str, str], directory: str) -> NoReturn:
+    try:
+        signal_on_death_of_parent(signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getppid() == launcher:
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(directory)
+            if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # torch reads it when it is imported
+                sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+            _Host(driver).run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+class _Host:
+    """Hosts one object. Calls, calls aside and pulses have a thread each, and a fourth one reads.
+
+    The first message is `(factory, args, where)`. Others are `(number, channel, payload)`; each is answered by
+    `(number, has_failed, payload)`. A payload is the pickle of `(method, args, kwargs)`, of a result, or of an
+    exception and its traceback as text.
+    """
+
+    def __init__(self, driver: Connection):
+        self._driver = driver
+        self._sending = threading.Lock()
+        self._calls: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in ("call", "aside", "pulse")}
+
+    def run(self) -> NoReturn:
+        """Build the object, then serve calls; this process ends when the driver closes the connection."""
+        message = self._driver.recv_bytes()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            factory, args, self._where = pickle.loads(message)
+            prepare_process(HOST)
+            sys.stdout.reconfigure(line_buffering=True)  # this process will not flush it at its end
+            self._object = factory(*args)
+        except BaseException as error:
+            self._answer(BUILD, True, _packed(error))
+            os._exit(1)
+        for channel in ("aside", "pulse"):
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+        self._serve("call")
+
+    def _read(self) -> NoReturn:
+        try:
+            while True:
+                number, channel, payload = self._driver.recv()
+                self._calls[channel].put((number, payload))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _serve(self, channel: str) -> NoReturn:
+        while True:
+            number, payload = self._calls[channel].get()
+            try:
+                method, args, kwargs = pickle.loads(payload)
+                target = self if channel == "pulse" else self._object
+                answer, has_failed = pickle.dumps(getattr(target, method)(*args, **kwargs)), False
+            except BaseException as error:
+                answer, has_failed = _packed(error), True
+            self._answer(number, has_failed, answer)
+
+    def _answer(self, number: int, has_failed: bool, payload: bytes) -> None:
+        with self._sending:
+            self._driver.send((number, has_failed, payload))
+
+    def say(self) -> str:
+        """Return what this process is."""
+        return f"process {os.getpid()} on {HOST}"
+
+    def where(self) -> dict[str, Any]:
+        """Return the address of the node, its name and the GPU ids of this process."""
+        return self._where
+
+
+def _packed(error: BaseException) -> bytes:
+    trace = traceback.format_exc()
+    try:
+        packed = pickle.dumps((error, trace))
+        pickle.loads(packed)  # an exception with arguments of its own may fail here
+        return packed
+    except Exception:
+        return pickle.dumps((RuntimeError(describe_error(error)), trace))
+
+
+def _pair() -> tuple[Connection, Connection]:
+    left, right = socket.socketpair()
+    return Connection(left.detach()), Connection(right.detach())

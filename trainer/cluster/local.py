@@ -1,0 +1,228 @@
+"""The groups of a job as plain processes of this machine, without Ray: for tests, and for debugging on a laptop."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import pickle
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from trainer.cluster.groups import Group, Patience, failure_of
+from trainer.cluster.launcher import BUILD, HOST, Launcher
+from trainer.cluster.resources import check_gpus
+from trainer.config import Config
+from trainer.errors import WorkerError
+from trainer.shared_memory import PrivateDirectory
+
+
+class LocalCluster:
+    """Has the interface of `trainer.cluster.runtime.Cluster`: `with LocalCluster(cfg, device) as cluster`.
+
+    What it hands to members, factories above all, must be importable there.
+
+    Args:
+        device: `cuda` or `cpu`.
+        launcher: starts the members and outlives the cluster; None: the cluster has one of its own.
+    """
+
+    def __init__(self, cfg: Config, device: str, launcher: Launcher | None = None):
+        self.cfg = cfg
+        self.device = device
+        self._shared_launcher = launcher
+        self._groups: list[tuple[Group, list[str]]] = []  # each with the GPUs that are its own
+        self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
+
+    def __enter__(self) -> LocalCluster:
+        self._gpus = _visible_gpus() if self.device == "cuda" else []
+        if self.device == "cuda":
+            check_gpus(self.cfg, len(self._gpus))
+        self._launcher = self._shared_launcher or Launcher()
+        self._directory = PrivateDirectory(tempfile.gettempdir(), "trainer-local-", 4)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group, _ in list(self._groups):
+            self.release(group)
+        if self._shared_launcher is None:
+            self._launcher.close()
+        self._directory.close()
+
+    def _lost(self) -> str | None:
+        return None if self._launcher.is_running else "the launcher of its processes"
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
+        """Start `trainer.num_workers` processes `factory(cfg, rank, world_size, device)`, one GPU each."""
+        count = self.cfg.trainer.num_workers
+        args = [(self.cfg, rank, count, self.device) for rank in range(count)]
+        gpus = self._take_gpus(count)
+        return self._launch(name, factory, args, env, gpus, 1, own=gpus)
+
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
+        """Start `rollout.num_engines` processes `factory(*args)`.
+
+        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as
+        many ranks.
+        """
+        rollout = self.cfg.rollout
+        size, count = rollout.tensor_parallel_size, rollout.num_engines
+        if rollout.share_gpus and self.device == "cuda":
+            gpus, own = [gpu for place in ranks.where() for gpu in place["gpus"]], []
+        else:
+            gpus = own = self._take_gpus(size * count)
+        return self._launch("engine", factory, [args] * count, env, gpus, size, own)
+
+    def put(self, value: Any) -> Any:
+        """A reference to `value` as it is now, which is pickled once; members get the value."""
+        return _Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+    def meeting_place(self, group: Group, port: int = 0) -> str:
+        """Where the members of a process group whose first rank is that of `group` find each other.
+
+        Args:
+            port: at which they meet; 0: no port at all.
+        """
+        if not port:
+            return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
+        return group.call_one(0, "find_address", HOST, port)
+
+    def release(self, group: Group) -> None:
+        """End the group's processes, wait for their end, and give back their GPUs."""
+        entry = next(entry for entry in self._groups if entry[0] is group)
+        self._groups.remove(entry)
+        group.kill()
+        self._gpus += entry[1]
+
+    def _launch(
+        self,
+        name: str,
+        factory: Any,
+        args: Sequence[tuple],
+        env: dict[str, str],
+        gpus: list[str],
+        gpus_each: int,
+        own: list[str],
+    ) -> Group:
+        self._patience.check_cluster()
+        processes = []
+        for i, member_args in enumerate(args):
+            ids = gpus[i * gpus_each : (i + 1) * gpus_each]
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.device == "cuda" else {}
+            place = {"host": HOST, "node": "this", "gpus": ids}
+            processes.append(_Process(self._launcher, {**env, **visible}, factory, member_args, place))
+        group = Group(name, processes, _Processes(), self._patience)
+        self._groups.append((group, own))
+        return group
+
+    def _take_gpus(self, count: int) -> list[str]:
+        taken, self._gpus = self._gpus[:count], self._gpus[count:]
+        return taken
+
+
+class _Stored:
+    """Pickles as the value whose pickle it holds."""
+
+    def __init__(self, data: bytes):
+        self._data = data
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
+
+
+class _Process:
+    """The driver's end of a member (see `trainer.cluster.launcher._Host`)."""
+
+    def __init__(self, launcher: Launcher, env: dict[str, str], factory: Any, args: tuple, place: dict[str, Any]):
+        self._launcher = launcher
+        self._name = secrets.token_hex(4)
+        self._link = launcher.start(self._name, env)
+        message = pickle.dumps((factory, args, place))
+        with contextlib.suppress(OSError):  # the launcher has died: `_read` says so
+            self._link.send_bytes(message)
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._calls: dict[int, Future] = {}
+        self._numbers = itertools.count(BUILD + 1)
+        self._end: tuple[str, bytes] | None = None
+        """The outcome of all calls once the member has ended."""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
+        """Begin a call. Its future has `(outcome, payload)`; it never has an exception."""
+        payload = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
+        call: Future = Future()
+        with self._state:
+            if self._end is not None:
+                call.set_result(self._end)
+                return call
+            number = next(self._numbers)
+            self._calls[number] = call
+        with self._sending, contextlib.suppress(OSError):  # the member has ended: `_read` says so
+            self._link.send((number, channel, payload))
+        return call
+
+    def kill(self) -> None:
+        """End the process, and all that it has started."""
+        self._launcher.end(self._name)
+
+    def _read(self) -> None:
+        end = ("died", b"")
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, has_failed, payload = self._link.recv()
+                if number == BUILD:
+                    end = ("failed", payload)
+                else:
+                    with self._state:
+                        call = self._calls.pop(number)
+                    call.set_result(("failed" if has_failed else "done", payload))
+        with self._state:
+            self._end = end
+            calls = list(self._calls.values())
+            self._calls.clear()
+        for call in calls:
+            call.set_result(end)
+        with self._sending:
+            self._link.close()
+
+
+class _Processes:
+    """See `trainer.cluster.groups.Backend`. A ticket is a future."""
+
+    def begin(self, process: _Process, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
+        if channel in ("pulse", "where"):
+            return process.begin("pulse", "say" if channel == "pulse" else "where", (), {})
+        return process.begin(channel, method, args, kwargs)
+
+    def wait(self, tickets: list[Future], timeout_s: float) -> list[Future]:
+        done = concurrent.futures.wait(tickets, timeout_s, concurrent.futures.FIRST_COMPLETED).done
+        return list(done)
+
+    def take(self, ticket: Future, name: str) -> Any:
+        outcome, payload = ticket.result()
+        if outcome == "done":
+            return pickle.loads(payload)
+        if outcome == "failed":
+            cause, trace = pickle.loads(payload)
+            raise failure_of(cause, name, trace)
+        raise WorkerError(
+            f"{name} died: its process was killed or crashed, perhaps because memory ran out; restart the job with "
+            "the same command"
+        )
+
+    def kill(self, process: _Process) -> None:
+        process.kill()
+
+
+def _visible_gpus() -> list[str]:
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
