@@ -1,0 +1,167 @@
+"""One contract for groups, whether Ray or `LocalCluster` starts their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.cpu.unit.cluster.members import FailsToLoad, Host, SlowToLoad
+from trainer.cluster import groups
+from trainer.cluster.groups import Group
+from trainer.cluster.local import LocalCluster
+from trainer.cluster.runtime import Cluster
+from trainer.config import Config
+from trainer.errors import UserError, WorkerError
+
+
+def settings() -> Config:
+    """Ray gets room for two ranks and three engines: enough for the two groups that a test may have."""
+    cfg = Config()
+    cfg.trainer.silence_timeout_s, cfg.trainer.num_workers, cfg.rollout.num_engines = 10.0, 2, 3
+    return cfg
+
+
+@pytest.fixture(scope="module", params=[LocalCluster, Cluster], ids=["local", "ray"])
+def cluster(request) -> Iterator[Cluster | LocalCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
+        with request.param(settings(), "cpu") as cluster:
+            yield cluster
+
+
+@pytest.fixture(scope="module")
+def shared_group(cluster) -> Iterator[Group]:
+    """Two ranks that no test ends."""
+    group = cluster.launch_ranks("rank", Host, {"WORD": "set"})
+    yield group
+    cluster.release(group)
+
+
+@pytest.fixture
+def group(cluster) -> Iterator[Group]:
+    """Two ranks of this test's own."""
+    group = cluster.launch_ranks("rank", Host, {})
+    yield group
+    cluster.release(group)
+
+
+def test_results_come_in_member_order(shared_group):
+    assert len(shared_group) == 2
+    assert shared_group.call("rank") == [0, 1]
+    assert shared_group.call("echo", 1, b=2) == [((1,), {"b": 2})] * 2
+    assert shared_group.call_each("echo", [(3,), (4,)]) == [((3,), {}), ((4,), {})]
+    assert shared_group.call_one(1, "rank") == 1
+    assert [(args[2], args[3]) for args in shared_group.call("built_with")] == [(2, "cpu")] * 2
+    assert shared_group.call("environment", "WORD") == ["set", "set"]
+
+
+def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group):
+    engines = cluster.launch_engines(Host, ("a", "b"), {"WORD": "engine"}, shared_group)
+    assert engines.call("built_with") == [("a", "b")] * 3
+    assert engines.call("environment", "WORD") == ["engine"] * 3
+    assert len(set(engines.call("pid"))) == 3
+    cluster.release(engines)
+
+
+def test_members_get_the_value_of_a_reference(cluster, shared_group):
+    batch = {"ids": np.arange(10**6), "name": "batch"}
+    stored = cluster.put(batch)
+    for (received,), _ in shared_group.call("echo", stored):
+        np.testing.assert_array_equal(received["ids"], batch["ids"])
+        assert received["name"] == "batch"
+
+
+def test_members_say_where_they_are(shared_group):
+    places = shared_group.where()
+    assert [place["host"] for place in places] == ["127.0.0.1"] * 2
+    assert len({place["node"] for place in places}) == 1
+    assert [place["gpus"] for place in places] == [[], []]
+
+
+def test_a_meeting_place_has_no_port(cluster, shared_group):
+    address = cluster.meeting_place(shared_group)
+    assert address.startswith("file:///")
+    assert os.path.isdir(os.path.dirname(address.removeprefix("file://")))
+    assert cluster.meeting_place(shared_group) != address
+
+
+def test_an_exception_is_raised_as_itself(shared_group):
+    with pytest.raises(UserError, match="^choose another$"):
+        shared_group.call("raise_user_error")
+    with pytest.raises(AttributeError, match="no_such_method") as raised:
+        shared_group.call("no_such_method")
+    (note,) = raised.value.__notes__
+    assert note.startswith("in rank ") and "AttributeError: " in note
+
+
+def test_the_cause_is_raised_and_not_its_echo(shared_group):
+    """Rank 1 is heard first, because the connection to it has closed. Rank 0 knows the reason."""
+    with pytest.raises(ValueError, match="the cause"):
+        shared_group.call("fail_after_peer")
+
+
+def test_a_death_is_raised_and_not_its_echo(group):
+    with pytest.raises(WorkerError, match="^rank 1 died: its process was killed or crashed"):
+        group.call("raise_or_die")
+    with pytest.raises(WorkerError, match="^rank 1 died"):
+        group.call("rank")
+    assert group.call_one(0, "rank") == 0
+
+
+def test_calls_aside_run_beside_other_calls(shared_group):
+    waiting = shared_group.start("wait_for_open")
+    shared_group.start_aside("open").result()
+    assert waiting.result() == [True, True]
+
+
+def test_two_threads_can_wait_for_one_member(shared_group, monkeypatch):
+    """A save and the loop do."""
+    monkeypatch.setattr(groups, "_LOOK_S", 0.0)
+    monkeypatch.setattr(groups, "_PULSE_S", 0.0)
+    calls = [shared_group.start("waits", 3.0), *(shared_group.start_aside("waits_a_little") for _ in range(3))]
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(lambda call: call.result(), calls)) == [["waited"] * 2] * 4
+
+
+@pytest.mark.parametrize("end", ["is_killed", "wants_a_tensor", "wants_bytes", "fills_the_gpu"])
+def test_a_rank_without_memory_is_one_sentence(end, group, capfd):
+    with pytest.raises(WorkerError) as raised:
+        group.call(end)
+    text = str(raised.value)
+    assert text.startswith("rank ") and "\n" not in text, text
+    assert "memory" in text and "the same command" in text
+    assert capfd.readouterr() == ("", ""), "nothing else is printed"
+
+
+def test_a_rank_that_cannot_load_is_named_with_its_reason(cluster):
+    group = cluster.launch_ranks("bad rank", FailsToLoad, {})
+    with pytest.raises((ValueError, WorkerError), match="cannot load") as raised:
+        group.call("rank")
+    assert "bad rank" in str(raised.value) + str(getattr(raised.value, "__notes__", ""))
+    cluster.release(group)
+
+
+def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(groups, "_SAY_START_S", 1.0)
+    group = cluster.launch_ranks("slow rank", SlowToLoad, {})
+    group.call("waits", 0.0)
+    cluster.release(group)
+    warnings = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
+    assert sorted(text[:11] for text in warnings) == ["slow rank 0", "slow rank 1"]
+    assert all("; the job ends after" in text for text in warnings)
+
+
+def test_a_rank_that_stands_still_after_quick_calls_is_named(group):
+    """While calls are quick, the driver has no reason to ask whether the rank still answers."""
+    pid = group.call("pid")[0]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for .*silence_timeout_s"):
+            group.call("pid")
+    finally:
+        os.kill(pid, signal.SIGCONT)
