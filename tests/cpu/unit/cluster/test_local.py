@@ -144,7 +144,7 @@ def test_ranks_and_engines_get_gpus_of_their_own(launcher, monkeypatch):
 def test_engines_can_share_the_gpus_of_ranks(launcher, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     cfg = settings(num_workers=2)
-    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, colocate=True))
+    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, share_gpus=True))
     with LocalCluster(cfg, "cuda", launcher) as cluster:
         engines = cluster.launch_engines(Host, (), {}, cluster.launch_ranks("rank", Host, {}))
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
