@@ -9,7 +9,7 @@ from trainer.errors import UserError
 def rank_groups(cfg: Config) -> int:
     """Groups of rank processes: one that hosts all roles, or one for each role."""
     roles = 1 + cfg.has_critic + cfg.has_reference
-    return 1 if cfg.trainer.share_gpus else roles
+    return 1 if cfg.trainer.colocate_roles else roles
 
 
 def check_gpus(cfg: Config, available: int) -> None:
