@@ -32,7 +32,6 @@ from trainer.experience import (
     leave_out_rows,
     shape_rewards,
 )
-from trainer.exports import export_policy, export_target
 from trainer.failpoints import failpoint
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.launch import Rollout
@@ -42,6 +41,7 @@ from trainer.metrics.report import final_report
 from trainer.metrics.throughput import model_flops, peak_flops
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
+from trainer.models.export import PolicyExporter, export_target
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.parallel.batching import Batch
@@ -104,6 +104,14 @@ class Trainer:
         self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
         self.ranks.connect()
         self.ranks.build(self.model_path)
+        self.exporter = PolicyExporter(
+            self.ranks,
+            self.model_path,
+            self.tokenizer,
+            cfg.model.trust_remote_code,
+            adapter_alone=cfg.trainer.policy.lora.rank is not None and cfg.trainer.hf_save_lora == "adapter",
+            fence=directory.claim.run_dir.check,
+        )
         self._register_parts()
 
     # ---------------------------------------------------------------------------------------------------
@@ -317,8 +325,7 @@ class Trainer:
     def export(self, step: int) -> str:
         """Write the policy in Hugging Face format to `{export_path}/global_step_{step}/policy`; returns that."""
         target = export_target(self.cfg, step)
-        fence = self.directory.claim.run_dir.check
-        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, self.cfg.rollout.dtype, fence)
+        self.exporter.export(target, self.cfg.rollout.dtype)
         self.progress.note(f"exported {target}")
         return target
 

@@ -21,12 +21,12 @@ from trainer.data.datasets import check_files
 from trainer.data.sft import PackedSource, load_train, load_val, pack_all
 from trainer.documents import Shape, is_count
 from trainer.errors import NonFiniteError, UserError
-from trainer.exports import export_policy, export_target
 from trainer.keyed import key
 from trainer.metrics.progress import Progress
 from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, Tracker, read_metrics
+from trainer.models.export import PolicyExporter, export_target
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run import record
@@ -135,8 +135,13 @@ class SupervisedTrainer:
 
     def export(self, target: str) -> None:
         """Write the model in Hugging Face format to the directory `target`, whole or not at all."""
+        cfg = self.cfg
+        adapter_alone = cfg.trainer.policy.lora.rank is not None and cfg.trainer.hf_save_lora == "adapter"
         fence = self.directory.claim.run_dir.check
-        export_policy(self.cfg, self.ranks, self.model_path, self.tokenizer, target, "float32", fence)
+        exporter = PolicyExporter(
+            self.ranks, self.model_path, self.tokenizer, cfg.model.trust_remote_code, adapter_alone, fence
+        )
+        exporter.export(target, "float32")
 
     def close(self) -> None:
         """Give the ranks' place back."""

@@ -15,15 +15,12 @@ from tests.cpu.test_resuming import a_run, directory, settings
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.parts import json_part
-from trainer.config import Config, LoggerConfig, TinyConfig
+from trainer.config import LoggerConfig
 from trainer.data.datasets import Prompt
 from trainer.data.rollouts import write_rollouts
 from trainer.data.source import DrawnPrompt
 from trainer.errors import NotSavedError, UserError
-from trainer.exports import export_policy
 from trainer.metrics.tracker import Tracker
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 from trainer.run.stopping import StopRequest
 from trainer.run_directory import RunDirectory
 from trainer.signals import Stopped
@@ -328,34 +325,3 @@ def test_a_job_that_lost_its_run_directory_publishes_no_rollouts(tmp_path):
         with pytest.raises(UserError, match="lost the run directory"):
             write_rollouts(str(tmp_path), 2, drawn, [], [], [], check)
     assert os.listdir(tmp_path / "rollouts") == ["step_1.jsonl"]
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_job_that_lost_its_run_directory_while_it_exports_publishes_nothing(tmp_path, lost):
-    model, target = str(tmp_path / "model"), tmp_path / "run/exports/global_step_1/policy"
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1,
-                          head_dim=16), model)  # fmt: skip
-
-    class Writer:
-        """Copies the weights; meanwhile another job takes the run over and publishes its own export."""
-
-        def write_weights(self, path: str, dtype: str) -> None:
-            shutil.copy(f"{model}/model.safetensors", path)
-            if lost:
-                (tmp_path / "run/.lock").unlink()
-                target.mkdir(parents=True)
-                (target / "of another job").touch()
-
-    left = target.with_name("policy.writing-of-a-killed-job")
-    left.mkdir(parents=True)
-    with RunDirectory(settings(tmp_path / "run")).open() as run:
-        export = partial(export_policy, Config(), Writer(), model, load_tokenizer(model), str(target), "float32",
-                         run.claim.run_dir.check)  # fmt: skip
-        if lost:
-            with pytest.raises(UserError, match="lost the run directory"):
-                export()
-            assert os.listdir(target) == ["of another job"]
-        else:
-            export()
-            assert (target / "model.safetensors").exists() and os.listdir(target.parent) == ["policy"]
-    assert not left.exists()

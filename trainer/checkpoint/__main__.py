@@ -161,7 +161,8 @@ def _diff(args: argparse.Namespace) -> Result:
 
 
 def _export(args: argparse.Namespace) -> Result:
-    from trainer.checkpoint.tensors import NamedFiles, export
+    from trainer.checkpoint.tensors import NamedFiles
+    from trainer.models.export_saved import export
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")

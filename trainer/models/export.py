@@ -1,178 +1,131 @@
-"""Sharded modules back to Hugging Face safetensors, each rank writing its own rows.
+"""Models as Hugging Face directories. This module is cheap to import; two others write the tensors.
 
-The layout of a safetensors file is known from names, shapes and dtype alone. So rank 0 creates the files
-at full size, and every rank then writes its shards straight to their offsets: no gather, no second copy
-of the model anywhere. The same writer serves exports and the shared-memory weight sync.
+`export_live` writes those of sharded modules, each rank its own rows; `export_saved` writes those of a checkpoint.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-import struct
-from collections.abc import Iterator
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from trainer.config import Config
+from trainer.durable import sync_directory, sync_tree
+from trainer.failpoints import failpoint
+from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_assets
 
-from trainer.models.lora import adapters_of, hugging_face_name
-from trainer.parallel.shard import reshard
-
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-                torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
 
 
+class WritingRanks(Protocol):
+    """The ranks that hold the policy."""
+
+    def write_weights(self, directory: str, dtype: str) -> None: ...
+    def adapter_config(self, base_model: str) -> str: ...
+    def adapter_weights(self) -> bytes: ...
+
+
+def export_target(cfg: Config, step: int) -> str:
+    """Return where the policy of a step is exported to."""
+    return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")
+
+
 @dataclass(frozen=True)
-class Slot:
-    """Where one tensor goes."""
+class PolicyExporter:
+    """Exports the policy of a job.
 
-    file: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Args:
+        model_path: directory of the start weights, from which config and generation config are taken.
+        adapter_alone: write the adapter in peft's format, and the tokenizer; else the merged model.
+        fence: raises when this process no longer holds the run directory; then nothing is published.
+    """
+
+    ranks: WritingRanks
+    model_path: str
+    tokenizer: Any
+    trust_remote_code: bool
+    adapter_alone: bool
+    fence: Callable[[], None]
+
+    def export(self, target: str, dtype: str) -> None:
+        """Write the policy to the directory `target`, whole or not at all. An earlier export there is replaced.
+
+        Args:
+            dtype: of the weights (see `RolloutConfig.dtype`).
+        """
+        self.fence()
+        for left in glob.glob(f"{glob.escape(target)}.writing*"):  # by a killed export
+            shutil.rmtree(left, ignore_errors=True)
+        with whole_directory(target, self._before_publishing) as writing:
+            if self.adapter_alone:
+                self.tokenizer.save_pretrained(writing)
+                with open(os.path.join(writing, ADAPTER_CONFIG), "w") as file:
+                    file.write(self.ranks.adapter_config(self.model_path))
+                with open(os.path.join(writing, ADAPTER_WEIGHTS), "wb") as weights:
+                    weights.write(self.ranks.adapter_weights())
+            else:
+                write_assets(self.model_path, writing, self.tokenizer, self.trust_remote_code)
+                self.ranks.write_weights(writing, dtype)
+            failpoint("export:written")
+
+    def _before_publishing(self, target: str) -> None:
+        self.fence()
+        shutil.rmtree(target, ignore_errors=True)  # left by the killed run; identical content
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Files, their headers and the slot of every tensor."""
+@contextmanager
+def whole_directory(target: str, before_publishing: Callable[[str], None] = lambda target: None) -> Iterator[str]:
+    """Give the block a new directory to fill, and publish it as `target`. If the block fails, nothing is left.
 
-    headers: dict[str, bytes]
-    sizes: dict[str, int]
-    slots: dict[str, Slot]
+    Each directory has its own token, so that a process of a killed run that still writes cannot write into this one.
 
-
-def export_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What belongs in a model file: parameters (tied ones once) and persistent buffers; adapters do not."""
-    reshard(module)
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        known_as = hugging_face_name(name)
-        if known_as is not None:
-            tensors[known_as] = parameter.detach()
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name, value in module.state_dict().items():
-        if name not in parameters:
-            tensors[name] = value
-    return tensors
-
-
-def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`export_tensors` one by one, each with its adapter in it. A collective where there are adapters."""
-    adapters = adapters_of(module)
-    for name, tensor in export_tensors(module).items():
-        yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
+    Args:
+        before_publishing: called with `target` when only its publication is left.
+    """
+    target = os.path.abspath(target)
+    writing = f"{target}.writing-{secrets.token_hex(4)}"
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    os.mkdir(writing)
+    try:
+        yield writing
+        sync_tree(writing)
+        before_publishing(target)
+        os.rename(writing, target)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    sync_directory(os.path.dirname(target))
 
 
-def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> Layout:
-    """Place the tensors, in order, in files of at most `max_file_bytes` of data (a larger tensor alone)."""
+def place_in_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:
+    """Place tensors, in order, in files of at most `max_file_bytes` (a larger tensor alone).
+
+    Args:
+        sizes: bytes of each tensor, by name.
+
+    Returns:
+        the names of the tensors by the name of their file.
+    """
     groups: list[list[str]] = [[]]
     used = 0
-    for name, tensor in tensors.items():
-        size = _bytes(tensor, dtype)
+    for name, size in sizes.items():
         if groups[-1] and used + size > max_file_bytes:
             groups.append([])
             used = 0
         groups[-1].append(name)
         used += size
-    headers, sizes, slots = {}, {}, {}
-    for i, names in enumerate(groups):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        for name in names:
-            end = begin + _bytes(tensors[name], dtype)
-            entries[name] = {
-                "dtype": _DTYPE_NAMES[_stored_dtype(tensors[name], dtype)],
-                "shape": list(tensors[name].shape),
-                "data_offsets": [begin, end],
-            }
-            begin = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = struct.pack("<Q", len(text)) + text
-        sizes[file] = len(headers[file]) + begin
-        for name in names:
-            start = len(headers[file]) + entries[name]["data_offsets"][0]  # type: ignore[index]
-            slots[name] = Slot(file, start, tuple(tensors[name].shape), _stored_dtype(tensors[name], dtype))
-    return Layout(headers, sizes, slots)
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 
-def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
-    """Write `module`'s weights, adapters merged, floating-point ones as `dtype`, to `directory`. A collective.
-
-    All ranks must see the same directory. Returns the names of the files.
-    """
-    layout = plan_layout(export_tensors(module), dtype)
-    if dist.get_rank() == 0:
-        os.makedirs(directory, exist_ok=True)
-        for file, header in layout.headers.items():
-            with open(os.path.join(directory, file), "wb", opener=_open_no_link) as out:
-                out.write(header)
-                out.truncate(layout.sizes[file])
-        if len(layout.headers) > 1:
-            index = {
-                "metadata": {"total_size": sum(layout.sizes.values())},
-                "weight_map": {name: slot.file for name, slot in layout.slots.items()},
-            }
-            with open(os.path.join(directory, "model.safetensors.index.json"), "w") as out:
-                json.dump(index, out, indent=2, sort_keys=True)
-    dist.barrier()
-    open_files: dict[str, int] = {}
-    try:
-        for name, tensor in merged_tensors(module):
-            slot = layout.slots[name]
-            part = _own_rows(tensor)
-            if part is None:
-                continue
-            first_row, rows = part
-            if slot.file not in open_files:
-                open_files[slot.file] = _open_no_link(os.path.join(directory, slot.file), os.O_WRONLY)
-            row_bytes = slot.dtype.itemsize * (rows[0].numel() if rows.dim() else 1)
-            data = rows.to(device="cpu", dtype=slot.dtype).contiguous().view(-1).view(torch.uint8).numpy()
-            _write_all(open_files[slot.file], memoryview(data), slot.offset + first_row * row_bytes)
-    finally:
-        for handle in open_files.values():
-            os.close(handle)
-    dist.barrier()
-    return sorted(layout.headers)
-
-
-def _own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
-    """This rank's rows and the index of the first; None when another rank writes them or there are none."""
-    if not isinstance(tensor, DTensor):
-        return (0, tensor) if dist.get_rank() == 0 else None
-    mesh = tensor.device_mesh
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            if mesh.get_local_rank(axis) != 0:  # the first replica writes
-                return None
-        else:
-            assert placement.is_shard(0), f"rows are written whole, but the tensor is placed as {placement}"
-    local = tensor.to_local()
-    if local.numel() == 0:
-        return None
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    return offset[0] if offset else 0, local
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
-def _write_all(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.dtype.is_floating_point else tensor.dtype
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
-    return tensor.numel() * _stored_dtype(tensor, dtype).itemsize
+def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Write the file that says which file each tensor is in."""
+    with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
+        json.dump({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, index, indent=2)

@@ -102,16 +102,32 @@ def hugging_face_name(name: str) -> str | None:
     return None if _is_adapter(name) else name.replace(".base_layer.", ".")
 
 
+def adapted_weight(name: str) -> str | None:
+    """The Hugging Face name of the weight whose adapter has the parameter `name` as its A; None for any other."""
+    return f"{name.removesuffix(_A)}.weight" if name.endswith(_A) else None
+
+
+def adapter_parameters(weight: str) -> tuple[str, str]:
+    """The parameters A and B of the adapter of a weight, by their names in the module."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}{_A}", f"{layer}{_B}"
+
+
+def peft_name(parameter: str) -> str:
+    """What peft's files call a parameter of an adapter."""
+    return f"base_model.model.{parameter.replace('.default.', '.')}"
+
+
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
     """The adapters by the Hugging Face name of the weight they belong to; empty without LoRA."""
     reshard(module)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     found = {}
     for name, a in parameters.items():
-        if name.endswith(_A):
-            layer = name.removesuffix(_A)
-            scale = module.get_submodule(layer).scaling["default"]
-            found[f"{layer}.weight"] = Adapter(a, parameters[f"{layer}{_B}"], scale)
+        weight = adapted_weight(name)
+        if weight is not None:
+            scale = module.get_submodule(weight.removesuffix(".weight")).scaling["default"]
+            found[weight] = Adapter(a, parameters[adapter_parameters(weight)[1]], scale)
     return found
 
 
@@ -128,9 +144,8 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All adapters whole, in host memory, in float32, under the names that peft gives them in a file. A collective."""
     tensors = {}
     for weight, adapter in adapters_of(module).items():
-        layer = f"base_model.model.{weight.removesuffix('.weight')}"
-        tensors[f"{layer}.lora_A.weight"] = full(adapter.a).float().cpu().contiguous()
-        tensors[f"{layer}.lora_B.weight"] = full(adapter.b).float().cpu().contiguous()
+        for name, tensor in zip(adapter_parameters(weight), (adapter.a, adapter.b), strict=True):
+            tensors[peft_name(name)] = full(tensor).float().cpu().contiguous()
     return tensors
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
 from trainer.config import AlgorithmConfig, chosen_options
-from trainer.models.export import export_tensors, merged_tensors, plan_layout, write_safetensors
+from trainer.models.export_live import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapters_off
 from trainer.parallel.batching import Batch, plan_micro_batches, take_rows

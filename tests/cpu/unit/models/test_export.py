@@ -1,0 +1,116 @@
+"""Exports: a directory is published whole or not at all, and tensors are placed in files in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from trainer.checkpoint.lock import RunLock
+from trainer.config import TinyConfig
+from trainer.errors import UserError
+from trainer.models.export import PolicyExporter, place_in_files, whole_directory, write_index
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+
+
+def test_a_directory_appears_when_it_is_complete(tmp_path):
+    with whole_directory(str(tmp_path / "a/out")) as writing:
+        with open(os.path.join(writing, "file"), "w") as file:
+            file.write("content")
+        assert not (tmp_path / "a/out").exists()
+    assert (tmp_path / "a/out/file").read_text() == "content" and os.listdir(tmp_path / "a") == ["out"]
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_a_directory_whose_block_fails_leaves_nothing(tmp_path, error):
+    with pytest.raises(type(error)), whole_directory(str(tmp_path / "out")) as writing:
+        with open(os.path.join(writing, "file"), "w"):
+            pass
+        raise error
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensors_are_placed_in_order_and_a_large_one_alone():
+    sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
+    assert place_in_files(sizes, 10) == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["d", "e"],
+    }
+    assert place_in_files(sizes, 100, "adapter_model") == {"adapter_model.safetensors": list(sizes)}
+
+
+def test_the_index_keeps_the_order_of_the_tensors(tmp_path):
+    write_index(str(tmp_path), {"z": "model-1.safetensors", "a": "model-2.safetensors"}, 7)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == ["z", "a"] and index["metadata"] == {"total_size": 7}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    build_tiny(size, path)
+    return path
+
+
+class Ranks:
+    """Stands in for the ranks: copies the weights of the model, and then calls `meanwhile`."""
+
+    def __init__(self, model: str, meanwhile=lambda: None):
+        self.model, self.meanwhile = model, meanwhile
+
+    def write_weights(self, directory: str, dtype: str) -> None:
+        shutil.copy(f"{self.model}/model.safetensors", directory)
+        self.meanwhile()
+
+
+def exporter(ranks: Ranks, fence=lambda: None) -> PolicyExporter:
+    return PolicyExporter(ranks, ranks.model, load_tokenizer(ranks.model), False, False, fence)
+
+
+def test_an_export_replaces_an_older_one_and_what_a_killed_one_left(model, tmp_path):
+    target = tmp_path / "global_step_1/policy"
+    for name in ("policy", "policy.writing-of-a-killed-job"):
+        target.with_name(name).mkdir(parents=True)
+        (target.with_name(name) / "old").touch()
+    exporter(Ranks(model)).export(str(target), "float32")
+    assert os.listdir(target.parent) == ["policy"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(target))
+    assert not (target / "old").exists()
+
+
+def test_a_job_that_lost_its_run_directory_while_it_exports_publishes_nothing(model, tmp_path):
+    target = tmp_path / "exports/global_step_1/policy"
+
+    def lose() -> None:
+        (tmp_path / ".lock").unlink()
+        target.mkdir(parents=True)
+        (target / "of another job").touch()
+
+    with RunLock(str(tmp_path), 60) as lock:
+        lock.acquire()
+        with pytest.raises(UserError, match="lost the run directory"):
+            exporter(Ranks(model, lose), lock.check).export(str(target), "float32")
+    assert os.listdir(target) == ["of another job"] and os.listdir(target.parent) == ["policy"]
+
+
+def test_an_export_makes_its_files_durable_before_it_is_published(model, tmp_path, monkeypatch):
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(handle: int) -> None:
+        fsync(handle)
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def record_rename(source: str, target: str) -> None:
+        rename(source, target)
+        done.append("rename")
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    exporter(Ranks(model)).export(str(tmp_path / "policy"), "float32")
+    assert "model.safetensors" in done[: done.index("rename")] and done[-1] == tmp_path.name

@@ -1,0 +1,164 @@
+"""Sharded modules back to Hugging Face safetensors, each rank writing its own rows.
+
+The layout of a safetensors file is known from names, shapes and dtype alone. So rank 0 creates the files
+at full size, and every rank then writes its shards straight to their offsets: no gather, no second copy
+of the model anywhere. The same writer serves exports and the shared-memory weight sync.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.models.export import MAX_FILE_BYTES, place_in_files, write_index
+from trainer.models.lora import adapters_of, hugging_face_name
+from trainer.parallel.shard import reshard
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+                torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor goes."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Files, their headers and the slot of every tensor."""
+
+    headers: dict[str, bytes]
+    sizes: dict[str, int]
+    slots: dict[str, Slot]
+
+
+def export_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What belongs in a model file: parameters (tied ones once) and persistent buffers; adapters do not."""
+    reshard(module)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        known_as = hugging_face_name(name)
+        if known_as is not None:
+            tensors[known_as] = parameter.detach()
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, value in module.state_dict().items():
+        if name not in parameters:
+            tensors[name] = value
+    return tensors
+
+
+def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`export_tensors` one by one, each with its adapter in it. A collective where there are adapters."""
+    adapters = adapters_of(module)
+    for name, tensor in export_tensors(module).items():
+        yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
+
+
+def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> Layout:
+    """Place the tensors, in order, in files of at most `max_file_bytes` of data (a larger tensor alone)."""
+    headers, sizes, slots = {}, {}, {}
+    for file, names in place_in_files({n: _bytes(t, dtype) for n, t in tensors.items()}, max_file_bytes).items():
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begin = 0
+        for name in names:
+            end = begin + _bytes(tensors[name], dtype)
+            entries[name] = {
+                "dtype": _DTYPE_NAMES[_stored_dtype(tensors[name], dtype)],
+                "shape": list(tensors[name].shape),
+                "data_offsets": [begin, end],
+            }
+            begin = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = struct.pack("<Q", len(text)) + text
+        sizes[file] = len(headers[file]) + begin
+        for name in names:
+            start = len(headers[file]) + entries[name]["data_offsets"][0]  # type: ignore[index]
+            slots[name] = Slot(file, start, tuple(tensors[name].shape), _stored_dtype(tensors[name], dtype))
+    return Layout(headers, sizes, slots)
+
+
+def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
+    """Write `module`'s weights, adapters merged, floating-point ones as `dtype`, to `directory`. A collective.
+
+    All ranks must see the same directory. Returns the names of the files.
+    """
+    layout = plan_layout(export_tensors(module), dtype)
+    if dist.get_rank() == 0:
+        os.makedirs(directory, exist_ok=True)
+        for file, header in layout.headers.items():
+            with open(os.path.join(directory, file), "wb", opener=_open_no_link) as out:
+                out.write(header)
+                out.truncate(layout.sizes[file])
+        if len(layout.headers) > 1:
+            weight_map = {name: slot.file for name, slot in sorted(layout.slots.items())}
+            write_index(directory, weight_map, sum(layout.sizes.values()))
+    dist.barrier()
+    open_files: dict[str, int] = {}
+    try:
+        for name, tensor in merged_tensors(module):
+            slot = layout.slots[name]
+            part = _own_rows(tensor)
+            if part is None:
+                continue
+            first_row, rows = part
+            if slot.file not in open_files:
+                open_files[slot.file] = _open_no_link(os.path.join(directory, slot.file), os.O_WRONLY)
+            row_bytes = slot.dtype.itemsize * (rows[0].numel() if rows.dim() else 1)
+            data = rows.to(device="cpu", dtype=slot.dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            _write_all(open_files[slot.file], memoryview(data), slot.offset + first_row * row_bytes)
+    finally:
+        for handle in open_files.values():
+            os.close(handle)
+    dist.barrier()
+    return sorted(layout.headers)
+
+
+def _own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
+    """This rank's rows and the index of the first; None when another rank writes them or there are none."""
+    if not isinstance(tensor, DTensor):
+        return (0, tensor) if dist.get_rank() == 0 else None
+    mesh = tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            if mesh.get_local_rank(axis) != 0:  # the first replica writes
+                return None
+        else:
+            assert placement.is_shard(0), f"rows are written whole, but the tensor is placed as {placement}"
+    local = tensor.to_local()
+    if local.numel() == 0:
+        return None
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    return offset[0] if offset else 0, local
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _write_all(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(handle, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * _stored_dtype(tensor, dtype).itemsize
