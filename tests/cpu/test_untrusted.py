@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import io
 import json
 import os
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from transformers import AutoConfig
 
 from tests.cpu.test_odd_files import config, replace, rewrite
@@ -33,92 +31,6 @@ from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run_directory import RunDirectory
 from trainer.workers.rank import Rank
-
-# ----------------------------------------------------------------------------------------------------------
-# Pickles
-
-NAMES = [
-    "os:system", "posix:system", "builtins:eval", "builtins:getattr", "importlib:import_module",
-    "copyreg:_reconstructor", "__main__:x", "torch:load", "torch:save", "torch:compile", "torch:Tensor",
-    "torch:ops", "torch:hub.load", "torch:classes.load_library", "torch:os.system", "torch:serialization.load",
-    "torch:float32.__class__", "torch:Size.__reduce__", "torch:Size.__class__", "torch:storage.load",
-    "torch.serialization:load", "torch.serialization:os.system", "torch.serialization:_get_layout.__globals__",
-    "torch.storage:_load_from_bytes", "torch.hub:load", "torch.jit:load", "torch.utils.cpp_extension:load",
-    "torch.distributed.checkpoint.metadata:os.system", "torch.distributed.checkpoint.metadata:pickle.loads",
-    "torch.distributed.checkpoint.metadata:Metadata.__init__.__globals__",
-    "torch.distributed.checkpoint.filesystem:os.system", "torch.distributed.checkpoint.filesystem:_StorageInfo.mro",
-    "collections:OrderedDict.fromkeys", "collections:namedtuple", "collections:_sys.modules", "pathlib:os.system",
-    "pathlib:io.open", "pathlib:Path.home", "pathlib:PosixPath.write_text",
-    "trainer.checkpoint.safe_dcp:torch.load",
-]  # fmt: skip
-
-
-def call(protocol: int, module: str, name: str) -> bytes:
-    """A pickle that calls `module.name("x")`."""
-    if protocol == 2:
-        return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"X\x01\x00\x00\x00x\x85R."
-    words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
-    return b"\x80\x04" + words + b"\x93\x8c\x01x\x85R."
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_names_that_no_checkpoint_needs_are_not_looked_up(protocol, name):
-    module, _, name = name.partition(":")
-    with pytest.raises(UserError, match="which no checkpoint needs; it was not executed"):
-        load_metadata(io.BytesIO(call(protocol, module, name)))
-
-
-@pytest.mark.parametrize(
-    "module, name",
-    [("pathlib", "PosixPath"), ("torch.distributed.checkpoint.metadata", "Metadata"),
-     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")],
-)  # fmt: skip
-@pytest.mark.parametrize("attribute", ["exists", "__init__", "new"])
-def test_a_pickle_cannot_change_the_classes_of_the_process(module, name, attribute):
-    found = getattr(__import__(module, fromlist=[name]), name)
-    before = dict(vars(found))
-    build = b"N}X" + len(attribute).to_bytes(4, "little") + attribute.encode() + b"K\x05s\x86b."
-    with pytest.raises(UserError, match="which no checkpoint needs; the change was undone|does not describe"):
-        load_metadata(io.BytesIO(b"\x80\x02c" + f"{module}\n{name}\n".encode() + build))
-    assert dict(vars(found)) == before
-
-
-ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-
-
-def test_members_of_an_enum_load_as_the_first_releases_of_python_3_11_pickle_them():
-    class OlderPickler(pickle.Pickler):
-        def reducer_override(self, value):
-            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
-
-    properties = TensorProperties(dtype=torch.float32)
-    tensor = TensorStorageMetadata(properties=properties, size=torch.Size([2]), chunks=[])
-    written = io.BytesIO()
-    OlderPickler(written).dump(Metadata({"x": tensor}, storage_data={}, storage_meta=StorageMeta()))
-    assert b"getattr" in written.getvalue()
-    written.seek(0)
-    assert load_metadata(written).state_dict_metadata["x"] == tensor
-
-
-@pytest.mark.parametrize(
-    "owner, name",
-    [(ENCODING, "__class__"), (ENCODING, "mro"), (ENCODING, "_member_map_"), (b"ctorch\nSize\n", "__add__"),
-     (b"cpathlib\nPosixPath\n", "home")],
-)  # fmt: skip
-def test_getattr_reaches_nothing_but_members_of_the_enum(owner, name):
-    word = b"X" + len(name).to_bytes(4, "little") + name.encode()
-    with pytest.raises(UserError, match="which no checkpoint needs; it was not executed"):
-        load_metadata(io.BytesIO(b"\x80\x02cbuiltins\ngetattr\n" + owner + word + b"\x86R."))
-
-
-def test_a_pickle_cannot_change_members_of_the_enum():
-    member = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING(0)
-    build = b"N}X\x07\x00\x00\x00_value_K\x05s\x86b."
-    with pytest.raises(UserError, match="_value_, which no checkpoint needs; the change was undone"):
-        load_metadata(io.BytesIO(b"\x80\x02" + ENCODING + b"K\x00\x85R" + build))
-    assert member.value == 0
-
 
 # ----------------------------------------------------------------------------------------------------------
 # Checkpoints
@@ -282,7 +194,6 @@ def test_an_export_with_impossible_files_is_refused(checkpoint, tmp_path, flags,
 
 
 def test_absurd_tensors_are_refused_before_memory_is_taken(checkpoint, tmp_path, capsys):
-    import pickle
 
     metadata = load_metadata(io.BytesIO((checkpoint / "policy/.metadata").read_bytes()))
     name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))

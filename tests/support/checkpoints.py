@@ -1,4 +1,4 @@
-"""Small checkpoints, without ranks."""
+"""Small checkpoints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.parts import Part, Restore, files_part, json_part
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import CheckpointFiles, LocalStore
 
 
 def manager(root: Path, retention: Retention | None = None, **options) -> CheckpointManager:
@@ -41,3 +46,27 @@ def save(checkpoints: CheckpointManager, step: int, parts: Sequence[Part] | None
 def hidden(root: Path) -> list[str]:
     """The kinds of hidden entries in a directory."""
     return sorted(name.split("global")[0] for name in os.listdir(root) if name.startswith("."))
+
+
+def sharded_parts(state: dict) -> list[Part]:
+    def begin(draft: CheckpointFiles):
+        files = ShardedFiles(draft.path)
+        tensors = {"w": state["w"].clone(), "lr": state["lr"]}
+        group = dist.group.WORLD
+        return lambda: [manifests.FileEntry(**e) for e in files.write("policy", tensors, {"extra.json": "{}"}, group)]
+
+    def load(checkpoint: Checkpoint, _: Restore) -> None:
+        tensors = {"w": torch.zeros(8), "lr": 0.0}
+        ShardedFiles(checkpoint.path).read("policy", tensors)
+        state.update(w=tensors["w"], lr=tensors["lr"])
+
+    counter = json_part("trainer_state", lambda: {"n": state["n"]}, lambda saved: state.update(saved))
+    return [counter, Part("policy", begin, load)]
+
+
+def write_two(rank, root: str) -> None:
+    state: dict = {}
+    checkpoints, parts = manager(Path(root)), sharded_parts(state)
+    for n in (1, 2):
+        state.update(n=n, w=torch.arange(8.0) + n, lr=n / 10)
+        save(checkpoints, n, parts)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import datetime, timedelta
 
 import pytest
 
@@ -105,18 +104,6 @@ def test_a_third_signal_ends_a_process_that_does_not_come_back():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
-
-
-def test_a_deadline_leaves_room_for_a_step_and_a_save(monkeypatch):
-    soon = datetime.now() + timedelta(seconds=60)
-    for stop in (StopRequest(soon.isoformat()), None):
-        if stop is None:
-            monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(soon.timestamp())))
-            stop = StopRequest(None)
-        stop.consider_deadline(30)
-        assert stop.reason is None
-        stop.consider_deadline(90)
-        assert stop.reason is not None
 
 
 @pytest.mark.parametrize("number", HANDLED)

@@ -1,0 +1,150 @@
+"""One job to a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint.lock import RunLock
+from trainer.errors import UserError
+
+
+def test_two_jobs_cannot_have_one_run_directory(tmp_path):
+    with RunLock(str(tmp_path), 60) as first:
+        assert first.acquire() is None
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+            RunLock(str(tmp_path), 60).acquire()
+        first.check()
+    with RunLock(str(tmp_path), 60) as second:
+        assert second.acquire() is None
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path):
+    child = os.fork()
+    if child == 0:
+        RunLock(str(tmp_path), 60).acquire()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with RunLock(str(tmp_path), 60) as lock:
+        assert f"process {child} is gone" in lock.acquire()
+        lock.check()
+
+
+def test_a_waiting_job_recreates_a_directory_that_its_owner_removes(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    first, second = RunLock(str(run), 60), RunLock(str(run), 60)
+    first.acquire()
+    taken = []
+    waiting = threading.Thread(target=lambda: taken.append(second.acquire(wait=True)))
+    waiting.start()
+    while waiting.is_alive():  # at whatever moment the directory goes
+        shutil.rmtree(run, ignore_errors=True)
+        time.sleep(0.001)
+    assert taken == [None]
+    first.release()
+    second.release()
+
+
+def foreign_lock(directory: Path, **fields) -> Path:
+    """The lock of a process that this machine cannot see."""
+    owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
+    path = directory / ".lock"
+    path.write_text(json.dumps(owner | fields))
+    return path
+
+
+@pytest.mark.parametrize("skew_s", [0, 3600, -3600])
+def test_the_lock_of_another_machine_lives_by_its_heartbeat_whatever_its_clock_says(tmp_path, skew_s):
+    path = foreign_lock(tmp_path)
+    dated = time.time() + skew_s
+    os.utime(path, (dated, dated))
+    dead = threading.Event()
+
+    def beat() -> None:
+        while not dead.wait(0.1):
+            now = time.time() + skew_s
+            os.utime(path, (now, now))
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    with pytest.raises(UserError, match="in use by process 1 on elsewhere"):
+        RunLock(str(tmp_path), 30).acquire()
+    dead.set()
+    beating.join()
+    with RunLock(str(tmp_path), 0.5) as lock:
+        assert "took over the run directory from process 1 on elsewhere" in lock.acquire()
+        lock.check()
+
+
+def test_the_lock_of_a_process_whose_id_was_given_to_another_is_taken_over_at_once(tmp_path):
+    with RunLock(str(tmp_path), 60) as first:
+        first.acquire()
+        owner = json.loads(Path(first.path).read_text())
+    path = foreign_lock(tmp_path, machine=owner["machine"], pid=os.getpid(), started="1")
+    with RunLock(str(tmp_path), 1e6) as lock:
+        assert f"its process {os.getpid()} is gone" in lock.acquire()
+        lock.check()
+    assert not path.exists() and os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_is_torn_is_taken_over_when_nobody_renews_it(tmp_path):
+    (tmp_path / ".lock").write_text("torn")
+    with RunLock(str(tmp_path), 0.5) as lock:
+        assert "took over" in lock.acquire()
+
+
+def test_a_lock_that_was_lost_is_not_released(tmp_path):
+    with RunLock(str(tmp_path), 60) as lock:
+        lock.acquire()
+        other = {**json.loads((tmp_path / ".lock").read_text()), "token": "another job"}
+        (tmp_path / ".lock").write_text(json.dumps(other))
+        with pytest.raises(UserError, match="lost"):
+            lock.check()
+    assert json.loads((tmp_path / ".lock").read_text()) == other
+    (tmp_path / ".lock").unlink()
+    with RunLock(str(tmp_path), 60) as lock:
+        lock.acquire()
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_lock_that_is_held_shows_signs_of_life(tmp_path):
+    with RunLock(str(tmp_path), timeout_s=0.6) as lock:
+        lock.acquire()
+        first = os.stat(tmp_path / ".lock").st_mtime_ns
+        deadline = time.monotonic() + 60
+        while os.stat(tmp_path / ".lock").st_mtime_ns == first:
+            assert time.monotonic() < deadline, "no heartbeat came"
+            time.sleep(0.05)
+
+
+HOLDS = """
+import sys, time
+from trainer.checkpoint.lock import RunLock
+with RunLock(sys.argv[1], 3) as lock:
+    lock.acquire()
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_owner_with_another_clock_since_boot_is_not_taken_for_dead(tmp_path):
+    """In a time namespace, every process seems to have started at another time."""
+    command = ["unshare", "--time", "--boottime", "100000", "--fork", "--kill-child", sys.executable, "-c", HOLDS]
+    holder = subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        if holder.stdout.readline() != "held\n":
+            pytest.skip(f"no time namespace here: {holder.stderr.read().strip()}")
+        with pytest.raises(UserError, match="in use by process"):
+            RunLock(str(tmp_path), 30).acquire()
+    finally:
+        holder.kill()
+        holder.wait()

@@ -1,0 +1,278 @@
+"""The transaction: only whole checkpoints count."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import hidden, manager, parts_of, save
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import FileEntry, verify
+from trainer.checkpoint.parts import Part, json_part
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.store import CheckpointFiles
+from trainer.durable import digest_bytes
+from trainer.errors import UserError
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    state = {"n": 3, "bytes": b"abc"}
+    path = save(manager(tmp_path), 10, parts_of(state), ranks=2)
+    assert path == str(tmp_path / "global_step_10")
+    manifest = verify(path).manifest
+    assert (manifest["step"], manifest["ranks"], manifest["parent_step"]) == (10, 2, None)
+    assert {f["path"]: f["bytes"] for f in manifest["files"]} == {"counters.json": 12, "weights/shard": 3}
+    assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "10\n"
+    state.update(n=4, bytes=b"xyz")
+    assert verify(save(manager(tmp_path), 11, parts_of(state))).manifest["parent_step"] == 10
+    manager(tmp_path).load(verify(path), parts_of(state))
+    assert state == {"n": 3, "bytes": b"abc"}
+
+
+def test_the_state_is_that_of_the_call_and_one_save_is_under_way_at_a_time(tmp_path):
+    state, may_write, begun = {"n": 1, "bytes": b""}, threading.Event(), []
+    checkpoints = manager(tmp_path)
+
+    def begin(draft: CheckpointFiles):
+        begun.append(draft)
+        return lambda: [] if may_write.wait(10) else []
+
+    parts = [*parts_of(state), Part("slow", begin)]
+    checkpoints.save(1, parts, {})
+    state["n"] = 2
+    assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.outcomes() == []
+    second = threading.Thread(target=checkpoints.save, args=(2, parts, {}))
+    second.start()
+    second.join(0.2)
+    assert len(begun) == 1, "the second save began beside the first"
+    may_write.set()
+    second.join(10)
+    checkpoints.wait()
+    assert [outcome.step for outcome in checkpoints.outcomes()] == [1, 2]
+    counters = [json.loads((tmp_path / f"global_step_{n}/counters.json").read_text()) for n in (1, 2)]
+    assert counters == [{"n": 1}, {"n": 2}]
+
+
+def test_a_failed_save_leaves_the_checkpoint_before_and_no_trace(tmp_path):
+    checkpoints = manager(tmp_path)
+    first = save(checkpoints, 1)
+    broken = manager(tmp_path)
+
+    def finish():
+        raise OSError("No space left on device")
+
+    broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Part("full", lambda draft: finish)], {})
+    broken.wait()
+    (outcome,) = broken.outcomes()
+    assert outcome.error == "No space left on device"
+    assert checkpoints.latest() == verify(first) and hidden(tmp_path) == []
+    assert verify(save(checkpoints, 2)).step == 2
+
+
+def test_a_directory_removed_while_saving_fails_the_save_and_nothing_else(tmp_path):
+    checkpoints = manager(tmp_path)
+    first = save(checkpoints, 1)
+
+    def begin(draft: CheckpointFiles):
+        return lambda: shutil.rmtree(draft.path) or []
+
+    checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Part("vandal", begin)], {})
+    checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert outcome.error is not None and "No such file" in outcome.error
+    assert checkpoints.latest() == verify(first) and checkpoints.steps() == [1]
+
+
+def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
+    first = RunLock(str(tmp_path), 60)
+    first.acquire()
+    checkpoints = manager(tmp_path / "checkpoints", fence=first.check)
+    save(checkpoints, 1)
+    os.remove(first.path)
+    with RunLock(str(tmp_path), 60) as second:
+        second.acquire()
+        checkpoints.save(2, [], {})
+        checkpoints.wait()
+        assert "lost the run directory" in checkpoints.outcomes()[0].error
+        assert checkpoints.steps() == [1]
+    first.release()
+
+
+def test_latest_is_the_newest_valid_one_and_the_hint_is_not_asked(tmp_path, caplog):
+    checkpoints = manager(tmp_path)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 10):
+        save(checkpoints, step)
+    (tmp_path / "latest_ckpt_global_step.txt").write_text("1\n")
+    assert checkpoints.latest() == verify(str(tmp_path / "global_step_10")) and not caplog.messages
+    (tmp_path / "global_step_10/weights/shard").write_bytes(b"abd")
+    assert checkpoints.latest() == verify(str(tmp_path / "global_step_2"))
+    (message,) = caplog.messages
+    assert message.startswith("skipped a damaged checkpoint") and "weights/shard" in message
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}/manifest.json").unlink()
+    with pytest.raises(UserError, match="no checkpoint in .* is valid.*weights/shard"):
+        checkpoints.latest()
+
+
+def test_latest_before_a_step_leaves_out_that_step(tmp_path):
+    checkpoints = manager(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    assert checkpoints.latest(before=3).step == 2
+    assert checkpoints.latest(before=1) is None
+
+
+def test_leftovers_are_cleaned_and_newer_checkpoints_set_aside_until_replaced(tmp_path, caplog):
+    caplog.set_level("INFO")
+    checkpoints = manager(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+    (tmp_path / ".writing-global_step_3-ab").mkdir()
+    (tmp_path / ".deleting-global_step_0-cd").mkdir()
+    caplog.clear()
+    checkpoints.clean_up()
+    assert [message.split(",")[1] for message in caplog.messages] == [
+        " an interrupted deletion",
+        " an interrupted save",
+    ]
+    assert hidden(tmp_path) == []
+    checkpoints.set_aside(after=1)
+    assert checkpoints.latest().step == 1 and hidden(tmp_path) == [".aside-"]
+    checkpoints.clean_up()
+    assert hidden(tmp_path) == [".aside-"], "it is not replaced yet"
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [1, 2] and hidden(tmp_path) == []
+
+
+def test_retention_spares_the_best_and_what_the_run_came_from(tmp_path):
+    checkpoints = manager(tmp_path, Retention(newest=1, best=1))
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        save(checkpoints, step, score=score)
+    assert checkpoints.steps() == [2, 3]
+    again = manager(tmp_path, Retention(newest=1, best=1))
+    again.load(again.latest(), [])
+    for step, score in ((4, 0.1), (5, 0.3)):
+        save(again, step, score=score)
+    assert again.steps() == [2, 3, 5], "3 is what the run was resumed from"
+
+
+def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
+    checkpoints = manager(tmp_path, Retention(newest=1))
+    save(checkpoints, 1)
+    seen = {}
+    monkeypatch.setattr(
+        "trainer.checkpoint.manager.failpoint", lambda name: seen.setdefault(name, set(os.listdir(tmp_path)))
+    )
+    save(checkpoints, 2)
+    assert "global_step_1" in seen["save:hinted"], "deleted before the next one was there"
+    assert "global_step_1" not in seen["save:deleting"]
+    assert [name for name in seen["save:deleting"] if name.startswith(".deleting-global_step_1-")]
+    assert checkpoints.steps() == [2] and hidden(tmp_path) == []
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, str]]:
+    """What is made durable and renamed, in order, while the real calls run: `(fsync, path)`, `(rename, new path)`."""
+    recorded: list[tuple[str, str]] = []
+
+    def record(name: str, path_of) -> None:
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            path = path_of(*args)
+            result = real(*args, **kwargs)
+            recorded.append(("fsync" if name == "fsync" else "rename", path))
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    record("fsync", lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
+    record("rename", lambda source, target: os.fspath(target))
+    record("replace", lambda source, target: os.fspath(target))
+    return recorded
+
+
+def test_a_commit_syncs_then_writes_the_manifest_then_asks_then_renames_then_hints(tmp_path, calls):
+    root = tmp_path / "checkpoints"
+    checkpoints = manager(root, fence=lambda: calls.append(("fence", "")))
+
+    def begin(draft: CheckpointFiles):
+        def write() -> list[FileEntry]:
+            for folder in ("a/b", "a/c"):
+                os.makedirs(f"{draft.path}/{folder}", exist_ok=True)
+                Path(draft.path, folder, "file").write_bytes(b"abc")
+            digest = digest_bytes(b"abc")
+            return [FileEntry(f"{folder}/file", 3, digest) for folder in ("a/b", "a/c")]
+
+        return write
+
+    path = save(checkpoints, 3, [Part("plain", begin), json_part("counters", lambda: {"n": 1}, lambda _: None)])
+    verify(path)
+    commit = calls.index(("rename", path))
+    (writing,) = {Path(name).parent for kind, name in calls if kind == "rename" and name.endswith("manifest.json")}
+    manifest = calls.index(("rename", f"{writing}/manifest.json"))
+    hint = calls.index(("rename", f"{root}/latest_ckpt_global_step.txt"))
+    # Every file and every directory is durable before the manifest says so.
+    written = [writing / name for name in ("a/b/file", "a/c/file", "counters.json", "a/b", "a/c", "a", "")]
+    for each in written:
+        assert ("fsync", str(each)) in calls[:manifest], each
+    # The manifest is durable, and its name too, before the fence is asked; then comes the rename, at once.
+    assert ("fsync", f"{writing}/manifest.json.tmp") in calls[:manifest]
+    assert calls[manifest + 1 : commit + 2] == [
+        ("fsync", str(writing)), ("fence", ""), ("rename", path), ("fsync", str(root)),
+    ]  # fmt: skip
+    assert calls[commit + 2 :] == [
+        ("fsync", f"{root}/latest_ckpt_global_step.txt.tmp"),
+        ("rename", f"{root}/latest_ckpt_global_step.txt"),
+        ("fsync", str(root)),
+    ]
+    assert hint > commit
+
+
+@pytest.fixture
+def damaged(tmp_path) -> CheckpointManager:
+    """Three checkpoints, of which the two newest are damaged."""
+    checkpoints = manager(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    for step in (2, 3):
+        with open(tmp_path / f"global_step_{step}/counters.json", "a") as file:
+            file.write(" ")
+    return checkpoints
+
+
+def test_two_damaged_checkpoints_are_a_sign_of_failing_storage(damaged, tmp_path, caplog):
+    assert damaged.latest().step == 1
+    first, second, sign = caplog.messages
+    assert all(text.startswith("skipped a damaged checkpoint") for text in (first, second))
+    assert "2 damaged checkpoints in a row" in sign and "64 MiB" in sign
+    assert not [name for name in os.listdir(tmp_path) if "probe" in name]
+
+
+def test_one_damaged_checkpoint_alone_is_no_sign(damaged, caplog):
+    damaged.delete([3])
+    assert damaged.latest().step == 1
+    (message,) = caplog.messages
+    assert message.startswith("skipped a damaged checkpoint")
+
+
+def test_storage_that_loses_what_is_written_is_refused(damaged):
+    """A limit on the size of files stands in for the failing disk: small files are kept, the test file is not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"trainer.ckpt_path=.*the 2 newest checkpoints are damaged.*failing"):
+            damaged.latest()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
