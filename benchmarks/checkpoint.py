@@ -35,6 +35,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
+from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
 
@@ -48,7 +49,7 @@ def batch() -> dict[str, Any]:
     mask[:, 0] = 0
     noise = rng.normal(size=(rows, width)).astype(np.float32)
     return {
-        "input_ids": rng.integers(0, 256, (rows, width)), "response_mask": mask, "advantages": noise * mask,
+        "input_ids": rng.integers(0, 256, (rows, width)), "mask": mask, "advantages": noise * mask,
         "lengths": np.full(rows, width), "group_ids": np.arange(rows) // 2, "old_logprobs": -5.5 * mask,
     }  # fmt: skip
 
@@ -61,10 +62,10 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
     cfg.model.path = model
     rank = Rank(cfg, number, args.ranks, "cpu")
     rank.connect(f"127.0.0.1:{port}")
-    rank.build(["policy"], model, {"policy": 1000})
-    assert rank.policy is not None and rank.saver is not None
-    policy, data = rank.policy, batch()
-    rank.update("policy", data, 1)  # the optimizer has a state from here on
+    rank.build(["policy"], model)
+    policy, data = rank.roles["policy"], batch()
+    assert isinstance(policy, PolicyWorker) and rank.saver is not None
+    policy.update(data, 1)  # the optimizer has a state from here on
     times: dict[str, list[float]] = {}
 
     def clock(name: str, action: Any) -> None:
@@ -113,7 +114,7 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
         if number == 0:
             manifests.verify(path, "hash")
         dist.barrier()
-        rank.load("policy", ShardedFiles(path), ("weights", "optimizer", "rng"))
+        policy.load(ShardedFiles(path), ("weights", "optimizer", "rng"))
 
     def read(path: str) -> None:
         base = os.path.join(path, "policy")
@@ -126,7 +127,7 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
     def rollout() -> None:
         started = time.monotonic()
         while True:
-            rank.logprobs("policy", data)
+            policy.logprobs(data)
             over = torch.tensor(float(time.monotonic() - started > args.rollout_s))
             dist.all_reduce(over, dist.ReduceOp.MAX)  # all ranks leave together
             if over > 0:
@@ -139,7 +140,7 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
         rank.begin_save(["policy"], ShardedFiles(path))
         begun = time.monotonic() - started
         rollout()
-        rank.update("policy", data, 2)
+        policy.update(data, 2)
         return begun + rank.take_blocked()
 
     def one_round() -> int:

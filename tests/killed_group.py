@@ -71,7 +71,7 @@ class GroupRanks:
         return [entry for files in all_files for entry in files]
 
     def load(self, role: str, files: Any, what: Any, steps_added: int = 0) -> None:
-        self.call("load", role, files, what, steps_added)
+        self.call("call", role, "load", files, what, steps_added)
 
 
 def config(run_dir: str, model: str, world_size: int, **trainer: Any) -> Any:
@@ -102,9 +102,10 @@ def experience(prompts: list[Any], step: int) -> dict[str, Any]:
     mask[:, 4:] = 1
     return {
         "input_ids": rng.integers(0, 256, (rows, width)),
-        "response_mask": mask,
+        "mask": mask,
         "lengths": np.full(rows, width, np.int64),
         "group_ids": np.arange(rows) // 2,
+        "rollout_logprobs": -5 * mask,
         "old_logprobs": -5 * mask,
         "values": rng.normal(size=(rows, width)).astype(np.float32),
         "returns": rng.normal(size=(rows, width)).astype(np.float32),
@@ -146,7 +147,8 @@ def drive(cfg: Any, ranks: GroupRanks) -> None:
                 batch = experience(prompts, step)
                 metrics: dict[str, float] = {}
                 for role in ("critic", "policy"):
-                    result = ranks.call("update", role, batch, step)
+                    result = ranks.call("call", role, "update", batch, step)
+                    result = result if role == "critic" else result.metrics
                     metrics |= {f"{role}/{name}": value for name, value in result.items()}
                 # What user code may draw: restored with every rank's generators.
                 metrics["drawn/torch"], metrics["drawn/python"] = float(torch.rand(())), random.random()
@@ -162,7 +164,7 @@ def drive(cfg: Any, ranks: GroupRanks) -> None:
                     tracker.flush()
                     directory.save(step, metrics, ranks.saved_roles)
             target = os.path.join(t.export_path, "final")
-            ranks.call("write_weights", target, "float32")
+            ranks.call("call", "policy", "write_weights", target, "float32")
             directory.finish(print)
     ranks.call_end()
 
@@ -179,7 +181,7 @@ def member(spec: dict[str, Any], rank_number: int) -> None:
     rank = Rank(cfg, rank_number, spec["world_size"], "cpu")
     rank.connect(f"127.0.0.1:{spec['port']}")
     ranks = GroupRanks(rank)
-    rank.build(["policy", "critic"], spec["model"], {"policy": STEPS * 2, "critic": STEPS * 2})
+    rank.build(["policy", "critic"], spec["model"])
     if rank_number == 0:
         ranks.call_end = lambda: dist.broadcast_object_list([("end", ())], src=0, group=ranks._calls)  # type: ignore
         drive(cfg, ranks)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from trainer.config import Config
-from trainer.workers.rank import Rank, destroy
+from trainer.parallel.mesh import destroy_process_group
+from trainer.workers.rank import Rank
 
 
 @functools.cache
@@ -52,4 +53,4 @@ def _main(rank: int, world_size: int, address: str, cfg: Config, function: Calla
         host.connect(address, local_rank=rank)
         return function(host, *args)
     finally:
-        destroy()
+        destroy_process_group()

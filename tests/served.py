@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Empty
 from types import TracebackType
 from typing import Any
@@ -23,12 +25,12 @@ class ServedRanks:
         self._thread = ThreadPoolExecutor(1)
         self._group = self._thread.submit(run_ranks, world_size, _serve, self._calls, self._results, cfg=cfg)
 
-    def start(self, method: str, *args: Any) -> ServedPending:
+    def start(self, method: str | Callable[..., Any], *args: Any) -> ServedPending:
         for calls in self._calls:
             calls.put((method, args))
         return ServedPending(self._results, self._group)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         return self.start(method, *args).result()
 
     def __enter__(self) -> ServedRanks:
@@ -64,4 +66,5 @@ class ServedPending:
 def _serve(rank: Rank, calls: list[Any], results: list[Any]) -> None:
     while (call := calls[rank.rank].get()) is not None:
         method, args = call
-        results[rank.rank].put(getattr(rank, method)(*args))
+        function = partial(method, rank) if callable(method) else getattr(rank, method)
+        results[rank.rank].put(function(*args))

@@ -74,7 +74,7 @@ def build_batch(prompts: Sequence[DrawnPrompt], completions: Sequence[Completion
         completions: P * n completions, those of one prompt together.
 
     Returns:
-        `input_ids`, `response_mask` (1 = completion token), `rollout_logprobs`: `(B, T)`; `lengths`,
+        `input_ids`, `mask` (1 = completion token), `rollout_logprobs`: `(B, T)`; `lengths`,
         `group_ids`: `(B,)`.
     """
     n = len(completions) // len(prompts)
@@ -85,7 +85,7 @@ def build_batch(prompts: Sequence[DrawnPrompt], completions: Sequence[Completion
     width = int(lengths.max())
     return {
         "input_ids": stack_padded(rows, np.int64, width),
-        "response_mask": stack_padded([[1.0] * len(c.token_ids) for c in completions], np.float32, width, starts),
+        "mask": stack_padded([[1.0] * len(c.token_ids) for c in completions], np.float32, width, starts),
         "rollout_logprobs": stack_padded([c.logprobs for c in completions], np.float32, width, starts),
         "lengths": lengths,
         "group_ids": np.arange(len(completions), dtype=np.int64) // n,
@@ -115,7 +115,7 @@ def add_advantages(
         baselines: `(B,)`, what `remax` subtracts.
     """
     tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
-    mask = tensors["response_mask"]
+    mask = tensors["mask"]
     token_rewards = torch.zeros_like(mask)
     positions = torch.arange(mask.shape[1])
     last = torch.where(mask > 0, positions, 0).amax(dim=1)  # tool output may follow it
@@ -150,7 +150,7 @@ def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, d
     """
     if algorithm.rollout_correction is None:
         return batch, {}
-    mask = torch.from_numpy(batch["response_mask"])
+    mask = torch.from_numpy(batch["mask"])
     weights, bound = correction_weights(
         torch.from_numpy(batch["old_logprobs"]), torch.from_numpy(batch["rollout_logprobs"]), mask,
         kind=algorithm.rollout_correction, level=algorithm.rollout_correction_level,
@@ -161,20 +161,20 @@ def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, d
 
 
 def leave_out_rows(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion], a: AlgorithmConfig) -> Batch:
-    """`batch` whose `response_mask` is 0 in the rows that are not to be learnt from."""
+    """`batch` whose `mask` is 0 in the rows that are not to be learnt from."""
     keep = np.ones(len(rewards), dtype=bool)
     if a.filter_zero_variance:
         keep &= informative_groups(torch.from_numpy(rewards), torch.from_numpy(batch["group_ids"])).numpy()
     if a.overlong_masking:
         keep &= np.asarray([c.finish_reason != "length" for c in completions])
-    return batch if keep.all() else {**batch, "response_mask": batch["response_mask"] * keep[:, None]}
+    return batch if keep.all() else {**batch, "mask": batch["mask"] * keep[:, None]}
 
 
 def describe(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion]) -> dict[str, float]:
     """Reward, length and agreement metrics of one step's experience (names in `trainer.metrics.names`)."""
     lengths = np.asarray([len(c.token_ids) for c in completions])
     by_group = rewards.reshape(int(batch["group_ids"].max()) + 1, -1)
-    mask = batch["response_mask"] > 0
+    mask = batch["mask"] > 0
     difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]
     metrics = {
         "reward/mean": rewards.mean(),
@@ -186,7 +186,7 @@ def describe(batch: Batch, rewards: np.ndarray, completions: Sequence[Completion
         "rollout/logprob_diff_mean": difference.mean(),
         "rollout/logprob_diff_max": difference.max(),
     }
-    shown = mismatch(*(torch.from_numpy(batch[n]) for n in ("old_logprobs", "rollout_logprobs", "response_mask")))
+    shown = mismatch(*(torch.from_numpy(batch[n]) for n in ("old_logprobs", "rollout_logprobs", "mask")))
     metrics |= {f"rollout/{name}": value for name, value in shown.items()}
     if "values" in batch:
         metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])

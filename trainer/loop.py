@@ -236,7 +236,11 @@ class Trainer:
             stored = self.cluster.put(experience)
             try:
                 for role in self._trained_roles(step):
-                    result = self.ranks.update(role, stored, step, self.kl.coef)
+                    if role == "critic":
+                        result = self.ranks.call("critic", "update", stored, step)
+                    else:
+                        shape = experience["input_ids"].shape
+                        result, _ = self.ranks.update_policy(stored, shape, step, self.kl.coef)
                     metrics |= {f"{role}/{name}": value for name, value in result.items()}
             except NonFiniteError as error:
                 raise self.directory.not_finite(step, error, self.progress.note) from error
@@ -271,7 +275,7 @@ class Trainer:
         if not self._replayed(step, metrics):
             return
         if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:
-            self.ranks.refresh_reference()
+            self.ranks.call("reference", "refresh")
         if self.cfg.logger.rollouts:
             texts = self._texts(rollouts.completions)
             write_rollouts(t.run_dir, step, rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), texts,
@@ -391,7 +395,7 @@ class Trainer:
 
     def _announce(self) -> None:
         cfg, note = self.cfg, self.progress.note
-        total, trained = self.ranks.num_parameters()
+        total, trained = self.ranks.num_parameters
         adapters = f" ({trained:,} of them adapters)" if trained < total else ""
         note(f"run {cfg.trainer.run_name} in {cfg.trainer.run_dir}: {self.model_path}, {total:,} parameters{adapters}, "
              f"{len(self.source.prompts):,} prompts, {cfg.trainer.num_workers} rank(s), "
@@ -430,7 +434,7 @@ class Trainer:
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
         peak = peak_flops(self.ranks.device_name)
         if peak:
-            flops = model_flops(tokens, *self.ranks.num_parameters(), self.cfg.trainer.update_epochs)
+            flops = model_flops(tokens, *self.ranks.num_parameters, self.cfg.trainer.update_epochs)
             metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
         return metrics
 

@@ -246,7 +246,7 @@ class RunDirectory:
     def assets_part(self, model_path: str, tokenizer: Any, ranks: Ranks) -> Part:
         """The policy's config and tokenizer, and its adapters' config."""
         adapted = self.cfg.trainer.policy.lora.rank is not None
-        config = partial(ranks.adapter_config, model_path) if adapted else None
+        config = partial(ranks.call_one, "policy", "adapter_config", model_path) if adapted else None
         return saved_parts.assets_part(model_path, tokenizer, self.cfg.model.trust_remote_code, config)
 
     def start_weights_part(self, model_path: str) -> Part:

@@ -16,9 +16,9 @@ from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.parts import json_part
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runtime import Cluster
-from trainer.config import AlgorithmConfig, Config, TrainerConfig
+from trainer.config import AlgorithmConfig, Config, CriticConfig, TrainerConfig
 from trainer.data.datasets import check_files
-from trainer.data.sft import PackedSource, load_train, load_val, pack_all
+from trainer.data.sft import PackedSource, as_batch, load_train, load_val
 from trainer.documents import Shape, is_count
 from trainer.errors import NonFiniteError, UserError
 from trainer.keyed import key
@@ -59,10 +59,10 @@ class SupervisedTrainer:
         self.source = PackedSource(parts, s.weights, t.seed, s.batch_size, s.max_length, pad)
         self.val_batch = None
         if t.val_interval > 0:
-            self.val_batch = pack_all(load_val(cfg.data, s, self.tokenizer), s.max_length, pad)
-        self.ranks = Ranks(cfg, cluster)
+            self.val_batch = as_batch(load_val(cfg.data, s, self.tokenizer), pad)
+        self.ranks = Ranks(as_policy_training(cfg), cluster)
         self.ranks.connect()
-        self.ranks.build_for_sft(self.model_path)
+        self.ranks.build(self.model_path)
         register = directory.parts.append
         register(directory.config_part())
         register(directory.start_weights_part(self.model_path))
@@ -101,16 +101,22 @@ class SupervisedTrainer:
             with timer("step"):
                 batch = self.source.take()
                 try:
-                    result = self.ranks.supervised_update(batch, self.cfg.sft.max_weight)
+                    result, _ = self.ranks.update_policy(
+                        self.cluster.put(batch), batch["input_ids"].shape, step, kl_coef=0.0
+                    )
                 except NonFiniteError as error:
                     raise self.directory.not_finite(step, error, progress.note) from error
             self.step = step
             self.source.commit()
-            metrics = {f"{'sft' if name in _SFT_METRICS else 'policy'}/{name}": x for name, x in result.items()}
+            metrics = {
+                f"{'sft' if name in _SFT_METRICS else 'policy'}/{name}": x
+                for name, x in result.items()
+                if name != "entropy"
+            }
             metrics |= {"progress/epoch": self.source.epoch, **timer.take()}
-            metrics["perf/tokens_per_s"] = batch["input_ids"].size / metrics["time/step"]
+            metrics["perf/tokens_per_s"] = int(batch["lengths"].sum()) / metrics["time/step"]
             if self.val_batch is not None and (step % t.val_interval == 0 or step == steps):
-                metrics["val/loss"] = self.ranks.supervised_loss(self.val_batch)
+                metrics["val/loss"] = self.ranks.call("policy", "loss", self.cluster.put(self.val_batch))
             problem = self.audit.check(step, metrics) if self.audit else None
             if problem and not self.directory.accept(problem, progress.note):
                 self.load_checkpoint()
@@ -154,6 +160,21 @@ class SupervisedTrainer:
         assert self.directory.resume is not None
         self.step = state["step"]
         self.tracker_state = {} if self.directory.resume.fork else state["tracker"]
+
+
+def as_policy_training(cfg: Config) -> Config:
+    """`cfg` for the ranks: a supervised step is an update of the policy with advantage 1 and one mini-batch."""
+    s, t = cfg.sft, cfg.trainer
+    loss = "reinforce" if s.max_weight is None else "importance_weighted_ce"
+    policy = dataclasses.replace(t.policy, optimizer=s.optimizer)
+    trainer = dataclasses.replace(t, policy=policy, critic=CriticConfig(), total_steps=s.steps, train_batch_size=1,
+                                  mini_batch_size=1, update_epochs=1)  # fmt: skip
+    return dataclasses.replace(
+        cfg,
+        trainer=trainer,
+        algorithm=AlgorithmConfig(policy_loss=loss, max_weight=s.max_weight),
+        rollout=dataclasses.replace(cfg.rollout, temperature=1.0),
+    )
 
 
 def check_cache(cfg: Config) -> None:

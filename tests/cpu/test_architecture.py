@@ -63,6 +63,13 @@ def test_a_room_imports_only_from_rooms_below_it(room):
                 assert parts[1] in ALLOWED[room] | LEAVES, f"{room}/{file.name} imports {name}"
 
 
+def test_workers_leave_collectives_to_the_layout():
+    for file in (PACKAGE / "workers").glob("*.py"):
+        assert "torch.distributed" not in imports(file), file.name
+        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"all_reduce", "all_gather_object", "broadcast_object_list", "get_rank", "get_world_size"}
+
+
 def test_every_room_is_known():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms == set(ALLOWED)

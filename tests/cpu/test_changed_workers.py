@@ -15,6 +15,7 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
+from trainer.supervised import as_policy_training
 from trainer.workers.base import TrainedWorker, learning_rate
 from trainer.workers.rank import Rank
 
@@ -135,34 +136,35 @@ def make_batch() -> Batch:
     noise = rng.normal(size=(5, size, WIDTH)).astype(np.float32) * mask
     return {
         "input_ids": rng.integers(0, 256, (size, WIDTH)).astype(np.int64),
-        "position_ids": np.tile(np.arange(WIDTH), (size, 1)),
-        "response_mask": mask.astype(np.float32),
-        "loss_mask": mask.astype(np.float32),
+        "mask": mask.astype(np.float32),
         "lengths": lengths,
         "group_ids": np.repeat(np.arange(GROUPS), PER_GROUP),
         "advantages": noise[0],
         "returns": noise[1],
         "old_logprobs": (-5.6 + 0.5 * noise[2]) * mask,
+        "rollout_logprobs": -5.6 * mask,
         "ref_logprobs": (-5.6 + 0.5 * noise[3]) * mask,
         "values": 0.1 * noise[4],
     }
 
 
 def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
-    rank.cfg = cfg
-    if role == "supervised":
-        rank.build_for_sft(path)
-    else:
-        rank.build([role], path, cfg.trainer.scheduled_steps())
-    worker = rank.critic if role == "critic" else rank.policy
-    assert worker is not None
+    rank.cfg = as_policy_training(cfg) if role == "supervised" else cfg
+    name = "critic" if role == "critic" else "policy"
+    rank.build([name], path)
+    worker = rank.roles[name]
+    assert isinstance(worker, TrainedWorker)
     return worker
 
 
 def update(rank: Rank, role: str, step: int) -> dict[str, float]:
+    if role == "critic":
+        return rank.call("critic", "update", make_batch(), step)
+    batch = make_batch()
     if role == "supervised":
-        return rank.supervised_update(make_batch(), rank.cfg.sft.max_weight)
-    return rank.update(role, make_batch(), step)
+        batch |= {"advantages": batch["mask"], "group_ids": np.zeros_like(batch["group_ids"])}
+        del batch["ref_logprobs"]
+    return rank.call("policy", "update", batch, step).metrics
 
 
 def fingerprint(worker: TrainedWorker) -> str:
@@ -196,7 +198,7 @@ def step_after_a_change(
     for cfg, resumed in ((after, True), (after, False), (before, False)):
         worker = build(rank, role, cfg, path)
         if resumed:
-            rank.load(name, files, ALL)
+            rank.call(name, "load", files, ALL)
         else:
             move_state(old, worker)
         metrics = update(rank, role, 2)
@@ -223,7 +225,7 @@ def rate_of_the_next_step(rank: Rank, role: str, cfg: Config, path: str, directo
     rates = []
     for what, steps_added in ((ALL, 0), (ALL, 3), (("weights",), 3)):
         build(rank, role, cfg, path)
-        rank.load(name, ShardedFiles(directory), what, steps_added)
+        rank.call(name, "load", ShardedFiles(directory), what, steps_added)
         rates.append(update(rank, role, 2)["lr"])
     return rates
 

@@ -324,7 +324,7 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
     mask = (np.arange(5) < np.array([[5], [3], [4], [5], [2], [5]])).astype(np.float32)
     old = -np.abs(rng.normal(size=mask.shape)).astype(np.float32) * mask
     batch = {
-        "response_mask": mask,
+        "mask": mask,
         "group_ids": np.array([0, 0, 0, 1, 1, 1]),
         "old_logprobs": old,
         "rollout_logprobs": (old + 0.5 * rng.normal(size=mask.shape).astype(np.float32)) * mask,
@@ -343,7 +343,7 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
 def test_a_step_s_experience_follows_the_config(key, value, before):
     """The experience is a pure function of the step's rollouts and the config: nothing restored can hide a change."""
     old, new = (experience(AlgorithmConfig(**settings)) for settings in (before, {**before, key: value}))
-    assert any(not np.array_equal(old[name], new[name]) for name in ("advantages", "response_mask"))
+    assert any(not np.array_equal(old[name], new[name]) for name in ("advantages", "mask"))
 
 
 def test_every_key_of_the_experience_is_tried():

@@ -26,7 +26,7 @@ def batch(**arrays: np.ndarray) -> dict[str, np.ndarray]:
     mask = np.array([[0, 1, 0, 1, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 1, 1, 0]], dtype=np.float32)
     zeros = np.zeros_like(mask)
     return {
-        "input_ids": zeros.astype(np.int64), "response_mask": mask, "lengths": np.array([5, 3, 5, 4]),
+        "input_ids": zeros.astype(np.int64), "mask": mask, "lengths": np.array([5, 3, 5, 4]),
         "group_ids": np.array([0, 0, 1, 1]), "old_logprobs": zeros, "rollout_logprobs": zeros, **arrays,
     }  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_a_batch_of_two_prompts_with_three_completions_each():
     prompts = [DrawnPrompt("0:7", Prompt(7, (50, 51), "", "")), DrawnPrompt("0:3", Prompt(3, (60, 61, 62, 63), "", ""))]
     completions = [completion(1, 2, 3), completion(4), completion(5, 6), completion(7), completion(8, 9), completion(8)]
     found = build_batch(prompts, completions)
-    assert found.keys() == {"input_ids", "response_mask", "rollout_logprobs", "lengths", "group_ids"}
+    assert found.keys() == {"input_ids", "mask", "rollout_logprobs", "lengths", "group_ids"}
     assert found["input_ids"].tolist() == [
         [50, 51, 1, 2, 3, 0],
         [50, 51, 4, 0, 0, 0],
@@ -48,7 +48,7 @@ def test_a_batch_of_two_prompts_with_three_completions_each():
         [60, 61, 62, 63, 8, 9],
         [60, 61, 62, 63, 8, 0],
     ]
-    assert found["response_mask"].tolist() == [
+    assert found["mask"].tolist() == [
         [0, 0, 1, 1, 1, 0],
         [0, 0, 1, 0, 0, 0],
         [0, 0, 1, 1, 0, 0],
@@ -67,7 +67,7 @@ def test_a_batch_of_two_prompts_with_three_completions_each():
     assert found["lengths"].tolist() == [5, 3, 4, 5, 6, 5]
     assert found["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     types = {name: array.dtype.name for name, array in found.items()}
-    assert types == {"input_ids": "int64", "response_mask": "float32", "rollout_logprobs": "float32",
+    assert types == {"input_ids": "int64", "mask": "float32", "rollout_logprobs": "float32",
                      "lengths": "int64", "group_ids": "int64"}  # fmt: skip
 
 
@@ -145,9 +145,9 @@ def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
 def test_rows_that_are_left_out_have_no_mask():
     completions = [Completion([1], [0.0], reason, 1) for reason in ("stop", "stop", "length", "stop")]
     rewards = np.array([1.0, 1.0, 1.0, 0.0])
-    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(filter_zero_variance=True))["response_mask"]
+    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(filter_zero_variance=True))["mask"]
     assert kept.any(axis=1).tolist() == [False, False, True, True]
-    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(overlong_masking=True))["response_mask"]
+    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(overlong_masking=True))["mask"]
     assert kept.any(axis=1).tolist() == [True, True, False, True]
 
 

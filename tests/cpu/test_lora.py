@@ -11,8 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.cpu.test_workers import (
-    SCHEDULED,
+from tests.ranks import run_ranks
+from tests.support.training import (
     assembled,
     assert_close,
     config,
@@ -21,16 +21,15 @@ from tests.cpu.test_workers import (
     make_batch,
     save_then_step,
     step_with_checkpointing,
+    update,
 )
-from tests.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, LoraConfig, TinyConfig
 from trainer.errors import UserError
-from trainer.models.logprobs import token_logprobs
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
-MASK = make_batch()["response_mask"] > 0
+MASK = make_batch()["mask"] > 0
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -48,18 +47,19 @@ def lora_config(**trainer) -> Config:
 
 
 def train(rank: Rank, path: str, out: str) -> dict:
-    rank.build(["policy", "critic", "reference"], path, SCHEDULED)
+    rank.build(["policy", "critic", "reference"], path)
     batch = make_batch()
-    rows, start = rank.logprobs("policy", batch)
-    metrics = [rank.update(role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
-    rank.write_weights(out, "float32")
-    streamed = {name: tensor.clone() for name, tensor in rank.policy.stream_weights(torch.float32)}
-    held = {f"{role}.{name}" for role in ("policy", "critic") for name in getattr(rank, role).state()["model"]}
+    rows, start = rank.call("policy", "logprobs", batch)
+    metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
+    rank.call("policy", "write_weights", out, "float32")
+    streamed = {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("float32")}
+    held = {f"{role}.{name}" for role in ("policy", "critic") for name in rank.roles[role].state()["model"]}
     return {
-        "metrics": metrics, "rows": rows, "start": start, "logprobs": rank.logprobs("policy", batch)[1],
-        "reference": rank.logprobs("reference", batch)[1], "values": rank.values(batch)[1],
-        "adapter": (rank.adapter_config(path), rank.adapter_weights()), "streamed": streamed, "held": held,
-        "parameters": rank.num_parameters(),
+        "metrics": metrics, "rows": rows, "start": start, "logprobs": rank.call("policy", "logprobs", batch)[1],
+        "reference": rank.call("reference", "logprobs", batch)[1], "values": rank.call("critic", "values", batch)[1],
+        "adapter": [rank.call("policy", *call) for call in (("adapter_config", path), ("adapter_weights",))],
+        "streamed": streamed, "held": held,
+        "parameters": rank.call("policy", "num_parameters"),
     }  # fmt: skip
 
 
@@ -71,7 +71,9 @@ def single_rank(model_path, tmp_path_factory):
 
 def logprobs_of(model) -> np.ndarray:
     with torch.no_grad():
-        return token_logprobs(model, torch.from_numpy(make_batch()["input_ids"])).numpy()
+        ids = torch.from_numpy(make_batch()["input_ids"])
+        logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return torch.nn.functional.pad(logprobs, (1, 0)).numpy()
 
 
 @pytest.mark.parametrize("ranks, replicas", [(2, 1), (4, 2)])
@@ -129,9 +131,9 @@ def test_adapters_go_on_on_any_number_of_ranks(model_path, tmp_path):
 
 
 def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
-    rank.build(["policy"], path, SCHEDULED)
-    kinds = {(p.requires_grad, p.dtype) for p in rank.policy.module.parameters()}
-    return kinds, rank.update("policy", make_batch(), 1)
+    rank.build(["policy"], path)
+    kinds = {(p.requires_grad, p.dtype) for p in rank.roles["policy"].module.parameters()}
+    return kinds, update(rank, "policy", make_batch(), 1)
 
 
 def test_frozen_weights_are_kept_in_the_precision_of_the_forward_pass(model_path, single_rank):
@@ -150,13 +152,13 @@ def test_recomputed_activations_give_adapters_the_same_gradients(model_path, sin
 
 def left_out(rank: Rank, path: str) -> list[dict]:
     """With one mini-batch, then both, without a token to learn."""
-    rank.build(["policy"], path, SCHEDULED)
+    rank.build(["policy"], path)
     found = []
     for rows in (range(0), range(12), range(24)):
         batch = make_batch()
         order = np.argsort(np.isin(batch["group_ids"], [0, 1, 2]))  # any three groups
-        batch["response_mask"][order[list(rows)]] = 0
-        found.append(rank.update("policy", batch, 1))
+        batch["mask"][order[list(rows)]] = 0
+        found.append(update(rank, "policy", batch, 1))
     return found
 
 
@@ -168,7 +170,7 @@ def test_a_kl_is_of_the_tokens_that_are_learnt(model_path):
 
 
 def build_alone(rank: Rank, path: str) -> None:
-    rank.build(["policy"], path, SCHEDULED)
+    rank.build(["policy"], path)
 
 
 def test_layers_that_the_model_does_not_have_are_refused(model_path):
@@ -185,24 +187,24 @@ def test_layers_that_the_model_does_not_have_are_refused(model_path):
 
 
 def move_reference(rank: Rank, path: str, directory: str) -> dict:
-    rank.build(["policy", "reference"], path, SCHEDULED)
+    rank.build(["policy", "reference"], path)
     batch = make_batch()
-    rows, before = rank.logprobs("reference", batch)
-    rank.update("policy", batch, 1)
-    moved = rank.logprobs("policy", batch)[1]
-    rank.refresh_reference()
-    after = rank.logprobs("reference", batch)[1]
+    rows, before = rank.call("reference", "logprobs", batch)
+    update(rank, "policy", batch, 1)
+    moved = rank.call("policy", "logprobs", batch)[1]
+    rank.call("reference", "refresh")
+    after = rank.call("reference", "logprobs", batch)[1]
     rank.begin_save(["policy", "reference"], ShardedFiles(directory))
-    rank.update("policy", batch, 2)
-    rank.refresh_reference()  # while the one before is being written
+    update(rank, "policy", batch, 2)
+    rank.call("reference", "refresh")  # while the one before is being written
     rank.finish_save()
     return {"rows": rows, "before": before, "moved": moved, "after": after}
 
 
 def load_reference(rank: Rank, path: str, directory: str) -> dict:
-    rank.build(["policy", "reference"], path, SCHEDULED)
-    rank.load("reference", ShardedFiles(directory), ("weights", "optimizer", "rng"))
-    rows, loaded = rank.logprobs("reference", make_batch())
+    rank.build(["policy", "reference"], path)
+    rank.call("reference", "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
+    rows, loaded = rank.call("reference", "logprobs", make_batch())
     return {"rows": rows, "loaded": loaded}
 
 

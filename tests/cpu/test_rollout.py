@@ -28,6 +28,7 @@ from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, cho
 from trainer.keyed import request_seed
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
+from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
@@ -299,7 +300,7 @@ def ranks(tied, model_paths) -> Iterator[ServedRanks]:
     cfg.trainer.mini_batch_size = 4
     cfg.trainer.policy.optimizer.lr = 3e-3  # large enough that old weights would show
     with ServedRanks(2, cfg) as ranks:
-        ranks.call("build", ["policy"], model_paths[tied], {"policy": 100})
+        ranks.call("build", ["policy"], model_paths[tied])
         yield ranks
 
 
@@ -309,7 +310,7 @@ def experience(step: int) -> Batch:
     size, width = 16, 64
     return {
         "input_ids": rng.integers(0, 256, (size, width)),
-        "response_mask": np.ones((size, width), np.float32),
+        "mask": np.ones((size, width), np.float32),
         "lengths": np.full(size, width),
         "group_ids": np.repeat(np.arange(8), 2),
         "advantages": rng.normal(size=(size, width)).astype(np.float32),
@@ -319,14 +320,17 @@ def experience(step: int) -> Batch:
 
 def forward(rank: Rank, ids: np.ndarray) -> np.ndarray | None:
     """Logits of the sharded policy, from rank 0. A collective."""
+    packing = Packing([ids.shape[1]] * len(ids), "cpu")
     with torch.no_grad():
-        logits = rank.policy.module(torch.from_numpy(ids)).logits
+        row = torch.from_numpy(ids).reshape(1, -1)
+        logits = rank.roles["policy"].module(row, position_ids=packing.position_ids, packing=packing).logits
+    logits = logits.view(*ids.shape, -1)
     return logits.numpy() if rank.rank == 0 else None
 
 
 def as_model(ranks: ServedRanks) -> Callable[[Tensor], SimpleNamespace]:
     """The ranks' policy, to be called like a transformers model."""
-    return lambda ids: SimpleNamespace(logits=torch.from_numpy(ranks.call("apply", forward, ids.numpy())[0]))
+    return lambda ids: SimpleNamespace(logits=torch.from_numpy(ranks.call(forward, ids.numpy())[0]))
 
 
 def assert_same_as_old_logprobs(ranks: ServedRanks, requests: list[Request], completions: list[Completion]) -> None:
@@ -337,7 +341,7 @@ def assert_same_as_old_logprobs(ranks: ServedRanks, requests: list[Request], com
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
     seen = 0
-    for owned, logprobs in ranks.call("logprobs", "policy", {"input_ids": ids, "lengths": lengths}):
+    for owned, logprobs in ranks.call("call", "policy", "logprobs", {"input_ids": ids, "lengths": lengths}):
         for i, values in zip(owned, logprobs, strict=True):
             np.testing.assert_allclose(
                 values[len(requests[i].prompt_token_ids) : lengths[i]], completions[i].logprobs, atol=1e-4, rtol=0
@@ -361,14 +365,14 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, ranks, way, vllm
     before: list[Completion] = []
     for version in (1, 2, 3):
         if before:
-            ranks.call("update", "policy", experience(version), version)
+            ranks.call("call", "policy", "update", experience(version), version)
         if way == "shared_memory":
-            ranks.call("write_weights", str(tmp_path), "float32")
+            ranks.call("call", "policy", "write_weights", str(tmp_path), "float32")
             pool.sync_weights(SharedMemory(str(tmp_path)), version)
             fallback.sync_weights(SharedMemory(str(tmp_path)), version)
             assert_agrees(model, requests[::4], fallback.generate(requests[::4], GREEDY), temperature=0.0)
         else:
-            pool.sync_weights(group, version, ranks.start("send_weights", group, "float32"))
+            pool.sync_weights(group, version, ranks.start("call", "policy", "send_weights", group, "float32"))
         after = pool.generate(requests, GREEDY)
         assert_agrees(model, requests, after, temperature=0.0)
         assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"

@@ -1,4 +1,4 @@
-"""Packed supervised examples."""
+"""Supervised examples."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.data.rollouts import write_rollouts
-from trainer.data.sft import Encoded, PackedSource, encode, load_train, load_val, pack, pack_all
+from trainer.data.sft import Encoded, PackedSource, as_batch, encode, load_train, load_val
 from trainer.data.source import DrawnPrompt
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
-from trainer.models.logprobs import token_logprobs
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
@@ -34,17 +31,13 @@ def examples_of(*lengths: int) -> list[Encoded]:
     return [Encoded([i + 1] * n, [0.0] * (n - n // 2) + [1.0] * (n // 2)) for i, n in enumerate(lengths)]
 
 
-def unpack(batch) -> list[tuple[list[int], list[float]]]:
-    """The examples of a batch, in order; checks that each lies in one row and starts at position 0."""
+def examples_in(batch) -> list[tuple[list[int], list[float]]]:
+    """The examples of a batch, in order; checks that nothing else is in it."""
     found = []
-    for ids, positions, mask in zip(batch["input_ids"], batch["position_ids"], batch["loss_mask"], strict=True):
-        starts = [*np.flatnonzero(positions == 0), len(ids)]
-        for begin, end in zip(starts, starts[1:], strict=False):
-            assert positions[begin:end].tolist() == list(range(end - begin))
-            if ids[begin] == PAD:
-                assert end == len(ids) and not ids[begin:].any() and not mask[begin:].any()
-            else:
-                found.append((ids[begin:end].tolist(), mask[begin:end].tolist()))
+    for ids, mask, length in zip(batch["input_ids"], batch["mask"], batch["lengths"], strict=True):
+        assert (ids[:length] != PAD).all() and not ids[length:].any() and not mask[length:].any()
+        found.append((ids[:length].tolist(), mask[:length].tolist()))
+    assert not batch["group_ids"].any() and np.array_equal(batch["advantages"], batch["mask"])
     return found
 
 
@@ -59,11 +52,9 @@ def test_every_epoch_has_every_example_once_whole(lengths, rows):
     seen: list[tuple[list[int], list[float]]] = []
     while source.epoch < 3:
         batch = source.take()
-        assert {name: array.shape for name, array in batch.items()} == {
-            "input_ids": (rows, 12), "position_ids": (rows, 12), "loss_mask": (rows, 12), "lengths": (rows,)
-        }  # fmt: skip
-        drawn = unpack(batch)
-        assert sum(len(ids) for ids, _ in drawn) + rows * max(lengths) > rows * 12  # no row had room for what came next
+        drawn = examples_in(batch)
+        tokens = sum(len(ids) for ids, _ in drawn)
+        assert rows * (12 - max(lengths)) < tokens <= rows * 12  # no row had room for what came next
         seen += drawn
         source.commit()
     assert source.epoch == len(seen) / len(lengths)
@@ -92,7 +83,7 @@ def test_data_sets_are_drawn_by_weight_and_a_restart_goes_on_where_it_was(sizes,
     for _ in range(8):
         seen.append(straight.take())
         straight.commit()
-    drawn = [ids[0] // 10 for batch in seen for ids, _ in unpack(batch)]
+    drawn = [ids[0] // 10 for batch in seen for ids, _ in examples_in(batch)]
     for part, weight in enumerate(weights):
         share = weight / sum(weights)
         for count in range(
@@ -127,11 +118,11 @@ def test_another_seed_or_other_examples_are_not_gone_on_with():
         source.load_state_dict({})
 
 
-def test_all_held_out_examples_are_packed_in_order():
+def test_a_batch_has_a_row_for_each_example_in_order():
     examples = examples_of(5, 5, 5, 12, 1)
-    batch = pack_all(examples, 12, PAD)
-    assert batch["input_ids"].shape == (4, 12)
-    assert unpack(batch) == [(e.token_ids, e.loss_mask) for e in examples]
+    batch = as_batch(examples, PAD)
+    assert batch["input_ids"].shape == (5, 12)
+    assert examples_in(batch) == [(e.token_ids, e.loss_mask) for e in examples]
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +268,8 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     assert both[0].logprobs == [0.0] * len(prompt.token_ids) + [-0.5, -0.25, -0.125]
     [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert [(e.token_ids, e.logprobs) for e in right] == [(both[0].token_ids, None)]
-    batch = pack([both], 40, 0)
-    assert batch["old_logprobs"][batch["loss_mask"] > 0].tolist() == [-0.5, -0.25, -0.125] * 2
+    batch = as_batch(both, 0)
+    assert batch["old_logprobs"][batch["mask"] > 0].tolist() == [-0.5, -0.25, -0.125] * 2
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
         load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
     row = json.loads(Path(file).read_text().splitlines()[0])
@@ -296,25 +287,3 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
         load_train(
             DataConfig(train_files=[file, file], train_size=1), sft(source="rollouts", weights=[1, 1]), tokenizer
         )
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_packed_examples_do_not_see_each_other(model_path, tokenizer, rows):
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
-    parts = load_train(DataConfig(generator="reverse_text", train_size=40), sft(), tokenizer)
-    batch = PackedSource(parts, [], 1, rows, 100, tokenizer.pad_token_id).take()
-    ids, positions = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["position_ids"])
-    checked = 0
-    with torch.no_grad():
-        packed = token_logprobs(model, ids, position_ids=positions)
-        for row in range(rows):
-            starts = [*torch.nonzero(positions[row] == 0).flatten().tolist(), 100]
-            assert len(starts) > 4
-            for begin, end in zip(starts, starts[1:], strict=False):
-                alone = token_logprobs(model, ids[row : row + 1, begin:end])
-                torch.testing.assert_close(packed[row, begin + 1 : end], alone[0, 1:], atol=1e-5, rtol=0)
-                checked += end - begin
-        # The comparison can fail: without positions the examples do see each other.
-        blind = token_logprobs(model, ids)
-    assert checked == rows * 100
-    assert (blind - packed).abs().max() > 1e-2

@@ -183,10 +183,10 @@ def test_room_is_left_for_what_ray_stores(tmp_path):
 
 def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
     """Write the weights as a job does; the engine's and rank 0's view of them."""
-    rank.build(["policy"], model, {"policy": 1})
-    path = [rank.open_shared("float32", 0) if rank.rank == 0 else None]
+    rank.build(["policy"], model)
+    path = [rank.call("policy", "open_shared", "float32", 0) if rank.rank == 0 else None]
     torch.distributed.broadcast_object_list(path)
-    rank.write_weights(path[0], "float32")
+    rank.call("policy", "write_weights", path[0], "float32")
     if rank.rank != 0:
         return None, {}
     check_own(path[0])
@@ -196,8 +196,8 @@ def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
     )
     engine.sync_weights(SharedMemory(path[0]), 1)
     weights = load_file(os.path.join(path[0], "model.safetensors"))
-    assert sum(t.nbytes for t in weights.values()) <= rank.policy.weight_bytes(torch.float32)
-    rank.close_shared()
+    assert sum(t.nbytes for t in weights.values()) <= rank.roles["policy"].weight_bytes("float32")
+    rank.call("policy", "close_shared")
     return f"{mode:o} {path[0]}", weights
 
 
@@ -223,5 +223,5 @@ def test_weights_are_not_written_through_a_link(tmp_path):
 
 
 def write(rank: Rank, model: str, out: str) -> None:
-    rank.build(["policy"], model, {"policy": 1})
-    rank.write_weights(out, "float32")
+    rank.build(["policy"], model)
+    rank.call("policy", "write_weights", out, "float32")

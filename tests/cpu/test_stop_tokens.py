@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
+from tests.support.training import update
 from trainer.algorithms import ADVANTAGES
 from trainer.config import Config, TinyConfig
 from trainer.data.datasets import Prompt
@@ -39,7 +40,7 @@ def stopping_model(request, tmp_path_factory) -> tuple[str, str]:
 def steps(rank: Rank, path: str) -> list[dict]:
     """One step with each advantage estimator; the metrics of each, with the lengths of its completions."""
     cfg = rank.cfg
-    rank.build(["policy", "critic"], path, {"policy": 50, "critic": 50})
+    rank.build(["policy", "critic"], path)
     stops = stop_token_ids(path, load_tokenizer(path))
     engine = TransformersEngine(path, dtype="float32", seed=1, rollout=cfg.rollout, device="cpu")
     prompts = PromptSource([Prompt(i, tuple(range(65, 68 + i)), "", "") for i in range(4)], 1).take(4)
@@ -51,8 +52,8 @@ def steps(rank: Rank, path: str) -> list[dict]:
         batch = build_batch(prompts, completions)
         shape = batch["input_ids"].shape
         for key, (rows, values) in {
-            "old_logprobs": rank.logprobs("policy", batch),
-            "values": rank.values(batch),
+            "old_logprobs": rank.call("policy", "logprobs", batch),
+            "values": rank.call("critic", "values", batch),
         }.items():
             batch[key] = torch.zeros(shape).numpy()
             batch[key][rows] = values
@@ -62,7 +63,7 @@ def steps(rank: Rank, path: str) -> list[dict]:
         metrics = describe(batch, rewards, completions)
         batch = leave_out_rows(batch, rewards, completions, cfg.algorithm)
         for role in ("critic", "policy") if estimator == "gae" else ("policy",):
-            metrics |= {f"{role}/{name}": value for name, value in rank.update(role, batch, 1).items()}
+            metrics |= {f"{role}/{name}": value for name, value in update(rank, role, batch, 1).items()}
         results.append(metrics | {"lengths": [len(c.token_ids) for c in completions]})
     return results
 

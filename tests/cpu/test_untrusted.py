@@ -49,11 +49,11 @@ class OneRank:
         return self.rank.finish_save
 
     def load(self, role: str, files: Any, what: Any, steps_added: int = 0) -> None:
-        self.rank.load(role, files, what, steps_added)
+        self.rank.call(role, "load", files, what, steps_added)
 
 
 def open_run(rank: Rank, root: str, model: str) -> RunDirectory:
-    rank.build(["policy"], model, {"policy": 10})
+    rank.build(["policy"], model)
     run = RunDirectory(config(Path(root))).open()
     register = run.parts.append
     register(run.config_part())

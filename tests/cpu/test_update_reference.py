@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.ranks import run_ranks
+from tests.support.training import update
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig
 from trainer.parallel.batching import Batch, select
 from trainer.workers.rank import Rank
@@ -62,11 +63,12 @@ def experience(model_path) -> Batch:
             logprobs[row, 1:length] = token_scores(model, torch.from_numpy(ids[row, :length]))[0].numpy()
     return {
         "input_ids": ids,
-        "response_mask": mask,
+        "mask": mask,
         "lengths": np.asarray(LENGTHS),
         "group_ids": np.asarray([0, 0, 1, 1, 2, 2]),
         "advantages": noise[0] * mask,
         "old_logprobs": (logprobs + 0.3 * noise[1]) * mask,  # ratios beyond both bounds
+        "rollout_logprobs": logprobs,
         "ref_logprobs": (logprobs + 0.5 * noise[2]) * mask,
         "values": 0.6 * noise[3] * mask,
         "returns": noise[4] * mask,
@@ -133,7 +135,7 @@ def plain_policy_steps(path: str, batch: Batch, a: AlgorithmConfig) -> tuple[lis
         losses, kls, entropies, clipped = ([[] for _ in batch["lengths"]] for _ in range(4))
         for row, length in enumerate(batch["lengths"]):
             logprobs, entropy = token_scores(model, torch.from_numpy(batch["input_ids"][row, :length]))
-            for t in np.flatnonzero(batch["response_mask"][row]):
+            for t in np.flatnonzero(batch["mask"][row]):
                 log_r = logprobs[t - 1] - batch["old_logprobs"][row, t].item()
                 r, gain = log_r.exp(), batch["advantages"][row, t].item()
                 inside = 1 - a.clip_low <= r <= 1 + a.clip_high
@@ -181,7 +183,7 @@ def plain_critic_steps(path: str, batch: Batch, clip: float) -> tuple[list[dict]
         for row, length in enumerate(batch["lengths"]):
             ids = torch.from_numpy(batch["input_ids"][row, :length])
             values = critic["value_head"](backbone(ids[None]).last_hidden_state[0]).squeeze(-1)
-            for t in np.flatnonzero(batch["response_mask"][row]):
+            for t in np.flatnonzero(batch["mask"][row]):
                 v, old, target = values[t - 1], batch["values"][row, t].item(), batch["returns"][row, t].item()
                 near = v if abs(v.item() - old) <= clip else torch.tensor(old + clip if v > old else old - clip)
                 losses.append(torch.maximum((v - target) ** 2, (near - target) ** 2) / 2)
@@ -205,67 +207,67 @@ def plain_critic_steps(path: str, batch: Batch, clip: float) -> tuple[list[dict]
 
 
 def policy_steps(rank: Rank, path: str, batch: Batch) -> tuple[list[dict], dict[str, Tensor]]:
-    rank.build(["policy"], path, {"policy": 10})
-    metrics = [rank.update("policy", batch, step, kl_coef) for step, kl_coef in enumerate(KL_COEFS, start=1)]
-    return metrics, {name: tensor.clone() for name, tensor in rank.policy.stream_weights(torch.float32)}
+    rank.build(["policy"], path)
+    metrics = [update(rank, "policy", batch, step, kl_coef) for step, kl_coef in enumerate(KL_COEFS, start=1)]
+    return metrics, {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("float32")}
 
 
 def critic_steps(rank: Rank, path: str, batch: Batch) -> tuple[list[dict], dict[str, Tensor]]:
-    rank.build(["critic"], path, {"critic": 10})
-    head = rank.critic.module.value_head.weight
+    rank.build(["critic"], path)
+    head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
-    metrics = [rank.update("critic", batch, step) for step in (1, 2)]
-    return metrics, {n: p.full_tensor().detach().clone() for n, p in rank.critic.module.named_parameters()}
+    metrics = [update(rank, "critic", batch, step) for step in (1, 2)]
+    return metrics, {n: p.full_tensor().detach().clone() for n, p in rank.roles["critic"].module.named_parameters()}
 
 
 def scores(rank: Rank, path: str, batch: Batch) -> tuple[tuple, tuple]:
     """Log-probs and values of this rank's rows."""
-    rank.build(["policy", "critic"], path, {"policy": 10, "critic": 10})
-    head = rank.critic.module.value_head.weight
+    rank.build(["policy", "critic"], path)
+    head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
-    return rank.logprobs("policy", batch), rank.values(batch)
+    return rank.call("policy", "logprobs", batch), rank.call("critic", "values", batch)
 
 
 def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], np.ndarray]:
     """With old and reference log-probs of our own: the metrics of updates with and without a reference."""
-    rank.build(["policy", "reference"], path, {"policy": 10})
+    rank.build(["policy", "reference"], path)
     batch = {name: array for name, array in batch.items() if name != "ref_logprobs"}
     found = {}
     for name, role in (("old_logprobs", "policy"), ("ref_logprobs", "reference")):
         parts: list = [None] * rank.world_size
-        dist.all_gather_object(parts, rank.logprobs(role, batch))
+        dist.all_gather_object(parts, rank.call(role, "logprobs", batch))
         found[name] = assemble(parts, batch)
-    metrics = {"reference": rank.update("policy", {**batch, **found}, 1)}
-    rank.build(["policy"], path, {"policy": 10})
-    metrics["none"] = rank.update("policy", {**batch, "old_logprobs": found["old_logprobs"]}, 1)
+    metrics = {"reference": update(rank, "policy", {**batch, **found}, 1)}
+    rank.build(["policy"], path)
+    metrics["none"] = update(rank, "policy", {**batch, "old_logprobs": found["old_logprobs"]}, 1)
     return metrics, found["old_logprobs"]
 
 
 def step_of_mini_batches(rank: Rank, path: str, batch: Batch) -> tuple[dict, list[tuple[float, dict]], dict]:
     """Metrics of a step, tokens and metrics of each of its mini-batches, and metrics of a step without any token."""
-    rank.build(["policy"], path, {"policy": 10})
+    rank.build(["policy"], path)
     seen = []
-    update = rank.policy.update
+    optimizer_step = rank.roles["policy"].optimizer_step
 
-    def recording(mini_batch, *args):
-        seen.append((float(mini_batch["response_mask"].sum()), update(mini_batch, *args)))
+    def recording(mini_batch, loss_function):
+        seen.append((float(mini_batch["mask"].sum()), optimizer_step(mini_batch, loss_function)))
         return seen[-1][1]
 
-    rank.policy.update = recording
-    metrics = rank.update("policy", batch, 1)
+    rank.roles["policy"].optimizer_step = recording
+    metrics = update(rank, "policy", batch, 1)
     parts = seen[:]
-    nothing = {**batch, "response_mask": np.zeros_like(batch["response_mask"])}
-    return metrics, parts, rank.update("policy", nothing, 2)
+    nothing = {**batch, "mask": np.zeros_like(batch["mask"])}
+    return metrics, parts, update(rank, "policy", nothing, 2)
 
 
 def losses_at(rank: Rank, path: str, batch: Batch, kl_coefs: list[float | None]) -> list[float]:
     """The first update's loss with each of these coefficients."""
     found = []
     for kl_coef in kl_coefs:
-        rank.build(["policy"], path, {"policy": 10})
-        found.append(rank.update("policy", batch, 1, kl_coef)["loss"])
+        rank.build(["policy"], path)
+        found.append(update(rank, "policy", batch, 1, kl_coef)["loss"])
     return found
 
 
@@ -339,19 +341,19 @@ def assemble(parts: list[tuple[np.ndarray, np.ndarray]], batch: Batch) -> np.nda
         assert values.shape == (len(rows), found.shape[1])
         found[rows] = values
     assert not np.isnan(found).any()
-    return found * batch["response_mask"]
+    return found * batch["mask"]
 
 
 def test_old_logprobs_at_the_temperature_of_sampling_make_a_first_update_without_kl(model_path, experience):
     algorithm = dataclasses.replace(CASES["tokens"], **BOUNDS)
     for metrics, logprobs in run_ranks(2, first_update, model_path, experience, cfg=config(algorithm)):
-        for name, update in metrics.items():
-            assert abs(update["kl"]) < 1e-8 and update["clip_frac"] == 0, name
+        for name, found in metrics.items():
+            assert abs(found["kl"]) < 1e-8 and found["clip_frac"] == 0, name
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         for row, length in enumerate(LENGTHS):
             with torch.no_grad():
                 plain = token_scores(model, torch.from_numpy(experience["input_ids"][row, :length]))[0]
-            mask = experience["response_mask"][row, 1:length]
+            mask = experience["mask"][row, 1:length]
             np.testing.assert_allclose(logprobs[row, 1:length], plain.numpy() * mask, atol=1e-5)
 
 

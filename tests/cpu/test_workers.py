@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import random
 import resource
@@ -17,15 +16,27 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
+from tests.support.training import (
+    GROUPS,
+    PER_GROUP,
+    assembled,
+    assert_close,
+    config,
+    config_with_replicas,
+    load_then_step,
+    make_batch,
+    save_then_step,
+    step_into_nan,
+    step_with_checkpointing,
+    stream_and_write,
+    train_two_steps,
+    update,
+)
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, FSDPConfig, TinyConfig
-from trainer.errors import NonFiniteError
+from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
-from trainer.parallel.batching import Batch, plan_micro_batches
+from trainer.parallel.batching import plan_micro_batches
 from trainer.workers.rank import Rank
-
-GROUPS, PER_GROUP, WIDTH = 6, 4, 24
-SCHEDULED = {"policy": 10, "critic": 10}  # optimizer steps
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -34,68 +45,6 @@ def model_path(request, tmp_path_factory) -> str:
     config = TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3)
     build_tiny(config, path)
     return path
-
-
-def make_batch() -> Batch:
-    """Experience of `GROUPS` prompts with rows of very different length."""
-    rng = np.random.default_rng(0)
-    size = GROUPS * PER_GROUP
-    lengths = rng.integers(6, WIDTH + 1, size)
-    ids = rng.integers(0, 256, (size, WIDTH)).astype(np.int64)
-    mask = np.zeros((size, WIDTH), np.float32)
-    for row, length in enumerate(lengths):
-        mask[row, 4:length] = 1
-        ids[row, length:] = 0
-    noise = rng.normal(size=(3, size, WIDTH)).astype(np.float32)
-    return {
-        "input_ids": ids,
-        "response_mask": mask,
-        "lengths": lengths,
-        "group_ids": np.repeat(np.arange(GROUPS), PER_GROUP),
-        "advantages": noise[0] * mask,
-        "returns": noise[1] * mask,
-        "old_logprobs": (-5.7 + 0.3 * noise[2]) * mask,
-        "ref_logprobs": (-5.7 + 0.2 * noise[1]) * mask,
-        "values": 0.1 * noise[0] * mask,
-    }
-
-
-def config(**trainer) -> Config:
-    cfg = Config()
-    cfg.algorithm.kl_coef = 0.1
-    cfg.algorithm.entropy_coef = 0.01
-    cfg.trainer.mini_batch_size = 3
-    cfg.trainer.policy.optimizer.lr = 1e-3
-    cfg.trainer.critic.optimizer.lr = 1e-3
-    cfg.trainer = dataclasses.replace(cfg.trainer, **trainer)
-    return cfg
-
-
-def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
-    """Two steps of policy and critic; returns their metrics and some values of the result."""
-    rank.build(["policy", "critic", "reference"], path, SCHEDULED)
-    batch = make_batch()
-    metrics = [rank.update(role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
-    if out:
-        rank.write_weights(out, "float32")
-    rows, logprobs = rank.logprobs("policy", batch)
-    _, values = rank.values(batch)
-    return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "values": values}
-
-
-def assembled(results: list[dict], name: str) -> np.ndarray:
-    out = np.full((GROUPS * PER_GROUP, WIDTH), np.nan, np.float32)
-    for result in results:
-        out[result["rows"]] = result[name]
-    assert not np.isnan(out).any()
-    return out
-
-
-def assert_close(ours: dict, theirs: dict) -> None:
-    """Equal but for the order of float32 sums; a token at the edge of the clip range may fall on either side."""
-    one_token = 2.0 / float(make_batch()["response_mask"].sum())
-    assert ours.pop("clip_frac") == pytest.approx(theirs["clip_frac"], abs=2 * one_token)
-    assert ours == pytest.approx({k: v for k, v in theirs.items() if k != "clip_frac"}, rel=1e-4, abs=2e-6)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +66,7 @@ def test_result_does_not_depend_on_ranks_replicas_or_micro_batches(model_path, s
     for result in results:
         for ours, theirs in zip(result["metrics"], single_rank[0]["metrics"], strict=True):
             assert_close(ours, theirs)
-    mask = make_batch()["response_mask"]
+    mask = make_batch()["mask"]
     for name in ("logprobs", "values"):
         difference = np.abs(assembled(results, name) - assembled(single_rank, name)) * mask
         assert difference.max() < 1e-4, name
@@ -139,31 +88,8 @@ def test_logprobs_equal_transformers_and_weights_go_back_to_it(model_path, singl
     ids = torch.from_numpy(batch["input_ids"])
     with torch.no_grad():
         expected = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    difference = np.abs(assembled(results, "logprobs")[:, 1:] - expected.numpy()) * batch["response_mask"][:, 1:]
+    difference = np.abs(assembled(results, "logprobs")[:, 1:] - expected.numpy()) * batch["mask"][:, 1:]
     assert difference.max() < 1e-5
-
-
-def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
-    rank.build(["policy", "critic"], path, SCHEDULED)
-    batch = make_batch()
-    for role in ("critic", "policy"):
-        rank.update(role, batch, 1)
-    rank.begin_save(["policy", "critic"], ShardedFiles(directory))
-    torch.rand(3)
-    results = rank.update("critic", batch, 2), rank.update("policy", batch, 2)  # while it is being written
-    entries = rank.finish_save()
-    assert sorted(e["path"] for e in entries if e["path"].endswith(".distcp")) == [
-        f"{role}/__{rank.rank}_0.distcp" for role in ("critic", "policy")
-    ]
-    return results
-
-
-def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
-    rank.build(["policy", "critic"], path, SCHEDULED)
-    for role in ("critic", "policy"):
-        rank.load(role, ShardedFiles(directory), ("weights", "optimizer", "rng"))
-    batch = make_batch()
-    return rank.update("critic", batch, 2), rank.update("policy", batch, 2)
 
 
 @pytest.mark.parametrize(
@@ -187,27 +113,23 @@ def test_a_state_continues_on_any_number_of_ranks_and_replicas(model_path, saved
             assert_close(ours, theirs)
 
 
-def config_with_replicas(cfg: Config, replicas: int) -> Config:
-    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, replicas=replicas))
-
-
 def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, int, float]:
-    rank.build(["policy"], path, SCHEDULED)
+    rank.build(["policy"], path)
     before = float(torch.rand(()))
     torch.manual_seed(7)
     expected = float(torch.rand(()))
     torch.manual_seed(7)
-    rank.load("policy", ShardedFiles(directory), ("weights",))
-    weights = float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
+    rank.call("policy", "load", ShardedFiles(directory), ("weights",))
+    weights = float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
     assert float(torch.rand(())) == expected, "the generators were touched"
-    return weights, rank.policy.optimizer_steps, before
+    return weights, rank.roles["policy"].optimizer_steps, before
 
 
 def all_weights(rank: Rank, path: str, directory: str) -> float:
-    rank.build(["policy"], path, SCHEDULED)
-    rank.load("policy", ShardedFiles(directory), ("weights", "optimizer", "rng"))
-    assert rank.policy.optimizer_steps > 0
-    return float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
+    rank.build(["policy"], path)
+    rank.call("policy", "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
+    assert rank.roles["policy"].optimizer_steps > 0
+    return float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
 
 
 def test_weights_can_be_taken_without_the_rest(model_path, tmp_path):
@@ -218,7 +140,7 @@ def test_weights_can_be_taken_without_the_rest(model_path, tmp_path):
 
 
 def fail_to_write(rank: Rank, path: str, directory: str) -> tuple[str, float]:
-    rank.build(["policy"], path, SCHEDULED)
+    rank.build(["policy"], path)
     if rank.rank == 1:  # its shard cannot be made: a directory has its name
         os.makedirs(f"{directory}/policy/__1_0.distcp")
     dist.barrier()
@@ -227,7 +149,7 @@ def fail_to_write(rank: Rank, path: str, directory: str) -> tuple[str, float]:
     with pytest.raises(OSError) as error:
         rank.finish_save()
     seconds = time.monotonic() - started
-    rank.update("policy", make_batch(), 1)  # training goes on
+    update(rank, "policy", make_batch(), 1)  # training goes on
     rank.begin_save(["policy"], ShardedFiles(f"{directory}/again"))
     assert rank.finish_save()
     return str(error.value), seconds
@@ -240,7 +162,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_succe
 
 
 def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
-    rank.build(["policy"], path, SCHEDULED)
+    rank.build(["policy"], path)
     rank.begin_save(["policy"], ShardedFiles(f"{directory}/good"))
     rank.finish_save()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -251,7 +173,7 @@ def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
     with pytest.raises(OSError) as error:
         rank.finish_save()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    rank.load("policy", ShardedFiles(f"{directory}/good"), ("weights", "optimizer", "rng"))
+    rank.call("policy", "load", ShardedFiles(f"{directory}/good"), ("weights", "optimizer", "rng"))
     return str(error.value)
 
 
@@ -261,9 +183,9 @@ def test_a_full_disk_fails_the_save_and_leaves_the_one_before(model_path, tmp_pa
 
 
 def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[float, bool]:
-    rank.build(["policy"], path, SCHEDULED)
-    rank.update("policy", make_batch(), 1)
-    before = float(sum(p.full_tensor().double().abs().sum() for p in rank.policy.module.parameters()))
+    rank.build(["policy"], path)
+    update(rank, "policy", make_batch(), 1)
+    before = float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
     stage = rank.saver._stager.stage
 
     def slowly(state):
@@ -272,7 +194,7 @@ def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[f
 
     rank.saver._stager.stage = slowly
     rank.begin_save(["policy"], ShardedFiles(directory))
-    rank.update("policy", make_batch(), 2)  # must wait: these weights are still to be copied
+    update(rank, "policy", make_batch(), 2)  # must wait: these weights are still to be copied
     waited = rank.take_blocked() > 0.3
     rank.finish_save()
     return before, waited
@@ -284,12 +206,6 @@ def test_an_optimizer_step_waits_for_the_copy_of_the_weights(model_path, tmp_pat
     assert run_ranks(1, all_weights, model_path, str(tmp_path), cfg=config())[0] == before
 
 
-def step_with_checkpointing(rank: Rank, path: str) -> dict:
-    rank.build(["policy"], path, SCHEDULED)
-    assert rank.policy.module.is_gradient_checkpointing
-    return rank.update("policy", make_batch(), 1)
-
-
 def test_activation_checkpointing_changes_nothing_but_memory(model_path, single_rank):
     cfg = config()
     cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=True)
@@ -298,28 +214,11 @@ def test_activation_checkpointing_changes_nothing_but_memory(model_path, single_
     )
 
 
-def step_into_nan(rank: Rank, path: str) -> tuple[str, bool]:
-    rank.build(["policy"], path, SCHEDULED)
-    batch = make_batch()
-    batch["advantages"][0, 5] = np.nan
-    before = [p.full_tensor().clone() for p in rank.policy.module.parameters()]
-    with pytest.raises(NonFiniteError) as error:
-        rank.update("policy", batch, 1)
-    after = [p.full_tensor() for p in rank.policy.module.parameters()]
-    return str(error.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def test_a_nan_stops_every_rank_and_leaves_the_weights(model_path):
     cfg = config(mini_batch_size=GROUPS)
     for message, untouched in run_ranks(2, step_into_nan, model_path, cfg=cfg):
         assert "policy" in message and "nan" in message
         assert untouched
-
-
-def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
-    rank.build(["policy"], path, SCHEDULED)
-    rank.write_weights(out, "bfloat16")
-    return {name: tensor.clone() for name, tensor in rank.policy.stream_weights(torch.bfloat16)}
 
 
 def test_streamed_and_written_weights_are_the_same_and_rounded_once(model_path, tmp_path):
@@ -344,8 +243,7 @@ def test_plan_takes_every_row_once_and_gives_every_rank_as_many_micro_batches():
         rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
         assert sorted(rows) == list(range(len(lengths)))
         for micro_batch in (m for micro_batches in plan for m in micro_batches):
-            padded = max((lengths[row] for row in micro_batch), default=0) * len(micro_batch)
-            assert len(micro_batch) <= 1 or padded <= limit
+            assert len(micro_batch) <= 1 or sum(lengths[row] for row in micro_batch) <= limit
 
 
 def test_plan_spreads_the_long_rows_over_the_ranks():
@@ -366,19 +264,19 @@ def test_ranks_draw_different_numbers_and_the_same_again_after_a_restart():
 
 def mini_batches(rank: Rank, path: str, steps: list[int]) -> dict[tuple[int, int], list[list[int]]]:
     """The groups of each mini-batch of the policy and of the critic, by step and epoch."""
-    rank.build(["policy", "critic"], path, SCHEDULED)
+    rank.build(["policy", "critic"], path)
     orders = {}
-    for role, worker in (("policy", rank.policy), ("critic", rank.critic)):
+    for role, worker in (("policy", rank.roles["policy"]), ("critic", rank.roles["critic"])):
         seen: list[list[int]] = []
-        update = worker.update
+        optimizer_step = worker.optimizer_step
 
-        def recording(batch, *args, update=update, seen=seen):
+        def recording(batch, loss_function, optimizer_step=optimizer_step, seen=seen):
             seen.append(batch["group_ids"].tolist())
-            return update(batch, *args)
+            return optimizer_step(batch, loss_function)
 
-        worker.update = recording
+        worker.optimizer_step = recording
         for step in steps:
-            rank.update(role, make_batch(), step)
+            update(rank, role, make_batch(), step)
             epochs, seen[:] = [seen[: GROUPS // 2], seen[GROUPS // 2 :]], []
             for epoch, order in enumerate(epochs):
                 assert orders.setdefault((step, epoch), order) == order, "policy and critic differ"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.cpu.test_workers import (
+from tests.ranks import run_ranks
+from tests.support.training import (
     assembled,
     assert_close,
     config,
@@ -18,7 +19,6 @@ from tests.cpu.test_workers import (
     stream_and_write,
     train_two_steps,
 )
-from tests.ranks import run_ranks
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
@@ -71,7 +71,7 @@ def test_logprobs_equal_transformers(model_path, tmp_path, dtype, tolerance):
     ids = torch.from_numpy(batch["input_ids"])
     with torch.no_grad():
         expected = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    difference = np.abs(assembled(results, "logprobs")[:, 1:] - expected.numpy()) * batch["response_mask"][:, 1:]
+    difference = np.abs(assembled(results, "logprobs")[:, 1:] - expected.numpy()) * batch["mask"][:, 1:]
     assert difference.max() < tolerance
 
 

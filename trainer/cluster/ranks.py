@@ -13,14 +13,14 @@ from trainer.cluster.groups import Group, Pending
 from trainer.cluster.runtime import CPU_OBJECT_STORE_BYTES, Cluster
 from trainer.config import Config
 from trainer.models.files import resolve_model_path
-from trainer.parallel.batching import Batch
 
 
-def _build_rank(*args: Any) -> Any:
+def _build_rank(cfg: Config, _: Config, rank: int, world_size: int, device: str) -> Any:
+    """A rank of `cfg`, which may differ from the cluster's config."""
     # Imported where it is used: the driver is up seconds earlier without FSDP and the model classes.
     from trainer.workers.rank import Rank
 
-    return Rank(*args)
+    return Rank(cfg, rank, world_size, device)
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
         self._groups: dict[str, Group] = {}
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
-            group = cluster.launch_ranks(name, _build_rank, env)
+            group = cluster.launch_ranks(name, functools.partial(_build_rank, cfg), env)
             self._groups.update(dict.fromkeys(hosted, group))
 
     @property
@@ -55,43 +55,43 @@ class Ranks:
     def build(self, model_path: str) -> None:
         """Load the start weights of every role."""
         t = self.cfg.trainer
-        steps = t.scheduled_steps()
         critic_path = resolve_model_path(t.critic.path) if t.critic.path else None
-        pending = [g.start("build", roles, model_path, steps, critic_path) for g, roles in self._hosts()]
+        pending = [g.start("build", roles, model_path, critic_path) for g, roles in self._hosts()]
         for one in pending:
             one.result()
 
-    def build_for_sft(self, model_path: str) -> None:
-        """Load a policy for supervised training."""
-        self.policy.call("build_for_sft", model_path)
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` of the worker of `role` on all its ranks; returns the answer of rank 0."""
+        return self._groups[role].call("call", role, method, *args, **kwargs)[0]
+
+    def call_one(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method`, which is no collective, on rank 0 alone."""
+        return self._groups[role].call_one(0, "call", role, method, *args, **kwargs)
+
+    def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Begin `method` on all ranks of `role`; `result()` waits for it."""
+        return self._groups[role].start("call", role, method, *args, **kwargs)
 
     def logprobs(self, role: str, batch: Any, shape: tuple[int, int]) -> np.ndarray:
         """Log-probs `(B, T)` of the stored `batch` under `policy` or `reference`."""
-        return _assemble(self._groups[role].call("logprobs", role, batch), shape)
+        return _assemble(self._groups[role].call("call", role, "logprobs", batch), shape)
 
     def values(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
         """Values `(B, T)` of the stored `batch`."""
-        return _assemble(self._groups["critic"].call("values", batch), shape)
+        return _assemble(self._groups["critic"].call("call", "critic", "values", batch), shape)
 
-    def update(self, role: str, batch: Any, step: int, kl_coef: float) -> dict[str, float]:
-        """All optimizer steps of `role` on one step's experience."""
-        return self._groups[role].call("update", role, batch, step, kl_coef)[0]
+    def update_policy(
+        self, batch: Any, shape: tuple[int, int], step: int, kl_coef: float
+    ) -> tuple[dict[str, float], np.ndarray | None]:
+        """All optimizer steps of the policy on the stored `batch` (see `PolicyWorker.update`).
 
-    def supervised_update(self, batch: Batch, max_weight: float | None) -> dict[str, float]:
-        """One supervised optimizer step."""
-        return self.policy.call("supervised_update", self.cluster.put(batch), max_weight)[0]
-
-    def supervised_loss(self, batch: Batch) -> float:
-        """Cross-entropy of held-out packed rows."""
-        return self.policy.call("supervised_loss", self.cluster.put(batch))[0]
-
-    def start_sending(self, sender: Any) -> Pending:
-        """Begin handing the policy's weights to `sender`."""
-        return self.policy.start("send_weights", sender, self.cfg.rollout.dtype)
-
-    def write_weights(self, directory: str, dtype: str) -> None:
-        """Write the policy's weights as safetensors."""
-        self.policy.call("write_weights", directory, dtype)
+        Returns:
+            the metrics, and the old log-probs `(B, T)` if the batch came without them.
+        """
+        updates = self.policy.call("call", "policy", "update", batch, step, kl_coef)
+        computed = any(len(update.rows) for update in updates)
+        parts = [(update.rows, update.logprobs) for update in updates]
+        return updates[0].metrics, _assemble(parts, shape) if computed else None
 
     def check_shared(self, dtype: str) -> None:
         """Check that `share_weights` will find room.
@@ -99,17 +99,17 @@ class Ranks:
         Raises:
             UserError: there is too little shared memory.
         """
-        self.policy.call_one(0, "check_shared", dtype, CPU_OBJECT_STORE_BYTES)
+        self.call_one("policy", "check_shared", dtype, CPU_OBJECT_STORE_BYTES)
 
     def share_weights(self, dtype: str) -> str:
         """Write the policy's weights to a new directory in rank 0's shared memory; returns its path."""
-        directory = self.policy.call_one(0, "open_shared", dtype, CPU_OBJECT_STORE_BYTES)
-        self.policy.call("write_weights", directory, dtype)
+        directory = self.call_one("policy", "open_shared", dtype, CPU_OBJECT_STORE_BYTES)
+        self.call("policy", "write_weights", directory, dtype)
         return directory
 
     def drop_shared(self) -> None:
         """Delete what `share_weights` wrote."""
-        self.policy.call_one(0, "close_shared")
+        self.call_one("policy", "close_shared")
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).
@@ -125,8 +125,18 @@ class Ranks:
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
     def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None:
-        """Restore the state of `role` (see `Rank.load`)."""
-        self._groups[role].call("load", role, files, what, steps_added)
+        """Restore the state of `role`.
+
+        Args:
+            steps_added: moves the place in the schedule of its learning rate by this many optimizer steps.
+        """
+        moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
+        self.call(role, "load", files, what, **moved)
+
+    def release_memory(self) -> None:
+        """Let every rank give unused GPU memory back."""
+        for group, _ in self._hosts():
+            group.call("release_memory")
 
     def take_blocked(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
@@ -137,21 +147,10 @@ class Ranks:
         """What the ranks compute on. The driver's node may have no GPU, or another one."""
         return self.policy.call_one(0, "device_name")
 
+    @functools.cached_property
     def num_parameters(self) -> tuple[int, int]:
         """Parameters of the policy, and how many of them are trained."""
-        return self.policy.call("num_parameters")[0]
-
-    def adapter_config(self, base_model: str) -> str:
-        """peft's config of the policy's adapters, which names `base_model` as what they adapt."""
-        return self.policy.call_one(0, "adapter_config", base_model)
-
-    def adapter_weights(self) -> bytes:
-        """The policy's adapters as a safetensors file."""
-        return self.policy.call("adapter_weights")[0]
-
-    def refresh_reference(self) -> None:
-        """The reference becomes the policy of now."""
-        self.policy.call("refresh_reference")
+        return self.call_one("policy", "num_parameters")
 
     def _hosts(self) -> list[tuple[Group, list[str]]]:
         """Each group once, with the roles it hosts."""

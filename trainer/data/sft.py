@@ -1,4 +1,4 @@
-"""Supervised examples: chats and rollouts as tokens with a loss mask, drawn in epochs and packed into rows."""
+"""Supervised examples: chats and rollouts as tokens with a loss mask, drawn in epochs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _encode_rollout(row: dict[str, Any], sft: SFTConfig) -> Encoded:
 
 
 class PackedSource:
-    """Batches of rows filled with whole examples.
+    """Batches of whole examples, each of about `batch_size` times `max_length` tokens.
 
     Each data set is drawn in epochs, permutations keyed by (seed, data set, epoch); with several, the next example
     comes from the one that is furthest behind its weight. `take` fills the rows in that order, until an example does
@@ -191,20 +191,19 @@ class PackedSource:
         return sum(self._consumed) / sum(len(part) for part in self._parts)
 
     def take(self) -> Batch:
-        """The next batch (see `pack`)."""
+        """The next batch (see `as_batch`): as many examples as fill `batch_size` rows of `max_length` tokens."""
         rows, width = self._shape
         self._taken = list(self._consumed)
-        packed: list[list[Encoded]] = [[]]
-        used = 0
+        taken: list[Encoded] = []
+        filled, used = 1, 0  # rows begun, and tokens in the last of them
         while True:
             part = self._next_part(self._taken)
             example = self._example(part, self._taken[part])
             if used + len(example.token_ids) > width:
-                if len(packed) == rows:
-                    return pack(packed, width, self._pad_id)
-                packed.append([])
-                used = 0
-            packed[-1].append(example)
+                if filled == rows:
+                    return as_batch(taken, self._pad_id)
+                filled, used = filled + 1, 0
+            taken.append(example)
             used += len(example.token_ids)
             self._taken[part] += 1
 
@@ -254,39 +253,24 @@ class PackedSource:
         return digest.hexdigest()
 
 
-def pack_all(examples: Sequence[Encoded], width: int, pad_id: int) -> Batch:
-    """All examples, in order, in as many rows as that takes (see `pack`)."""
-    rows: list[list[Encoded]] = [[]]
-    for example in examples:
-        if sum(len(e.token_ids) for e in rows[-1]) + len(example.token_ids) > width:
-            rows.append([])
-        rows[-1].append(example)
-    return pack(rows, width, pad_id)
-
-
-def pack(rows: Sequence[Sequence[Encoded]], width: int, pad_id: int) -> Batch:
-    """Rows of examples as arrays.
+def as_batch(examples: Sequence[Encoded], pad_id: int) -> Batch:
+    """Examples as the rows of one mini-batch.
 
     Returns:
-        `input_ids`, `position_ids` (restarting with each example), `loss_mask` (1 = learn this token) and, if examples
-        have them, `old_logprobs`: `(B, width)`; `lengths` `(B,)`. Padding is an example of its own, without loss.
+        `input_ids`, `mask` (1 = learn this token), `advantages` (the same: cross-entropy is `reinforce` with advantage
+        1) and, if examples have them, `rollout_logprobs` and `old_logprobs` of the policy that sampled: `(B, T)`;
+        `lengths`, `group_ids` (one group): `(B,)`.
     """
-    shape = (len(rows), width)
+    lengths = np.asarray([len(example.token_ids) for example in examples], dtype=np.int64)
+    shape = (len(examples), int(lengths.max()))
     ids = np.full(shape, pad_id, dtype=np.int64)
-    positions = np.zeros(shape, dtype=np.int64)
     mask, logprobs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
     sampled = False
-    for row, examples in enumerate(rows):
-        column = 0
-        for example in examples:
-            span = slice(column, column + len(example.token_ids))
-            ids[row, span], mask[row, span] = example.token_ids, example.loss_mask
-            positions[row, span] = np.arange(len(example.token_ids))
-            if example.logprobs is not None:
-                logprobs[row, span] = example.logprobs
-                sampled = True
-            column = span.stop
-        positions[row, column:] = np.arange(width - column)
-    batch = {"input_ids": ids, "position_ids": positions, "loss_mask": mask,
-             "lengths": np.full(len(rows), width, dtype=np.int64)}  # fmt: skip
-    return {**batch, "old_logprobs": logprobs} if sampled else batch
+    for row, example in enumerate(examples):
+        ids[row, : lengths[row]], mask[row, : lengths[row]] = example.token_ids, example.loss_mask
+        if example.logprobs is not None:
+            logprobs[row, : lengths[row]] = example.logprobs
+            sampled = True
+    batch = {"input_ids": ids, "mask": mask, "advantages": mask, "lengths": lengths,
+             "group_ids": np.zeros(len(examples), dtype=np.int64)}  # fmt: skip
+    return {**batch, "rollout_logprobs": logprobs, "old_logprobs": logprobs} if sampled else batch

@@ -15,7 +15,6 @@ from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, cho
 if TYPE_CHECKING:
     from trainer.cluster.ranks import Ranks
     from trainer.cluster.runtime import Cluster
-    from trainer.workers.rank import Rank
 
 
 def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:
@@ -27,13 +26,6 @@ def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:
     from trainer.generation.transformers_engine import TransformersEngine
 
     return TransformersEngine(*args, **kwargs)
-
-
-def _release_unused_memory(rank: Rank) -> None:
-    """Runs on a rank: what torch keeps for later allocations goes back to the GPU."""
-    import torch
-
-    torch.cuda.empty_cache()
 
 
 class Rollout:
@@ -99,12 +91,16 @@ class Rollout:
             self._make_room()  # sleeping engines wake their weights to take new ones
         if self.cfg.syncs_adapter:
             if self._adapter_config is None:
-                self._adapter_config = self.ranks.adapter_config(self.model_path)
-            adapter = Adapter(self._adapter_config, self.ranks.adapter_weights())
+                self._adapter_config = self.ranks.call_one("policy", "adapter_config", self.model_path)
+            adapter = Adapter(self._adapter_config, self.ranks.call("policy", "adapter_weights"))
             self.pool.sync_weights(self.ranks.cluster.put(adapter), version)  # stored once for all engines
             return
         if self._broadcast is not None:
-            self.pool.sync_weights(self._broadcast, version, self.ranks.start_sending(self._broadcast))
+            self.pool.sync_weights(
+                self._broadcast,
+                version,
+                self.ranks.start("policy", "send_weights", self._broadcast, self.cfg.rollout.dtype),
+            )
             return
         path = self.ranks.share_weights(self.cfg.rollout.dtype)
         try:
@@ -113,7 +109,7 @@ class Rollout:
             self.ranks.drop_shared()
 
     def _make_room(self) -> None:
-        self.ranks.policy.call("apply", _release_unused_memory)
+        self.ranks.release_memory()
 
     def shutdown(self) -> None:
         self.pool.shutdown()

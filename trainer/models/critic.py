@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from trainer.models.attention import packing_arguments
+from trainer.parallel.packing import Packing
 
 
 class CriticModel(nn.Module):
@@ -26,8 +28,15 @@ class CriticModel(nn.Module):
     def gradient_checkpointing_enable(self, options: dict) -> None:
         getattr(self, self._prefix).gradient_checkpointing_enable(options)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Values `(B, T)` for `input_ids (B, T)`: entry t is the value of the state before token t (0 at t = 0)."""
-        hidden = getattr(self, self._prefix)(input_ids=input_ids, use_cache=False).last_hidden_state
-        values = self.value_head(hidden[:, :-1]).squeeze(-1).float()
-        return torch.nn.functional.pad(values, (1, 0))
+    def forward(self, input_ids: Tensor, packing: Packing) -> Tensor:
+        """Values of the states of the B sequences of `packing`.
+
+        Args:
+            input_ids: `(1, N)`.
+
+        Returns:
+            `(B, T)`, T the longest length: entry t is the value of the state before token t, and 0 at t = 0.
+        """
+        arguments = packing_arguments(self.config, packing)
+        hidden = getattr(self, self._prefix)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
+        return packing.rows_of_next(self.value_head(hidden).squeeze(-1).float())

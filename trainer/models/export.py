@@ -26,9 +26,8 @@ MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
 class WritingRanks(Protocol):
     """The ranks that hold the policy."""
 
-    def write_weights(self, directory: str, dtype: str) -> None: ...
-    def adapter_config(self, base_model: str) -> str: ...
-    def adapter_weights(self) -> bytes: ...
+    def call(self, role: str, method: str, *args: Any) -> Any: ...
+    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
 
 
 def export_target(cfg: Config, step: int) -> str:
@@ -66,12 +65,12 @@ class PolicyExporter:
             if self.adapter_alone:
                 self.tokenizer.save_pretrained(writing)
                 with open(os.path.join(writing, ADAPTER_CONFIG), "w") as file:
-                    file.write(self.ranks.adapter_config(self.model_path))
+                    file.write(self.ranks.call_one("policy", "adapter_config", self.model_path))
                 with open(os.path.join(writing, ADAPTER_WEIGHTS), "wb") as weights:
-                    weights.write(self.ranks.adapter_weights())
+                    weights.write(self.ranks.call("policy", "adapter_weights"))
             else:
                 write_assets(self.model_path, writing, self.tokenizer, self.trust_remote_code)
-                self.ranks.write_weights(writing, dtype)
+                self.ranks.call("policy", "write_weights", writing, dtype)
             failpoint("export:written")
 
     def _before_publishing(self, target: str) -> None:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.config import FSDPConfig, LoraConfig, ModelConfig
 from trainer.errors import UserError
+from trainer.models.attention import set_attention
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
@@ -69,6 +70,7 @@ def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
         )
     lm.tie_weights()  # moving parameters to the meta device one by one has parted the tied ones
     _disable_dropout(lm)
+    set_attention(lm)
     return lm
 
 

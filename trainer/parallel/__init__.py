@@ -1,1 +1,1 @@
-"""Process groups, device mesh, fully_shard and the split of a batch over ranks."""
+"""Process groups, layout of the ranks, fully_shard, and the split of a batch over ranks and packed rows."""

@@ -7,36 +7,40 @@ losses are normalised over the global batch, so the plan changes speed and never
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from trainer.parallel.packing import Packing
+
 Batch = dict[str, np.ndarray]
 """Arrays that share their first axis (sequences); `(B, T)` per token, `(B,)` per sequence. Sequences are
-padded on the right; `lengths (B,)` counts their tokens without padding."""
+padded on the right while they travel; `lengths (B,)` counts their tokens without padding."""
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
     """Row indices for each rank's micro-batches: `plan[rank][i]`.
 
-    Rows of similar length go together, each micro-batch holds at most `max_tokens` tokens with padding (a
-    longer row goes alone), and every rank gets the same number of micro-batches, because each one is a
-    collective. An empty micro-batch means: take part, contribute nothing.
+    Rows of similar length go together, each micro-batch holds at most `max_tokens` tokens (a longer row goes
+    alone), and every rank gets the same number of micro-batches, because each one is a collective. An empty
+    micro-batch means: take part, contribute nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
+    used = 0
     for row in order:
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= max_tokens:
+        used += lengths[row]
+        if groups and used <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
+            used = lengths[row]
     while len(groups) % num_ranks:
         widest = max(range(len(groups)), key=lambda i: (len(groups[i]) > 1, _cost(groups[i], lengths), -i))
         group = groups[widest]
-        if len(group) > 1:
-            groups[widest : widest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
-        else:
-            groups.append([])
+        # Every other row, so that both halves cost the same.
+        groups[widest : widest + 1] = [group[::2], group[1::2]] if len(group) > 1 else [group, []]
     # Most expensive first, each to the rank that has done least and still has room.
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
@@ -48,23 +52,44 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
 
 
 def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    return max((lengths[row] for row in rows), default=0) * len(rows)
+    return sum(lengths[row] for row in rows)
 
 
-def take_rows(batch: Batch, rows: Sequence[int], device: str) -> dict[str, torch.Tensor]:
-    """The micro-batch of these rows on `device`, cut to its longest row.
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a batch on a device, packed for the model and padded for the loss."""
+
+    rows: list[int]
+    """Which rows of the batch; empty: it contributes nothing."""
+    input_ids: torch.Tensor
+    """`(1, N)`: the rows' tokens, one row after another."""
+    packing: Packing
+    """Where they begin."""
+    arrays: dict[str, torch.Tensor]
+    """The other arrays: `(b, t)` with t the longest row, or `(b,)`."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+
+def take_rows(batch: Batch, rows: Sequence[int], device: str) -> MicroBatch:
+    """The micro-batch of these rows on `device`.
 
     No rows: one row of the batch whose float arrays, masks among them, are zero.
     """
     picked = np.asarray(rows if len(rows) else [0])
-    longest = int(batch["lengths"][picked].max())
-    tensors = {}
+    lengths = batch["lengths"][picked]
+    longest = int(lengths.max())
+    arrays = {}
     for name, array in batch.items():
         part = array[picked, :longest] if array.ndim == 2 else array[picked]
-        if not len(rows) and part.dtype.kind == "f":
-            part = np.zeros_like(part)
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(part)).to(device)
-    return tensors
+        arrays[name] = np.zeros_like(part) if not len(rows) and part.dtype.kind == "f" else part
+    tokens = arrays.pop("input_ids")[np.arange(longest) < lengths[:, None]]
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    return MicroBatch(list(rows), torch.from_numpy(tokens[None]).to(device), Packing(lengths, device), tensors)
 
 
 def select(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:

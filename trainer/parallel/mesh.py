@@ -1,13 +1,13 @@
-"""Process group and device mesh of the ranks."""
+"""Stores and process groups of the ranks."""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def pick_device(device: str) -> str:
@@ -84,18 +84,21 @@ def init_process_group(rank: int, world_size: int, address: str, device: str, ti
     )
 
 
-def build_mesh(device: str, replicas: int) -> DeviceMesh:
-    """All ranks as one `shard` axis (FSDP), or as `replicate` x `shard` (HSDP) for several replicas."""
-    world_size = dist.get_world_size()
-    assert world_size % replicas == 0, (world_size, replicas)
-    if replicas == 1:
-        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+def destroy_process_group() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Each value summed over all ranks; every rank must pass the same names."""
-    names = sorted(values)
-    total = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-    dist.all_reduce(total)
-    return dict(zip(names, total.tolist(), strict=True))
+class SideGroup:
+    """All ranks of the process group in a gloo group of their own, on which a thread may talk while the ranks train."""
+
+    def __init__(self) -> None:
+        self.handle = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank(self.handle)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank. A collective."""
+        values: list[Any] = [None] * dist.get_world_size(self.handle)
+        dist.all_gather_object(values, value, group=self.handle)
+        return values

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,18 +17,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OptimizerConfig
+from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.documents import is_count, parse_object
 from trainer.errors import NonFiniteError, UserError
-from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
-from trainer.parallel.mesh import sum_over_ranks
+from trainer.keyed import permutation
+from trainer.models.attention import can_pack
+from trainer.parallel.batching import Batch, MicroBatch, plan_micro_batches, select, take_rows
+from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.workers.saving import StateFiles
 
-LossFunction = Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """From a micro-batch to its share of the mini-batch's loss, and metrics that are shares likewise."""
 
 STATE = ("weights", "optimizer", "rng")
@@ -48,35 +48,45 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class ModelWorker:
-    """A sharded module and its checkpoint state; every method is a collective over the mesh."""
+    """A sharded module and its checkpoint state; every method is a collective over the mesh.
+
+    Args:
+        before_weights_change: called before weights or optimizer state change: a save may still be copying them.
+    """
 
     role = "model"
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, max_tokens_per_micro_batch: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        max_tokens_per_micro_batch: int,
+        before_weights_change: Callable[[], None],
+    ):
         self.module = module
-        self.mesh = mesh
-        self.device = mesh.device_type
-        self.max_tokens = max_tokens_per_micro_batch
-        self.before_weights_change: Callable[[], None] = lambda: None  # a save may still be copying them
+        self.layout = layout
+        self.device = layout.device
+        self.max_tokens = max_tokens_per_micro_batch if can_pack(module) else 1  # 1: one sequence a micro-batch
+        self.before_weights_change = before_weights_change
+
+    def micro_batches(self, batch: Batch) -> list[list[int]]:
+        """The rows of each of this rank's micro-batches; every rank has as many."""
+        plan = plan_micro_batches(batch["lengths"].tolist(), self.layout.data_size, self.max_tokens)
+        return plan[self.layout.data_rank]
 
     @torch.no_grad()
-    def map_rows(self, batch: Batch, function: Callable[[dict[str, Tensor]], Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def map_rows(self, batch: Batch, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Apply `function` (a micro-batch to `(b, t)` values) to this rank's share of `batch`.
 
         Returns the rows `(n,)` this rank computed and their values `(n, T)`, zero-padded; over all ranks
         the rows are the whole batch.
         """
-        plan = plan_micro_batches(batch["lengths"].tolist(), dist.get_world_size(), self.max_tokens)
-        width = batch["input_ids"].shape[1]
-        rows: list[int] = []
-        values: list[np.ndarray] = []
-        for picked in plan[dist.get_rank()]:
-            result = function(take_rows(batch, picked, self.device))
-            if picked:
-                rows += picked
-                values.append(np.pad(result.float().cpu().numpy(), ((0, 0), (0, width - result.shape[1]))))
-        stacked = np.concatenate(values) if values else np.zeros((0, width), np.float32)
-        return np.asarray(rows, dtype=np.int64), stacked
+        results = []
+        for rows in self.micro_batches(batch):
+            values = function(take_rows(batch, rows, self.device))
+            if rows:
+                results.append((rows, values.float().cpu().numpy()))
+        return stack_rows(results, batch["input_ids"].shape[1])
 
     # ---------------------------------------------------------------------------------------------------
     # State
@@ -90,9 +100,7 @@ class ModelWorker:
 
     def sharding(self) -> str:
         """How the state is sharded, as JSON."""
-        return json.dumps({"fsdp_version": 2, "world_size": dist.get_world_size(),
-                           "mesh_shape": list(self.mesh.mesh.shape),
-                           "mesh_dim_names": list(self.mesh.mesh_dim_names)}, indent=2)  # fmt: skip
+        return json.dumps({"fsdp_version": 2, **self.layout.describe()}, indent=2)
 
     def load(self, files: StateFiles, what: Collection[str] = STATE) -> None:
         """Restore what was saved of this role, on any number of ranks.
@@ -106,7 +114,7 @@ class ModelWorker:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
         saved_world_size = saved["world_size"]
         # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
-        state = self._state(set(what), with_rng="rng" in what and dist.get_rank() < saved_world_size)
+        state = self._state(set(what), with_rng="rng" in what and self.layout.rank < saved_world_size)
         files.read(self.role, state)
         self._restore(state)
 
@@ -118,14 +126,14 @@ class ModelWorker:
                 trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
                 state["model"] = {name: tensor for name, tensor in state["model"].items() if name in trained}
         if with_rng:  # named per rank: DCP keeps one copy of entries that share a name
-            state[f"rng_rank{dist.get_rank()}"] = capture_rng()
+            state[f"rng_rank{self.layout.rank}"] = capture_rng()
         return state
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.before_weights_change()
         if "model" in state:
             set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=not self._adapted))
-        rng = state.get(f"rng_rank{dist.get_rank()}")
+        rng = state.get(f"rng_rank{self.layout.rank}")
         if rng is not None:
             restore_rng(rng)
 
@@ -135,15 +143,30 @@ class ModelWorker:
         return len({parameter.requires_grad for parameter in self.module.parameters()}) > 1
 
 
+def stack_rows(results: list[tuple[list[int], np.ndarray]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows `(n,)` of some micro-batches and their values `(n, width)`, zero-padded."""
+    rows = [row for picked, _ in results for row in picked]
+    padded = [np.pad(values, ((0, 0), (0, width - values.shape[1]))) for _, values in results]
+    stacked = np.concatenate(padded) if padded else np.zeros((0, width), np.float32)
+    return np.asarray(rows, dtype=np.int64), stacked
+
+
 class TrainedWorker(ModelWorker):
     """A sharded module with its optimizer, schedule and checkpoint state."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, max_tokens_per_micro_batch: int,
-                 optimizer: OptimizerConfig, total_optimizer_steps: int):  # fmt: skip
-        super().__init__(module, mesh, max_tokens_per_micro_batch)
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        before_weights_change: Callable[[], None],
+    ):
+        super().__init__(module, layout, config.max_tokens_per_micro_batch, before_weights_change)
         self.module.train()  # dropout is off; this only lets activation checkpointing act
+        self.config = config
         self.optimizer_config = optimizer
-        self.total_optimizer_steps = total_optimizer_steps
+        self.total_optimizer_steps = config.scheduled_steps()[self.role]
         self.optimizer_steps = 0
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
@@ -152,6 +175,36 @@ class TrainedWorker(ModelWorker):
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
+
+    def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
+        """The rows of each mini-batch of `batch`: whole groups, shuffled by a permutation keyed by (step, epoch)."""
+        _, group = np.unique(batch["group_ids"], return_inverse=True)
+        count, size = int(group.max()) + 1, self.config.mini_batch_size
+        chosen = []
+        for epoch in range(self.config.update_epochs):
+            order = permutation(count, self.config.seed, "mini_batch", step, epoch)
+            chosen += [order[start : start + size] for start in range(0, count, size)]
+        return [np.flatnonzero(np.isin(group, groups)) for groups in chosen]
+
+    def train(self, batch: Batch, step: int, optimizer_step: Callable[[Batch], dict[str, float]]) -> dict[str, float]:
+        """Call `optimizer_step` with every mini-batch of `batch`.
+
+        Returns:
+            the mean of its metrics over the mini-batches; `kl` is the mean over their tokens, and not there without
+            any; `lr` is the last one.
+        """
+        metrics: list[dict[str, float]] = []
+        tokens: list[float] = []
+        for rows in self.mini_batches(batch, step):
+            mini_batch = select(batch, rows)
+            tokens.append(float(mini_batch["mask"].sum()))
+            metrics.append(optimizer_step(mini_batch))
+        means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        if "kl" in means:  # it steers a controller: what was left out of the losses must not count as 0
+            means.pop("kl")
+            if any(tokens):
+                means["kl"] = float(np.average([m["kl"] for m in metrics], weights=tokens))
+        return {**means, "lr": metrics[-1]["lr"]}
 
     def optimizer_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on the mini-batch `batch`.
@@ -164,19 +217,18 @@ class TrainedWorker(ModelWorker):
         Raises:
             NonFiniteError: loss or gradient norm is NaN or infinite; the weights are untouched.
         """
-        world_size = dist.get_world_size()
-        plan = plan_micro_batches(batch["lengths"].tolist(), world_size, self.max_tokens)[dist.get_rank()]
+        plan = self.micro_batches(batch)
         sums: dict[str, Tensor] = {}
         for i, rows in enumerate(plan):
             last = i == len(plan) - 1
             self.module.set_requires_gradient_sync(last)
             self.module.set_is_last_backward(last)
             loss, metrics = loss_function(take_rows(batch, rows, self.device))
-            # FSDP averages gradients over ranks; the shares of the loss are to be summed.
-            (loss * world_size).backward()
+            # FSDP averages gradients over the shares of the data; the shares of the loss are to be summed.
+            (loss * self.layout.data_size).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
-        totals = sum_over_ranks({name: float(value) for name, value in sums.items()})
+        totals = self.layout.sum_over_data({name: float(value) for name, value in sums.items()})
         grad_norm = self._clip_gradients()
         for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
@@ -205,6 +257,16 @@ class TrainedWorker(ModelWorker):
 
     # ---------------------------------------------------------------------------------------------------
     # State
+
+    def load(self, files: StateFiles, what: Collection[str] = STATE, steps_added: int = 0) -> None:
+        """Restore what was saved of this role (see `ModelWorker.load`).
+
+        Args:
+            steps_added: moves the place in the learning rate's schedule by this many optimizer steps.
+        """
+        super().load(files, what)
+        if "optimizer" in what:
+            self.optimizer_steps += steps_added
 
     def _state(self, what: set[str], with_rng: bool) -> dict[str, Any]:
         state = super()._state(what, with_rng)

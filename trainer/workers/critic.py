@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.algorithms import Totals, value_loss
-from trainer.config import AlgorithmConfig
-from trainer.parallel.batching import Batch
+from trainer.config import Config
+from trainer.parallel.batching import Batch, MicroBatch
+from trainer.parallel.layout import Layout
 from trainer.workers.base import TrainedWorker
 
 
 class CriticWorker(TrainedWorker):
     role = "critic"
 
+    def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
+        super().__init__(module, layout, cfg.trainer, cfg.trainer.critic.optimizer, before_weights_change)
+        self.value_clip = cfg.algorithm.value_clip
+
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Values of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, lambda mb: self.module(mb["input_ids"]))
+        return self.map_rows(batch, lambda mb: self.module(mb.input_ids, mb.packing))
 
-    def update(self, batch: Batch, algorithm: AlgorithmConfig) -> dict[str, float]:
-        """One optimizer step on a mini-batch of experience.
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """All optimizer steps of one step's experience.
 
         Args:
-            batch: `input_ids`, `response_mask`, `values` (old ones), `returns`: `(B, T)`; `lengths`: `(B,)`.
+            batch: `input_ids`, `mask`, `values` (old ones), `returns`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
 
         Returns:
-            `loss`, `clip_frac`, `grad_norm`, `lr`.
+            means of `loss`, `clip_frac` and `grad_norm` over the mini-batches (see `TrainedWorker.train`), and `lr`.
         """
-        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["response_mask"])))
+        return self.train(batch, step, self._update_mini_batch)
 
-        def loss_function(mb: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _update_mini_batch(self, batch: Batch) -> dict[str, float]:
+        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
+
+        def loss_function(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            values = self.module(mb.input_ids, mb.packing)
             return value_loss(
-                self.module(mb["input_ids"]), mb["values"], mb["returns"], mb["response_mask"],
-                value_clip=algorithm.value_clip, totals=totals,
-            )  # fmt: skip
+                values, mb["values"], mb["returns"], mb["mask"], value_clip=self.value_clip, totals=totals
+            )
 
         return self.optimizer_step(batch, loss_function)

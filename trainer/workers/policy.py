@@ -1,160 +1,242 @@
-"""The policy: log-probs, the policy update, supervised steps, and its weights for the engines."""
+"""The policy: log-probs, the policy update, and its weights for engines and exports. The reference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, importance_weighted_ce, kl_penalty, resolve
-from trainer.config import AlgorithmConfig, chosen_options
+from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
+from trainer.config import Config, chosen_options
 from trainer.models.export_live import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
-from trainer.models.lora import adapters_off
-from trainer.parallel.batching import Batch, plan_micro_batches, take_rows
-from trainer.parallel.mesh import sum_over_ranks
-from trainer.workers.base import ModelWorker, TrainedWorker
+from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
+from trainer.parallel.batching import Batch, MicroBatch, take_rows
+from trainer.parallel.layout import Layout
+from trainer.parallel.shard import param_dtype
+from trainer.shared_memory import SharedDirectory, check_room
+from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
+
+
+class WeightSender(Protocol):
+    """How weights leave the ranks when they do not go through shared memory."""
+
+    def send(self, weights: Any, rank: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """What one step's update returns."""
+
+    metrics: dict[str, float]
+    """Means over the mini-batches (see `TrainedWorker.train`)."""
+    rows: np.ndarray
+    """`(n,)`: rows of the batch that this rank computed, if it computed the old log-probs."""
+    logprobs: np.ndarray
+    """`(n, T)`: their old log-probs, zero-padded."""
 
 
 class PolicyWorker(TrainedWorker):
+    """The policy and its optimizer.
+
+    Args:
+        cfg: its `algorithm`, `rollout.temperature`, `rollout.max_response_tokens` and `trainer` are read.
+    """
+
     role = "policy"
 
-    def logprobs(self, batch: Batch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature))
+    def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
+        super().__init__(module, layout, cfg.trainer, cfg.trainer.policy.optimizer, before_weights_change)
+        self.algorithm = cfg.algorithm
+        self.temperature = cfg.rollout.temperature
+        self.max_response_tokens = cfg.rollout.max_response_tokens
+        self._shared: SharedDirectory | None = None
 
-    def update(
-        self, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_tokens: int, kl_coef: float
-    ) -> dict[str, float]:
-        """One optimizer step on a mini-batch of experience.
+    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
+        return self.map_rows(batch, self._logprobs)
+
+    def _logprobs(self, mb: MicroBatch) -> Tensor:
+        return token_logprobs(self.module, mb.input_ids, mb.packing, self.temperature)
+
+    def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> PolicyUpdate:
+        """All optimizer steps of one step's experience.
+
+        Without `old_logprobs` in the batch, the log-probs of the first forward pass stand in for them, and are
+        returned: they are the same, as long as there is one optimizer step.
 
         Args:
-            batch: `input_ids`, `response_mask`, `old_logprobs`, `advantages` and, with a reference,
-                `ref_logprobs`: `(B, T)`; `lengths`: `(B,)`.
-            max_tokens: the L of `seq_mean_token_sum_norm`.
-            kl_coef: weight of the KL in the loss.
+            batch: `input_ids`, `mask`, `advantages` and, where they exist, `old_logprobs`, `ref_logprobs` and
+                `rollout_logprobs`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
+            kl_coef: weight of the KL in the loss; None: that of the config.
 
         Returns:
-            `loss`, `kl` (to the reference; without one, of the old policy to the new), `clip_frac`,
-            `entropy`, `grad_norm`, `lr`.
+            the metrics `loss`, `grad_norm`, `lr` and, if somebody sampled the batch (`rollout_logprobs`), `kl` (to the
+            reference; without one, of the old policy to the new), `clip_frac` and `entropy`.
         """
-        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["response_mask"])), max_tokens)
+        coef = self.algorithm.kl_coef if kl_coef is None else kl_coef
+        on_policy = "old_logprobs" not in batch
+        if on_policy and len(self.mini_batches(batch, step)) > 1:
+            raise ValueError("several optimizer steps need the old log-probs of the batch")
+        fresh: list[tuple[list[int], np.ndarray]] = []
+        metrics = self.train(batch, step, lambda mini_batch: self._update_mini_batch(mini_batch, coef, fresh))
+        return PolicyUpdate(metrics, *stack_rows(fresh, batch["input_ids"].shape[1]))
 
+    def _update_mini_batch(
+        self, batch: Batch, kl_coef: float, fresh: list[tuple[list[int], np.ndarray]]
+    ) -> dict[str, float]:
+        """One optimizer step; on-policy log-probs go to `fresh`, with their rows."""
+        algorithm = self.algorithm
+        totals = self._totals(batch)
         policy_loss = resolve(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss")
         options = chosen_options(policy_loss, algorithm)
+        sampled, has_bonus = "rollout_logprobs" in batch, algorithm.entropy_coef > 0
 
-        def loss_function(mb: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            mask = mb["response_mask"]
-            logprobs, entropy = logprobs_and_entropy(
-                self.module, mb["input_ids"], temperature, entropy_grad=algorithm.entropy_coef > 0
-            )
+        def loss_function(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            mask, entropy = mb["mask"], None
+            if sampled or has_bonus:
+                logprobs, entropy = logprobs_and_entropy(
+                    self.module, mb.input_ids, mb.packing, self.temperature, entropy_grad=has_bonus
+                )
+            else:
+                logprobs = self._logprobs(mb)
+            old = mb["old_logprobs"] if "old_logprobs" in mb else logprobs.detach()
+            if "old_logprobs" not in mb and mb.rows:
+                fresh.append((list(mb.rows), old.float().cpu().numpy()))
             loss, metrics = policy_loss(
-                logprobs, mb["old_logprobs"], mb["advantages"], mask,
-                aggregation=algorithm.aggregation, totals=totals, **options,
-            )  # fmt: skip
-            kl_mean = metrics.pop("approx_kl")
+                logprobs, old, mb["advantages"], mask, aggregation=algorithm.aggregation, totals=totals, **options
+            )
+            metrics["kl"] = metrics.pop("approx_kl")
             if "ref_logprobs" in mb:
                 kl = kl_penalty(logprobs, mb["ref_logprobs"], algorithm.kl_estimator, mask)
-                kl_mean = aggregate(kl.detach(), mask, "token_mean", totals)
+                metrics["kl"] = aggregate(kl.detach(), mask, "token_mean", totals)
                 if algorithm.kl_in == "loss":
                     loss = loss + kl_coef * aggregate(kl, mask, algorithm.aggregation, totals)
-            if algorithm.entropy_coef > 0:
-                loss = loss - algorithm.entropy_coef * aggregate(entropy, mask, algorithm.aggregation, totals)
-            entropy_mean = aggregate(entropy.detach(), mask, "token_mean", totals)
-            return loss, {**metrics, "kl": kl_mean, "entropy": entropy_mean}
-
-        return self.optimizer_step(batch, loss_function)
-
-    def supervised_update(self, batch: Batch, max_weight: float | None = None) -> dict[str, float]:
-        """One optimizer step of cross-entropy on packed rows.
-
-        Args:
-            batch: `input_ids`, `position_ids`, `loss_mask` (1 = token to be learnt) and, for `max_weight`,
-                `old_logprobs` under the policy that sampled: `(B, T)`.
-            max_weight: weigh tokens by importance, at most this (`importance_weighted_ce`); None: not.
-
-        Returns:
-            `loss` (nats a token), `grad_norm`, `lr` and, with weights, `kl` (of that policy to this one) and
-            `clip_frac` (tokens whose weight was cut).
-        """
-        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["loss_mask"])))
-
-        def loss_function(mb: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, mask = self._packed_logprobs(mb), mb["loss_mask"]
-            if max_weight is None:
-                return aggregate(-logprobs, mask, "token_mean", totals), {}
-            loss, metrics = importance_weighted_ce(
-                logprobs, mb["old_logprobs"], torch.ones_like(logprobs), mask, max_weight=max_weight, totals=totals
-            )
-            return loss, {"kl": metrics["approx_kl"], "clip_frac": metrics["clip_frac"]}
+            if entropy is not None:
+                metrics["entropy"] = aggregate(entropy.detach(), mask, "token_mean", totals)
+                if has_bonus:
+                    loss = loss - algorithm.entropy_coef * aggregate(entropy, mask, algorithm.aggregation, totals)
+            return loss, metrics if sampled else {}
 
         return self.optimizer_step(batch, loss_function)
 
     @torch.no_grad()
-    def supervised_loss(self, batch: Batch) -> float:
-        """Cross-entropy (nats a token) of packed rows; a collective."""
-        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["loss_mask"])))
-        plan = plan_micro_batches(batch["lengths"].tolist(), dist.get_world_size(), self.max_tokens)
+    def loss(self, batch: Batch) -> float:
+        """Cross-entropy (nats a token) of the tokens whose mask is 1; for held-out data."""
+        totals = self._totals(batch)
         share = 0.0
-        for rows in plan[dist.get_rank()]:
+        for rows in self.micro_batches(batch):
             mb = take_rows(batch, rows, self.device)
-            share += float(aggregate(-self._packed_logprobs(mb), mb["loss_mask"], "token_mean", totals))
-        return sum_over_ranks({"loss": share})["loss"]
+            share += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
+        return self.layout.sum_over_data({"loss": share})["loss"]
 
-    def _packed_logprobs(self, mb: dict[str, Tensor]) -> Tensor:
-        return token_logprobs(self.module, mb["input_ids"], position_ids=mb["position_ids"])
+    def _totals(self, batch: Batch) -> Totals:
+        return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])), self.max_response_tokens)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the files that `write_weights` writes."""
-        return sum(plan_layout(export_tensors(self.module), dtype).sizes.values())
+    def num_parameters(self) -> tuple[int, int]:
+        """Parameters, and how many of them are trained. No collective."""
+        parameters = list(self.module.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
-    def write_weights(self, directory: str, dtype: torch.dtype) -> list[str]:
-        """Write the weights as safetensors, adapters merged; each rank its own rows. Returns the file names."""
-        return write_safetensors(self.module, directory, dtype)
+    # ---------------------------------------------------------------------------------------------------
+    # Weights for engines and exports
+
+    def write_weights(self, directory: str, dtype: str) -> list[str]:
+        """Write the weights as safetensors of `dtype` (see `RolloutConfig.dtype`), adapters merged; each rank its own
+        rows. Returns the file names."""
+        return write_safetensors(self.module, directory, param_dtype(dtype, self.device))
+
+    def send_weights(self, sender: WeightSender, dtype: str) -> Any:
+        """Hand the tensors, one by one, to `sender`."""
+        return sender.send(self.stream_weights(dtype), self.layout.rank)
 
     @torch.no_grad()
-    def stream_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) one by one; each `next` gathers one tensor from all ranks."""
         for name, tensor in merged_tensors(self.module):
             if tensor.dtype.is_floating_point:
-                tensor = tensor.to(dtype)  # before gathering: half the traffic in bfloat16
+                tensor = tensor.to(param_dtype(dtype, self.device))  # before gathering: half the traffic in bfloat16
             if isinstance(tensor, DTensor):
                 tensor = tensor.to(self.device).full_tensor()  # offloaded shards come back for the gather
             yield name, tensor
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the files that `write_weights` writes. No collective."""
+        return sum(plan_layout(export_tensors(self.module), param_dtype(dtype, self.device)).sizes.values())
+
+    def check_shared(self, dtype: str, reserved: int) -> None:
+        """Check that shared memory has room for the weights as `dtype` (see `check_room`). No collective."""
+        check_room(self.weight_bytes(dtype), reserved)
+
+    def open_shared(self, dtype: str, reserved: int) -> str:
+        """Make a directory in this machine's shared memory for the weights; returns its path. No collective."""
+        self.close_shared()
+        self.check_shared(dtype, reserved)
+        self._shared = SharedDirectory()
+        return self._shared.path
+
+    def close_shared(self) -> None:
+        """Delete what `open_shared` made. No collective."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def adapter_config(self, base_model: str) -> str:
+        """peft's config of the adapters, which names `base_model` as what they adapt. No collective."""
+        return adapter_config(self.config.policy.lora, adapted_modules(self.module), base_model)
+
+    def adapter_weights(self) -> bytes | None:
+        """The adapters as a safetensors file, on the rank that reports."""
+        from safetensors.torch import save
+
+        tensors = adapter_tensors(self.module)
+        return save(tensors, metadata={"format": "pt"}) if self.layout.reports else None
 
 
 class ReferenceWorker(ModelWorker):
     """The start policy, frozen, or the policy of a later step (see `refresh`).
 
     Args:
-        of_policy: `module` is the policy's own, and its weights without the adapters are the reference.
+        policy: its weights are what `refresh` takes over; None: they are in other processes.
+            If `module` is this one, its weights without the adapters are the reference.
     """
 
     role = "reference"
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, max_tokens_per_micro_batch: int, of_policy: bool = False):
-        super().__init__(module, mesh, max_tokens_per_micro_batch)
-        self.of_policy = of_policy
-        if not of_policy:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        cfg: Config,
+        before_weights_change: Callable[[], None],
+        policy: nn.Module | None = None,
+    ):
+        super().__init__(module, layout, cfg.trainer.max_tokens_per_micro_batch, before_weights_change)
+        self.temperature = cfg.rollout.temperature
+        self.policy = policy
+        self.of_policy = module is policy
+        if not self.of_policy:
             self.module.requires_grad_(False)
             self.module.eval()
 
-    def logprobs(self, batch: Batch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         with adapters_off(self.module) if self.of_policy else nullcontext():
-            return self.map_rows(batch, lambda mb: token_logprobs(self.module, mb["input_ids"], temperature))
+            return self.map_rows(
+                batch, lambda mb: token_logprobs(self.module, mb.input_ids, mb.packing, self.temperature)
+            )
 
     @torch.no_grad()
-    def refresh(self, policy: nn.Module) -> None:
-        """Take over the weights of `policy`, adapters merged."""
-        assert not self.of_policy, "a reference without weights of its own cannot move"
+    def refresh(self) -> None:
+        """Take over the weights of the policy, adapters merged."""
+        assert self.policy is not None and not self.of_policy, "this reference cannot move"
         self.before_weights_change()
         own = export_tensors(self.module)
-        for name, tensor in merged_tensors(policy):
+        for name, tensor in merged_tensors(self.policy):
             own[name].copy_(tensor)

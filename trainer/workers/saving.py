@@ -7,10 +7,10 @@ import time
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer.failpoints import failpoint
+from trainer.parallel.mesh import SideGroup
 
 
 class StateFiles(Protocol):
@@ -25,12 +25,11 @@ class BackgroundSaver:
     """At most one save at a time. Host memory taken: one copy of this rank's shards, kept for the next save.
 
     Args:
-        group: a gloo group of these ranks that nothing else uses, so that the writers can talk to each
-            other while the ranks train.
+        group: a group that nothing else uses, so that the writers can talk to each other while the ranks train.
         device: of the state; from `cuda` it is copied to pinned memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: str):
+    def __init__(self, group: SideGroup, device: str):
         cuda = device == "cuda"
         self._group = group
         self._stager = DefaultStager(StagingOptions(
@@ -91,7 +90,7 @@ class BackgroundSaver:
                 staged = {name: self._stager.stage(state) for name, state in states.items()}
             except Exception as error:
                 staged = {}
-                self._agree(f"rank {dist.get_rank(self._group)} could not copy its state: {error}")
+                self._agree(f"rank {self._group.rank} could not copy its state: {error}")
             else:
                 self._agree(None)
             finally:
@@ -101,7 +100,7 @@ class BackgroundSaver:
                     return
                 failpoint("save:staged")
                 try:
-                    self._entries += files.write(name, staged[name], extras[name], self._group)
+                    self._entries += files.write(name, staged[name], extras[name], self._group.handle)
                 except Exception as error:
                     self._agree(str(error) or repr(error))
                 else:
@@ -111,6 +110,4 @@ class BackgroundSaver:
 
     def _agree(self, problem: str | None) -> None:
         """One rank's failure is everybody's, before any of them waits for a file that never comes."""
-        problems: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems, problem, group=self._group)
-        self._problem = next((p for p in problems if p is not None), None)
+        self._problem = next((p for p in self._group.gather(problem) if p is not None), None)

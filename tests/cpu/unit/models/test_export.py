@@ -63,7 +63,8 @@ class Ranks:
     def __init__(self, model: str, meanwhile=lambda: None):
         self.model, self.meanwhile = model, meanwhile
 
-    def write_weights(self, directory: str, dtype: str) -> None:
+    def call(self, role: str, method: str, directory: str, dtype: str) -> None:
+        assert (role, method) == ("policy", "write_weights")
         shutil.copy(f"{self.model}/model.safetensors", directory)
         self.meanwhile()
 

@@ -1,0 +1,174 @@
+"""Packed rows compute what padded rows compute, in every architecture that we name."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import FalconConfig, Llama4TextConfig, RecurrentGemmaConfig
+
+from tests.support.architectures import ARCHITECTURES, VOCABULARY, WINDOW, random_model
+from trainer.errors import UserError
+from trainer.models.attention import PACKED, can_pack, packed_attention, packing_arguments, set_attention
+from trainer.models.critic import CriticModel
+from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
+from trainer.parallel.packing import Packing
+
+LENGTHS = [3, 11, 2, 7, 7, 1, 14]
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def padded_ids() -> Tensor:
+    return nn.utils.rnn.pad_sequence(sequences(), batch_first=True)
+
+
+def packed_ids() -> Tensor:
+    return torch.cat(sequences())[None]
+
+
+def real() -> Tensor:
+    """Which entries of padded rows are tokens after the first."""
+    columns = torch.arange(max(LENGTHS))
+    return (columns > 0) & (columns < torch.tensor(LENGTHS)[:, None])
+
+
+def weights() -> Tensor:
+    """A gradient for each entry."""
+    return torch.randn(len(LENGTHS), max(LENGTHS), generator=torch.Generator().manual_seed(2)) * real()
+
+
+def packable(name: str):
+    model = random_model(ARCHITECTURES[name], "sdpa")
+    set_attention(model)
+    assert model.config._attn_implementation == PACKED
+    return model
+
+
+def padded_scores(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of padded rows."""
+    logp = model(padded_ids(), use_cache=False).logits[:, :-1].log_softmax(-1)
+    chosen = logp.gather(-1, padded_ids()[:, 1:, None]).squeeze(-1)
+    return tuple(nn.functional.pad(x, (1, 0)) * real() for x in (chosen, -(logp.exp() * logp).sum(-1)))
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    found, expected = gradients(ours), gradients(theirs)
+    assert found.keys() == expected.keys() and found
+    for name, gradient in expected.items():
+        scale = max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(found[name], gradient, atol=1e-5 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("short", [64, 3], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, short, monkeypatch):
+    monkeypatch.setattr("trainer.parallel.packing._SHORT", short)
+    packing = Packing(LENGTHS, "cpu")
+    assert (len(packing.buckets) > 1) == (short == 3)
+    ours, theirs = packable(name), random_model(ARCHITECTURES[name], "eager")
+    expected, expected_entropy = padded_scores(theirs)
+    logprobs, entropy = logprobs_and_entropy(ours, packed_ids(), packing, entropy_grad=True)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+    ((logprobs + 0.3 * entropy) * weights()).sum().backward()
+    ((expected + 0.3 * expected_entropy) * weights()).sum().backward()
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name):
+    models = packable(name), random_model(ARCHITECTURES[name], "eager")
+    critics = [CriticModel(model.base_model, model.base_model_prefix) for model in models]
+    for critic in critics:
+        critic.value_head.weight.data = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
+    values = critics[0](packed_ids(), Packing(LENGTHS, "cpu"))
+    hidden = models[1].base_model(padded_ids(), use_cache=False).last_hidden_state
+    expected = nn.functional.pad(critics[1].value_head(hidden[:, :-1]).squeeze(-1), (1, 0)) * real()
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
+    (values * weights()).sum().backward()
+    (expected * weights()).sum().backward()
+    assert_same_gradients(*critics)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_recomputed_activations_keep_the_boundaries_of_their_own_row(name):
+    """The backward pass of one row comes after the forward pass of another."""
+    plain, recomputing = packable(name), packable(name)
+    recomputing.gradient_checkpointing_enable({"use_reentrant": False})
+    for model in (plain, recomputing):
+        first = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
+        token_logprobs(model, packed_ids(), Packing([sum(LENGTHS)], "cpu"))
+        (first * weights()).sum().backward()
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradient, gradients(recomputing)[name]), name
+
+
+@pytest.mark.parametrize("implementation", ["packed", "eager"])
+def test_a_sequence_sees_nothing_of_its_neighbours(implementation):
+    model = packable("gemma2") if implementation == "packed" else random_model(ARCHITECTURES["gemma2"], "eager")
+    ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
+    before = token_logprobs(model, ids, packing)
+    start = LENGTHS[0]
+    changed = ids.clone()
+    changed[0, start : start + LENGTHS[1]] = (ids[0, start : start + LENGTHS[1]] + 1).clamp(2, VOCABULARY - 1)
+    after = token_logprobs(model, changed, packing)
+    others = [row for row in range(len(LENGTHS)) if row != 1]
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_windows_and_soft_caps_act():
+    """So that the comparisons above can fail."""
+    for name, change in (("gemma2", {"attn_logit_softcapping": None}), ("gemma3", {"sliding_window": 99})):
+        config = copy.deepcopy(ARCHITECTURES[name])
+        for key, value in change.items():
+            setattr(config, key, value)
+        other = random_model(config, "eager")
+        same = random_model(ARCHITECTURES[name], "eager")
+        assert (padded_scores(other)[0] - padded_scores(same)[0]).abs().max() > 1e-3
+    assert max(LENGTHS) > WINDOW
+
+
+def test_values_of_a_row_do_not_depend_on_its_company_beyond_rounding():
+    model, ids = packable("qwen3"), sequences()
+    together = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
+    again = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
+    assert torch.equal(together, again)
+    for row, sequence in enumerate(ids):
+        alone = token_logprobs(model, sequence[None], Packing([len(sequence)], "cpu"))
+        torch.testing.assert_close(alone[0], together[row, : len(sequence)], atol=1e-5, rtol=1e-5)
+
+
+SHAPE = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+UNPACKED = {
+    "carries a state": RecurrentGemmaConfig(**SHAPE, intermediate_size=32, lru_width=32),
+    "attends in chunks": Llama4TextConfig(
+        **SHAPE, num_key_value_heads=2, intermediate_size=32, intermediate_size_mlp=32, num_local_experts=2
+    ),
+    "attends by itself": FalconConfig(**SHAPE),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_other_models_get_one_sequence_at_a_time(name):
+    model = random_model(UNPACKED[name], "sdpa")
+    set_attention(model)
+    assert not can_pack(model) and model.config._attn_implementation == "sdpa"
+    assert packing_arguments(model.config, Packing([4], "cpu")) == {}
+
+
+def test_a_model_that_does_not_hand_on_the_boundaries_is_refused():
+    heads = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(UserError, match="choose model.attn_implementation=eager"):
+        packed_attention(SimpleNamespace(), heads, heads, heads, None)

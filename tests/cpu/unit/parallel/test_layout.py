@@ -1,0 +1,38 @@
+"""The axes of the mesh and sums over the data."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import run_ranks
+from trainer.config import Config
+from trainer.workers.rank import Rank
+
+
+def layout_of(rank: Rank) -> dict:
+    layout = rank.layout
+    return {
+        "sizes": layout.sizes,
+        "data": (layout.data_rank, layout.data_size),
+        "reports": layout.reports,
+        "described": layout.describe(),
+        "sum": layout.sum_over_data({"b": rank.rank, "a": 0.5}),
+    }
+
+
+@pytest.mark.parametrize(
+    "ranks, replicas, names, shape",
+    [(1, 1, ["shard"], [1]), (2, 1, ["shard"], [2]), (4, 2, ["replicate", "shard"], [2, 2])],
+)
+def test_every_rank_has_a_share_of_the_data(ranks, replicas, names, shape):
+    cfg = Config()
+    cfg.trainer.replicas = replicas
+    for number, found in enumerate(run_ranks(ranks, layout_of, cfg=cfg)):
+        sizes = {"replicate": replicas, "shard": ranks // replicas, "context": 1, "tensor": 1}
+        assert found == {
+            "sizes": sizes,
+            "data": (number, ranks),
+            "reports": number == 0,
+            "described": {"world_size": ranks, "mesh_shape": shape, "mesh_dim_names": names},
+            "sum": {"a": 0.5 * ranks, "b": sum(range(ranks))},
+        }

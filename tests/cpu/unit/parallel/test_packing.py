@@ -1,0 +1,75 @@
+"""Boundaries of sequences in a packed row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.parallel.batching import take_rows
+from trainer.parallel.packing import Packing
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS)
+def test_positions_and_boundaries_restart_with_each_sequence(lengths):
+    packing = Packing(lengths, "cpu")
+    assert packing.position_ids.tolist() == [[p for length in lengths for p in range(length)]]
+    assert packing.boundaries.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert packing.boundaries.dtype == torch.int32
+    assert (packing.tokens, packing.longest) == (sum(lengths), max(lengths))
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS)
+def test_values_go_to_the_token_after_and_stay_within_their_sequence(lengths):
+    packing = Packing(lengths, "cpu")
+    values = torch.arange(1.0, packing.tokens + 1)[None]
+    rows = packing.rows_of_next(values)
+    expected = np.zeros((len(lengths), max(lengths)))
+    for row, length in enumerate(lengths):
+        start = sum(lengths[:row])
+        expected[row, 1:length] = np.arange(start + 1, start + length)
+    assert rows.tolist() == expected.tolist()
+    next_tokens = torch.arange(packing.tokens)[None].gather(1, packing.next_places)[0].tolist()
+    ends = {sum(lengths[: i + 1]) - 1 for i in range(len(lengths))}
+    assert next_tokens == [p if p in ends else p + 1 for p in range(packing.tokens)]
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, is_sorted=st.booleans())
+def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(lengths, is_sorted):
+    lengths = sorted(lengths, reverse=True) if is_sorted else lengths
+    packing = Packing(lengths, "cpu")
+    assert [length for bucket in packing.buckets for length in bucket.lengths] == lengths
+    assert [bucket.first for bucket in packing.buckets] == [
+        sum(b.tokens for b in packing.buckets[:i]) for i in range(len(packing.buckets))
+    ]
+    for bucket, places in zip(packing.buckets, packing.bucket_places, strict=True):
+        assert bucket.longest <= 64 or min(bucket.lengths) >= 0.75 * bucket.longest
+        grid = torch.zeros(len(bucket.lengths) * bucket.longest)
+        grid[places] = 1
+        assert grid.view(len(bucket.lengths), -1).sum(1).tolist() == list(bucket.lengths)
+
+
+def test_a_micro_batch_is_packed_for_the_model_and_padded_for_the_loss():
+    batch = {
+        "input_ids": np.array([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 0, 0]]),
+        "mask": np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]], np.float32),
+        "lengths": np.array([3, 1, 2]),
+    }
+    micro_batch = take_rows(batch, [2, 1], "cpu")
+    assert micro_batch.input_ids.tolist() == [[5, 6, 4]]
+    assert micro_batch.packing.lengths == (2, 1) and micro_batch.rows == [2, 1]
+    assert micro_batch["mask"].tolist() == [[0, 1], [1, 0]]
+    assert "mask" in micro_batch and "input_ids" not in micro_batch
+
+
+def test_an_empty_micro_batch_takes_part_and_contributes_nothing():
+    batch = {"input_ids": np.array([[1, 2]]), "mask": np.ones((1, 2), np.float32), "lengths": np.array([2])}
+    micro_batch = take_rows(batch, [], "cpu")
+    assert micro_batch.input_ids.tolist() == [[1, 2]] and micro_batch.rows == []
+    assert micro_batch["mask"].tolist() == [[0, 0]]

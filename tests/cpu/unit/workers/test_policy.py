@@ -1,0 +1,85 @@
+"""The policy update without old log-probs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.support.training import GROUPS, assembled, config, make_batch
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
+from trainer.workers.rank import Rank
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, num_layers=1, seed=3), path)
+    return path
+
+
+def assemble(rank: Rank, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The rows of all ranks as one array."""
+    parts = rank.saver._group.gather({"rows": rows, "values": values})
+    return assembled(parts, "values")
+
+
+def update_both_ways(rank: Rank, path: str) -> dict:
+    """The same step with the old log-probs of a pass of their own, and without."""
+    batch = make_batch()
+    del batch["old_logprobs"]
+    rank.build(["policy"], path)
+    old = assemble(rank, *rank.call("policy", "logprobs", batch))
+    given = rank.call("policy", "update", {**batch, "old_logprobs": old}, 1)
+    rank.build(["policy"], path)
+    fresh = rank.call("policy", "update", batch, 1)
+    return {
+        "old": old,
+        "given": given.metrics,
+        "rows given": len(given.rows),
+        "fresh": fresh.metrics,
+        "logprobs": assemble(rank, fresh.rows, fresh.logprobs),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_forward_pass_gives_the_old_logprobs(model_path, ranks):
+    cfg = config(mini_batch_size=GROUPS, max_tokens_per_micro_batch=70)
+    for found in run_ranks(ranks, update_both_ways, model_path, cfg=cfg):
+        assert found["fresh"] == pytest.approx(found["given"], rel=1e-5, abs=1e-7)
+        assert found["fresh"]["clip_frac"] == 0
+        np.testing.assert_allclose(found["logprobs"], found["old"], atol=1e-6)
+        assert np.abs(found["old"]).max() > 1
+        assert found["rows given"] == 0
+
+
+def several_steps(rank: Rank, path: str) -> str:
+    batch = make_batch()
+    del batch["old_logprobs"]
+    rank.build(["policy"], path)
+    with pytest.raises(ValueError) as error:
+        rank.call("policy", "update", batch, 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("settings", [{"mini_batch_size": 3}, {"mini_batch_size": GROUPS, "update_epochs": 2}])
+def test_several_optimizer_steps_need_the_old_logprobs(model_path, settings):
+    assert "need the old log-probs" in run_ranks(1, several_steps, model_path, cfg=config(**settings))[0]
+
+
+def metrics_of(rank: Rank, path: str) -> list[dict]:
+    sampled = make_batch()
+    written = {name: array for name, array in sampled.items() if name != "rollout_logprobs"}
+    rank.build(["policy"], path)
+    return [rank.call("policy", "update", batch, 1).metrics for batch in (sampled, written)]
+
+
+def test_kl_clip_fraction_and_entropy_are_of_sampled_batches(model_path):
+    cfg = dataclasses.replace(config())
+    cfg.algorithm.entropy_coef = 0.0
+    sampled, written = run_ranks(1, metrics_of, model_path, cfg=cfg)[0]
+    assert written.keys() == {"loss", "grad_norm", "lr"}
+    assert sampled.keys() == written.keys() | {"kl", "clip_frac", "entropy"}

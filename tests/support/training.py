@@ -1,0 +1,137 @@
+"""A step's experience, and what ranks do with it in tests of the workers, on the CPU and on GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.config import Config
+from trainer.errors import NonFiniteError
+from trainer.parallel.batching import Batch
+from trainer.workers.rank import Rank
+
+GROUPS, PER_GROUP, WIDTH = 6, 4, 24
+
+
+def update(rank: Rank, role: str, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
+    """The metrics of all optimizer steps of `role` on `batch`."""
+    if role == "critic":
+        return rank.call("critic", "update", batch, step)
+    return rank.call("policy", "update", batch, step, kl_coef).metrics
+
+
+def make_batch() -> Batch:
+    """Experience of `GROUPS` prompts with rows of very different length."""
+    rng = np.random.default_rng(0)
+    size = GROUPS * PER_GROUP
+    lengths = rng.integers(6, WIDTH + 1, size)
+    ids = rng.integers(0, 256, (size, WIDTH)).astype(np.int64)
+    mask = np.zeros((size, WIDTH), np.float32)
+    for row, length in enumerate(lengths):
+        mask[row, 4:length] = 1
+        ids[row, length:] = 0
+    noise = rng.normal(size=(3, size, WIDTH)).astype(np.float32)
+    return {
+        "input_ids": ids,
+        "mask": mask,
+        "lengths": lengths,
+        "group_ids": np.repeat(np.arange(GROUPS), PER_GROUP),
+        "advantages": noise[0] * mask,
+        "returns": noise[1] * mask,
+        "old_logprobs": (-5.7 + 0.3 * noise[2]) * mask,
+        "rollout_logprobs": -5.7 * mask,
+        "ref_logprobs": (-5.7 + 0.2 * noise[1]) * mask,
+        "values": 0.1 * noise[0] * mask,
+    }
+
+
+def config(**trainer) -> Config:
+    cfg = Config()
+    cfg.algorithm.kl_coef = 0.1
+    cfg.algorithm.entropy_coef = 0.01
+    cfg.trainer.mini_batch_size = 3
+    cfg.trainer.policy.optimizer.lr = 1e-3
+    cfg.trainer.critic.optimizer.lr = 1e-3
+    cfg.trainer = dataclasses.replace(cfg.trainer, **trainer)
+    return cfg
+
+
+def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
+    """Two steps of policy and critic; returns their metrics and some values of the result."""
+    rank.build(["policy", "critic", "reference"], path)
+    batch = make_batch()
+    metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
+    if out:
+        rank.call("policy", "write_weights", out, "float32")
+    rows, logprobs = rank.call("policy", "logprobs", batch)
+    _, values = rank.call("critic", "values", batch)
+    return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "values": values}
+
+
+def assembled(results: list[dict], name: str) -> np.ndarray:
+    out = np.full((GROUPS * PER_GROUP, WIDTH), np.nan, np.float32)
+    for result in results:
+        out[result["rows"]] = result[name]
+    assert not np.isnan(out).any()
+    return out
+
+
+def assert_close(ours: dict, theirs: dict) -> None:
+    """Equal but for the order of float32 sums; a token at the edge of the clip range may fall on either side."""
+    one_token = 2.0 / float(make_batch()["mask"].sum())
+    assert ours.pop("clip_frac") == pytest.approx(theirs["clip_frac"], abs=2 * one_token)
+    assert ours == pytest.approx({k: v for k, v in theirs.items() if k != "clip_frac"}, rel=1e-4, abs=2e-6)
+
+
+def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
+    rank.build(["policy", "critic"], path)
+    batch = make_batch()
+    for role in ("critic", "policy"):
+        update(rank, role, batch, 1)
+    rank.begin_save(["policy", "critic"], ShardedFiles(directory))
+    torch.rand(3)
+    results = update(rank, "critic", batch, 2), update(rank, "policy", batch, 2)  # while it is being written
+    entries = rank.finish_save()
+    assert sorted(e["path"] for e in entries if e["path"].endswith(".distcp")) == [
+        f"{role}/__{rank.rank}_0.distcp" for role in ("critic", "policy")
+    ]
+    return results
+
+
+def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
+    rank.build(["policy", "critic"], path)
+    for role in ("critic", "policy"):
+        rank.call(role, "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
+    batch = make_batch()
+    return update(rank, "critic", batch, 2), update(rank, "policy", batch, 2)
+
+
+def step_into_nan(rank: Rank, path: str) -> tuple[str, bool]:
+    rank.build(["policy"], path)
+    batch = make_batch()
+    batch["advantages"][0, 5] = np.nan
+    before = [p.full_tensor().clone() for p in rank.roles["policy"].module.parameters()]
+    with pytest.raises(NonFiniteError) as error:
+        update(rank, "policy", batch, 1)
+    after = [p.full_tensor() for p in rank.roles["policy"].module.parameters()]
+    return str(error.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
+    rank.build(["policy"], path)
+    rank.call("policy", "write_weights", out, "bfloat16")
+    return {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("bfloat16")}
+
+
+def config_with_replicas(cfg: Config, replicas: int) -> Config:
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, replicas=replicas))
+
+
+def step_with_checkpointing(rank: Rank, path: str) -> dict:
+    rank.build(["policy"], path)
+    assert rank.roles["policy"].module.is_gradient_checkpointing
+    return update(rank, "policy", make_batch(), 1)

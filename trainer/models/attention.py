@@ -1,0 +1,192 @@
+"""Causal attention over packed rows: each sequence of a row attends to itself alone.
+
+Registered with transformers under the name `PACKED`, for which transformers builds no mask. The boundaries of the
+sequences travel through the model as the keyword argument `packing`, so recomputed activations and FSDP see the
+boundaries of their own micro-batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainer.errors import UserError
+from trainer.parallel.packing import Bucket, Packing
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+except ImportError:  # before torch 2.10
+    _VARLEN = False
+
+PACKED = "packed"
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def set_attention(lm: PreTrainedModel) -> None:
+    """Let `lm`, which was built with transformers' `sdpa`, attend with `packed_attention` if it can."""
+    if lm.config._attn_implementation == "sdpa" and can_pack(lm):
+        lm.set_attn_implementation(PACKED)
+
+
+def can_pack(module: nn.Module) -> bool:
+    """Whether several sequences in one row of `module` stay apart.
+
+    Models with recurrent layers carry a state from one token to the next, and models that do not take attention from
+    transformers' table never see the boundaries. They get one sequence at a time.
+    """
+    lm = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
+    return lm._supports_attention_backend and not getattr(lm, "_is_stateful", False) and not layers
+
+
+def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
+    """The keyword arguments with which a model of `config` takes the row of `packing`."""
+    implementation = config._attn_implementation
+    if implementation == PACKED:
+        return {"position_ids": packing.position_ids, "packing": packing}
+    if len(packing.lengths) == 1:
+        return {}
+    if implementation.startswith("flash_attention"):
+        boundaries = {"cu_seq_lens_q": packing.boundaries, "cu_seq_lens_k": packing.boundaries}
+        longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
+        return {"position_ids": packing.position_ids, **boundaries, **longest}
+    return {"position_ids": packing.position_ids}  # transformers masks by them, densely
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a packed row.
+
+    On CUDA in half precision, torch's variable-length kernel; else one call of SDPA for each bucket of sequences of
+    similar length, so that the cost is close to the sum of the squared lengths.
+
+    Args:
+        query: `(1, H, N, D)`.
+        key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
+        packing: the sequences of the row.
+        scaling: of the scores; None: 1 / sqrt(D).
+        sliding_window: tokens that a token sees, itself among them.
+        softcap: scores become softcap tanh(scores / softcap).
+
+    Returns:
+        `(1, N, H, D)`, and no attention weights.
+
+    Raises:
+        UserError: the model does not hand on where its sequences begin.
+    """
+    if packing is None:
+        raise UserError(
+            f"model.attn_implementation=sdpa: {type(module).__name__} does not hand on where sequences begin; "
+            "choose model.attn_implementation=eager"
+        )
+    assert attention_mask is None and query.shape[2] == packing.tokens, (query.shape, packing.tokens)
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and _VARLEN and softcap is None and query.shape[-1] <= 256:
+        return _varlen(query, key, value, packing, scaling, sliding_window), None
+    parts = [
+        _attend_bucket(query, key, value, bucket, places, scaling, sliding_window, softcap)
+        for bucket, places in zip(packing.buckets, packing.bucket_places, strict=True)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+    boundaries, longest = packing.boundaries, packing.longest
+    sight = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    out = varlen_attn(
+        *rows, boundaries, boundaries, longest, longest,
+        scale=scaling, window_size=sight, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out[None]
+
+
+def _attend_bucket(
+    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, places: Tensor,
+    scaling: float | None, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of one bucket's tokens: `(1, tokens, H, D)`."""
+    rows = len(bucket.lengths)
+
+    def padded(tensor: Tensor) -> Tensor:
+        """`(1, H, N, D)` to `(rows, H, longest, D)`."""
+        own = tensor[0, :, bucket.first : bucket.first + bucket.tokens].transpose(0, 1)
+        own = own if bucket.is_even else _Spread.apply(own, places, rows * bucket.longest)
+        return own.unflatten(0, (rows, bucket.longest)).transpose(1, 2)
+
+    out = _attend(padded(query), padded(key), padded(value), scaling, window, softcap)
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return (flat if bucket.is_even else _Collect.apply(flat, places))[None]
+
+
+class _Spread(torch.autograd.Function):
+    """Put row i at `places[i]` of `size` rows of zeros. No place comes twice, so both directions only copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Take the rows at `places`: the way back of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, places, grads[0]), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """Causal attention within each row: `(b, H, T, D)`. Padding on the right is out of every real token's sight."""
+    length = query.shape[2]
+    if softcap is None and (window is None or window >= length):
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    distance = torch.arange(length, device=query.device)
+    distance = distance[:, None] - distance
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)

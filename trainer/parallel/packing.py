@@ -1,0 +1,119 @@
+"""Sequences laid one after another in one row, so that no padding goes through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_SHORT = 64  # tokens; sequences up to this length share a bucket
+_SIMILAR = 0.75  # the shortest sequence of any other bucket, as a share of the longest
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring sequences of similar length, which attention computes together."""
+
+    first: int
+    """Its first token in the row."""
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the row."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """All of its sequences have one length."""
+        return min(self.lengths) == self.longest
+
+
+class Packing:
+    """The boundaries of the sequences in a row of N tokens.
+
+    A model gets the row, the restarting positions and this object; its attention keeps the sequences apart
+    (see `trainer.models.attention`).
+
+    Args:
+        lengths: tokens of each sequence, none of them 0.
+        device: of the tensors that this object makes.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: str | torch.device):
+        self.lengths = tuple(int(length) for length in lengths)
+        self.device = device
+        self.longest = max(self.lengths)
+        self.tokens = sum(self.lengths)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """`(1, N)`, from 0 in every sequence."""
+        starts = np.repeat(self._starts, self.lengths)
+        return self._tensor((np.arange(self.tokens) - starts)[None])
+
+    @cached_property
+    def boundaries(self) -> Tensor:
+        """`(B + 1,)` int32: where each sequence begins, and N."""
+        return self._tensor(np.append(self._starts, self.tokens).astype(np.int32))
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Attention pads within a bucket alone, so its cost is close to the sum of the squared lengths."""
+        buckets: list[Bucket] = []
+        first, group = 0, [self.lengths[0]]
+        low = high = self.lengths[0]
+        for length in self.lengths[1:]:
+            low, high = min(low, length), max(high, length)
+            if high > _SHORT and low < _SIMILAR * high:
+                buckets.append(Bucket(first, tuple(group)))
+                first, group, low, high = first + sum(group), [], length, length
+            group.append(length)
+        return [*buckets, Bucket(first, tuple(group))]
+
+    @cached_property
+    def bucket_places(self) -> list[Tensor]:
+        """Of each bucket: where its tokens are in its padded rows, laid one after another; `(tokens,)`."""
+        places = []
+        for bucket in self.buckets:
+            real = np.arange(bucket.longest) < np.asarray(bucket.lengths)[:, None]
+            places.append(self._tensor(np.flatnonzero(real)))
+        return places
+
+    def rows_of_next(self, values: Tensor) -> Tensor:
+        """Values `(1, N)` that belong to the token after each, as padded rows `(B, longest)`.
+
+        Entry t of a row comes from token t - 1 of its sequence; it is 0 at t = 0 and in the padding.
+        """
+        return F.pad(values[0], (0, 1))[self._before]
+
+    @cached_property
+    def next_places(self) -> Tensor:
+        """`(1, N)`: the place of the token after each; the last token of a sequence has itself."""
+        places = np.arange(self.tokens) + 1
+        ends = self._starts + np.asarray(self.lengths) - 1
+        places[ends] = ends
+        return self._tensor(places[None])
+
+    @cached_property
+    def _before(self) -> Tensor:
+        """`(B, longest)`: where in the row the token before each is; N where there is none."""
+        columns = np.arange(self.longest)
+        inside = (columns > 0) & (columns < np.asarray(self.lengths)[:, None])
+        return self._tensor(np.where(inside, self._starts[:, None] + columns - 1, self.tokens))
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum((0, *self.lengths[:-1]))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
