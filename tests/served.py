@@ -10,7 +10,7 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.config import Config
 from trainer.workers.rank import Rank
 

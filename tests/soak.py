@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.cpu.jobs import comparable, family, kill_all, metrics, run_job, start_job
+from tests.support.jobs import comparable, family, kill_all, metrics, run_job, start_job
 
 STEPS = 6
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,16 +13,10 @@ from pathlib import Path
 
 import pytest
 
-# Whole jobs first, so that no process of the test run is left with minutes of them at the end.
-FIRST = ("test_killed_jobs", "test_jobs", "test_life_of_a_job", "test_kills", "test_rollout")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        name = item.path.stem
-        return FIRST.index(name) if name in FIRST else len(FIRST)
-
-    items.sort(key=rank)
+    """Run the tests marked `early` first."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
 @pytest.fixture
@@ -48,27 +42,29 @@ def _own_cache(tmp_path_factory):
 def ray_address():
     """A Ray cluster that jobs join, as on several nodes; it outlives them."""
     directory = tempfile.mkdtemp(prefix="ray")  # Ray's sockets need a short path
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}",
-               "--node-ip-address=127.0.0.1", "--num-cpus=8", f"--object-store-memory={2**28}",
-               "--include-dashboard=false", f"--temp-dir={directory}"]  # fmt: skip
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--head",
+        "--block",
+        "--port=0",
+        "--node-ip-address=127.0.0.1",
+        "--num-cpus=8",
+        f"--object-store-memory={2**28}",
+        "--include-dashboard=false",
+        f"--temp-dir={directory}",
+    ]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     env.pop("TRAINER_TEST_MARKER", None)  # it belongs to the test that happens to be first
-    with open(f"{directory}/log", "w") as log:
-        cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    log = Path(directory, "log")
+    with log.open("w") as output:
+        cluster = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert cluster.poll() is None and time.monotonic() < deadline, Path(f"{directory}/log").read_text()
-                time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
+        while not (said := re.search(r"ray start --address='.*:(\d+)'", log.read_text())):
+            assert cluster.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield f"127.0.0.1:{said[1]}"
     finally:
         cluster.terminate()
-        cluster.wait(60)
+        cluster.wait()
         shutil.rmtree(directory, ignore_errors=True)

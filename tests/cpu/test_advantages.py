@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cpu.algorithm_checks import CASES, check_advantages, padded
-from tests.cpu.algorithm_checks import random_case as case
+from tests.support.algorithm_checks import CASES, check_advantages, padded
+from tests.support.algorithm_checks import random_case as case
 from trainer.algorithms import ADVANTAGES, options_of
 
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.cpu import reference_algorithms as reference
-from tests.cpu.algorithm_checks import CASES, assert_rows, check_loss, padded, rows
-from tests.cpu.algorithm_checks import random_case as case
+from tests.support import reference_algorithms as reference
+from tests.support.algorithm_checks import CASES, assert_rows, check_loss, padded, rows
+from tests.support.algorithm_checks import random_case as case
 from trainer.algorithms import (
     ADVANTAGES,
     AGGREGATIONS,

@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from tests.cpu.config_keys import ALLOWED, DRIVER
-from tests.cpu.jobs import metrics, run_job
+from tests.support.config_keys import ALLOWED, DRIVER
+from tests.support.jobs import metrics, run_job
 from trainer.config import OptimizerConfig
 from trainer.workers.base import learning_rate
 

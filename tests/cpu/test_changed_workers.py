@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.config_keys import ALLOWED, RANKS
-from tests.ranks import run_ranks
+from tests.support.config_keys import ALLOWED, RANKS
+from tests.support.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cpu.jobs import environment, family, kill_all, left_running, metrics, start_job
+from tests.support.jobs import environment, family, kill_all, left_running, metrics, start_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.config_keys import ALLOWED, EXPERIENCE, HARMLESS, KL, LEDGER, PROOFS, REFUSED
+from tests.support.config_keys import ALLOWED, EXPERIENCE, HARMLESS, KL, LEDGER, PROOFS, REFUSED
 from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.checkpoint.parts import json_part
 from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, DataConfig, SFTConfig, TinyConfig
@@ -53,7 +53,7 @@ def passes(key: str, allowed: list[str]) -> bool:
 
 def test_every_key_has_one_decision():
     decided = [*HARMLESS, *ALLOWED, *REFUSED]
-    assert sorted(decided) == sorted(keys_of(Config())), "decide in tests/cpu/config_keys.py what a resume may change"
+    assert sorted(decided) == sorted(keys_of(Config())), "decide in config_keys.py what a resume may change"
 
 
 @pytest.mark.parametrize("key", keys_of(Config()))
@@ -65,7 +65,7 @@ def test_a_resume_may_change_what_the_written_list_says(key):
 @pytest.mark.parametrize("proof", PROOFS)
 def test_the_proof_of_an_allowed_change_is_a_test(proof):
     file, _, name = PROOFS[proof].partition("::")
-    assert callable(getattr(importlib.import_module(f"tests.cpu.{file.removesuffix('.py')}"), name))
+    assert callable(getattr(importlib.import_module(f"tests.cpu.{file.removesuffix('.py').replace('/', '.')}"), name))
     assert proof in ALLOWED.values()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import comparable, metrics, run_job
+from tests.support.jobs import comparable, metrics, run_job
 from trainer.config import compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -16,9 +16,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cpu.jobs import comparable, family, kill_all, left_running, metrics, run_job, shared_memory, start_job
+from tests.support.jobs import comparable, family, kill_all, left_running, metrics, run_job, shared_memory, start_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_METRICS = {
     "reward/mean", "reward/std", "reward/zero_std_frac", "response_length/mean", "response_length/max",

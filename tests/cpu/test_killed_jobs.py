@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cpu.jobs import comparable, family, kill_all, left_running, metrics, run_job, start_job
+from tests.support.jobs import comparable, family, kill_all, left_running, metrics, run_job, start_job
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+
+pytestmark = pytest.mark.early
 
 STEPS = 5
 

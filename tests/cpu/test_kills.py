@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.killed_group import STEPS, Forks
+from tests.support.killed_group import STEPS, Forks
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
+
+pytestmark = pytest.mark.early
 
 PLACES = ("logged", "save:begin", "save:staging", "save:staged", "save:shards_written", "save:parts_written",
           "save:manifest_written", "save:published", "save:hinted", "save:deleting")  # fmt: skip

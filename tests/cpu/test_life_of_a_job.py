@@ -9,8 +9,10 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from tests.cpu.jobs import comparable, metrics, run_job, start_job
+from tests.support.jobs import comparable, metrics, run_job, start_job
 from trainer.checkpoint.lock import RunLock
+
+pytestmark = pytest.mark.early
 
 STEPS = 8
 

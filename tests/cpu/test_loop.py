@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu.jobs import metrics, run_job
+from tests.support.jobs import metrics, run_job
 
 
 def nothing(completion: str, answer: str) -> float:

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import (
     assembled,
     assert_close,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import SMALL, environment
-from tests.cpu.namespaces import with_mounts
+from tests.support.jobs import SMALL, environment
+from tests.support.namespaces import with_mounts
 
 JOB = [sys.executable, "-m", "trainer.main", *SMALL, "rollout=transformers"]
 

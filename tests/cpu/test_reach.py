@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from tests.cpu.jobs import command, environment, family, kill_all, left_running
-from tests.cpu.namespaces import TwoNetworks
 from tests.cpu.test_closed_jobs import BASE, reach
+from tests.support.jobs import command, environment, family, kill_all, left_running
+from tests.support.namespaces import TwoNetworks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

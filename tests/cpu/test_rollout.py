@@ -31,6 +31,8 @@ from trainer.parallel.batching import Batch
 from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
 
+pytestmark = pytest.mark.early
+
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=16, stop_token_ids=())
 SAMPLED = Sampling(temperature=0.7, top_p=1.0, top_k=-1, max_tokens=16, stop_token_ids=())

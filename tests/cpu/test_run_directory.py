@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import metrics, run_job
 from tests.cpu.test_resuming import a_run, directory, settings
+from tests.support.jobs import metrics, run_job
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.parts import json_part

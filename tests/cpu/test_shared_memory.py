@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cpu.namespaces import with_mounts
-from tests.ranks import run_ranks
+from tests.support.namespaces import with_mounts
+from tests.support.ranks import run_ranks
 from trainer.config import RolloutConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.generation.transformers_engine import TransformersEngine

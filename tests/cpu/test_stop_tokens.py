@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import update
 from trainer.algorithms import ADVANTAGES
 from trainer.config import Config, TinyConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.config import AlgorithmConfig, Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.cpu.test_odd_files import config, replace, rewrite
-from tests.ranks import run_ranks
 from tests.support.opened import opened_files
+from tests.support.ranks import run_ranks
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.parts import json_part
 from trainer.checkpoint.safe_dcp import load_metadata

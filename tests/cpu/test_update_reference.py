@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import update
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig
 from trainer.parallel.batching import Batch, select

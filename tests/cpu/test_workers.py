@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import (
     GROUPS,
     PER_GROUP,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import (
     assembled,
     assert_close,

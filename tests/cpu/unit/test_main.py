@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.cpu.jobs import run_job
+from tests.support.jobs import run_job
 
 
 @pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])

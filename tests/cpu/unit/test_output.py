@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import command, environment, metrics
+from tests.support.jobs import command, environment, metrics
 from trainer.metrics.report import final_report
 from trainer.metrics.tracker import METRICS_FILE
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import run_ranks
 from tests.support.checkpoints import write_two
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.checkpoint.safe_dcp import load_metadata
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
 
 

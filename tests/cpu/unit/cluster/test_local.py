@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from tests.cpu.jobs import left_running
 from tests.cpu.unit.cluster.members import Host
+from tests.support.jobs import left_running
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.supervisor import is_running

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from tests.cpu.jobs import left_running
+from tests.support.jobs import left_running
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
 
@@ -56,7 +56,7 @@ def test_a_cluster_that_wants_a_token_is_named_without_it(token, cluster, tmp_pa
 LOSES_RAY = """
 import sys
 import numpy as np
-from tests.cpu.jobs import left_running
+from tests.support.jobs import left_running
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config
 from trainer.errors import WorkerError

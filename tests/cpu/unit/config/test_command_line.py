@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.cpu.jobs import environment, run_job
+from tests.support.jobs import environment, run_job
 
 TORCHLESS = """
 import sys

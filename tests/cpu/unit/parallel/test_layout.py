@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.config import Config
 from trainer.workers.rank import Rank
 

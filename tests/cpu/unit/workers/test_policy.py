@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import GROUPS, assembled, config, make_batch
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny

@@ -1,6 +1,6 @@
 """A small training job without Ray, to be killed many times: real ranks, manager, ledger and tracker.
 
-`python -m tests.killed_group` imports once and then forks a job for each line of JSON on its stdin, in a
+`python -m tests.support.killed_group` imports once and then forks a job for each line of JSON on its stdin, in a
 process group of its own; it answers with the job's id and, when the job has ended, its exit status. Rank 0
 plays the driver as well; the others serve the calls that it broadcasts, as rank actors do.
 """
@@ -245,9 +245,13 @@ class Forks:
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.killed_group"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).resolve().parents[1],
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.support.killed_group"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).resolve().parents[2],
+        )
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == "ready\n"
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cpu import reference_algorithms as reference
+from tests.support import reference_algorithms as reference
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, options_of
 
 CASES = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**31))
