@@ -249,6 +249,18 @@ def test_configs_that_lack_keys_are_compared(run_dir, capsys):
     assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) == 0
 
 
+def test_a_checkpoint_with_the_old_names_of_keys_resumes(run_dir, capsys):
+    first, second = (run_dir / f"checkpoints/global_step_{step}" for step in (1, 2))
+    for checkpoint, names in ((first, ("colocate_roles", "share_gpus")), (second, ("colocate", "colocate"))):
+        saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
+        del saved["trainer"]["colocate_roles"], saved["rollout"]["share_gpus"]
+        saved["trainer"][names[0]], saved["rollout"][names[1]] = False, True
+        replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
+    checkpoint_tool(["diff", str(first), str(second)])
+    assert capsys.readouterr().out.startswith("config:\ncounters:"), "the two configs differ in nothing"
+    assert resume(run_dir) == 2
+
+
 def test_the_config_of_a_run_is_read_as_it_was_written():
     assert parse_yaml(config_yaml(Config())) == yaml.safe_load(config_yaml(Config()))
 

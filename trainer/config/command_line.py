@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainer.config.hydra import conf_dir, register, to_config
-from trainer.config.schema import Config, no_such_key
+from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import guard_output, show_messages
 from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
 Job = Callable[[Config], None]
 
+_HELP = """usage: python -m trainer.{program} [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAG ...]
+
+Groups, each a set of values for some keys:
+{groups}
+
+Sections of keys ({sections}):
+  docs/config.md explains every key. An unknown key is refused with the valid ones.
+
+Flags:
+  --cfg job        print the config instead of running it (with -p SECTION: a section of it)
+  -m               run one job for each combination of values: trainer.seed=1,2 algorithm=grpo,ppo
+  --hydra-help     print further flags, of Hydra
+"""
+
 
 def run_app(job: Job) -> None:
     """Compose the config from the command line and hand it to `job`; then exit.
@@ -30,6 +44,9 @@ def run_app(job: Job) -> None:
     traceback), 75 stopped early, 130 interrupted by a second signal.
     """
     guard_output()
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(_help(), end="")
+        return
     show_messages()
     with SIGNALS.listening():
         status = _run(job)
@@ -58,6 +75,16 @@ def explain(error: BaseException) -> str:
     if isinstance(error, (ConfigCompositionException, OverrideParseException)):
         return " ".join(str(error).split())
     return first_lines[0]
+
+
+def _help() -> str:
+    # Hydra's own help takes seconds: it composes the schema once for each group.
+    program = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+    groups = []
+    for group in sorted(entry.name for entry in os.scandir(conf_dir()) if entry.is_dir()):
+        choices = sorted(os.path.splitext(name)[0] for name in os.listdir(os.path.join(conf_dir(), group)))
+        groups.append(f"  {group}: {', '.join(choices)}")
+    return _HELP.format(program=program, groups="\n".join(groups), sections=", ".join(valid_keys()))
 
 
 def _run(job: Job) -> int:

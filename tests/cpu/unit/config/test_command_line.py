@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 
@@ -64,9 +65,21 @@ def test_the_config_is_printed_without_torch(tmp_path):
     assert done.returncode == 0 and "colocate_roles: true" in done.stdout
 
 
-def test_help_is_printed_without_torch(tmp_path):
-    done = without_torch("--help", cwd=tmp_path)
-    assert done.returncode == 0 and "experiment" in done.stdout
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_groups_choices_and_sections(flag, tmp_path):
+    done = without_torch("trainer.seed=1", flag, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "  rollout: transformers, vllm\n" in done.stdout
+    assert "(trainer, algorithm, model, data, reward, rollout, sft, logger)" in done.stdout
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["trainer.nub_workers=2"], ["--cfg", "job"]])
+def test_answers_without_a_run_need_little_processor_time(flags, tmp_path):
+    """Measured at 0.05 to 0.45 s of processor time. Importing torch, or Hydra's own help, takes more than 1 s."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run_job(*flags, cwd=tmp_path, small=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 @pytest.mark.parametrize(
