@@ -19,7 +19,7 @@ from tests.support.jobs import run_job
     ],
 )
 def test_both_kinds_of_jobs_check_devices_and_functions(module, override, sentence, tmp_path):
-    done = run_job(override, cwd=tmp_path, small=False, module=module)
+    done = run_job(override, "rollout=transformers", cwd=tmp_path, module=module)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
