@@ -109,7 +109,7 @@ def stream_and_write_on_host(rank: Rank, path: str, out: str) -> dict[str, torch
 )
 def test_adapters_do_not_depend_on_gpus_offload_or_recomputation(model_path, tmp_path, fsdp):
     pytest.importorskip("peft", reason="adapters need peft")
-    from tests.cpu.test_lora import lora_config, train
+    from tests.cpu.unit.models.test_lora import lora_config, train
 
     def config_with(**fsdp) -> Config:
         cfg = in_float32(lora_config())

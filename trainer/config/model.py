@@ -50,7 +50,8 @@ class ModelConfig(Section):
     cache_dir: str = "${oc.env:TRAINER_CACHE,'~/.cache/trainer'}"
     """Directory of the embedded models that were built and warmed up, one directory per configuration."""
     attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"))
-    """Attention of the trainer's models: `sdpa`, `eager` or `flash_attention_2`."""
+    """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself. `flash_attention_2`:
+    the package flash-attn. `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
     trust_remote_code: bool = False
     """Allow the model directory to run its own Python code."""
     chat_template: str | None = None

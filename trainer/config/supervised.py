@@ -17,9 +17,9 @@ class SFTConfig(Section):
     steps: int = number(200, at_least=1)
     """Optimizer steps of supervised training, or of the warm start of the embedded model."""
     batch_size: int = number(8, at_least=1)
-    """Packed rows per optimizer step."""
+    """An optimizer step learns as many whole examples as fill this many rows of `sft.max_length` tokens."""
     max_length: int = number(256, at_least=1)
-    """Tokens per packed row. A longer example is cut."""
+    """Longest example in tokens. A longer one is cut."""
     train_on: list[str] = field(default_factory=lambda: ["assistant"])
     """Roles whose messages are learnt."""
     weights: list[float] = field(default_factory=list)

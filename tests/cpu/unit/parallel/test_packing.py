@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.parallel.batching import take_rows
 from trainer.parallel.packing import Packing
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
@@ -53,23 +52,3 @@ def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(length
         grid = torch.zeros(len(bucket.lengths) * bucket.longest)
         grid[places] = 1
         assert grid.view(len(bucket.lengths), -1).sum(1).tolist() == list(bucket.lengths)
-
-
-def test_a_micro_batch_is_packed_for_the_model_and_padded_for_the_loss():
-    batch = {
-        "input_ids": np.array([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 0, 0]]),
-        "mask": np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]], np.float32),
-        "lengths": np.array([3, 1, 2]),
-    }
-    micro_batch = take_rows(batch, [2, 1], "cpu")
-    assert micro_batch.input_ids.tolist() == [[5, 6, 4]]
-    assert micro_batch.packing.lengths == (2, 1) and micro_batch.rows == [2, 1]
-    assert micro_batch["mask"].tolist() == [[0, 1], [1, 0]]
-    assert "mask" in micro_batch and "input_ids" not in micro_batch
-
-
-def test_an_empty_micro_batch_takes_part_and_contributes_nothing():
-    batch = {"input_ids": np.array([[1, 2]]), "mask": np.ones((1, 2), np.float32), "lengths": np.array([2])}
-    micro_batch = take_rows(batch, [], "cpu")
-    assert micro_batch.input_ids.tolist() == [[1, 2]] and micro_batch.rows == []
-    assert micro_batch["mask"].tolist() == [[0, 0]]

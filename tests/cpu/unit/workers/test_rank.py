@@ -35,7 +35,6 @@ from tests.support.training import (
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
-from trainer.parallel.batching import plan_micro_batches
 from trainer.workers.rank import Rank
 
 
@@ -231,23 +230,6 @@ def test_streamed_and_written_weights_are_the_same_and_rounded_once(model_path, 
     for name, tensor in written.items():
         assert torch.equal(tensor, start[name].bfloat16()), name
         assert torch.equal(tensor, streamed[1][name]), name
-
-
-def test_plan_takes_every_row_once_and_gives_every_rank_as_many_micro_batches():
-    rng = np.random.default_rng(1)
-    for _ in range(200):
-        lengths = rng.integers(1, 100, rng.integers(1, 60)).tolist()
-        ranks, limit = int(rng.integers(1, 6)), int(rng.integers(20, 900))
-        plan = plan_micro_batches(lengths, ranks, limit)
-        assert len(plan) == ranks and len({len(micro_batches) for micro_batches in plan}) == 1
-        rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
-        assert sorted(rows) == list(range(len(lengths)))
-        for micro_batch in (m for micro_batches in plan for m in micro_batches):
-            assert len(micro_batch) <= 1 or sum(lengths[row] for row in micro_batch) <= limit
-
-
-def test_plan_spreads_the_long_rows_over_the_ranks():
-    assert plan_micro_batches([8, 1, 8, 1], num_ranks=2, max_tokens=8) == [[[0], [1]], [[2], [3]]]
 
 
 def draw(rank: Rank) -> tuple[float, float, float]:
