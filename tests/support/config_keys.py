@@ -8,7 +8,7 @@ from __future__ import annotations
 RANKS, EXPERIENCE, KL, LEDGER, START, DRIVER = "ranks", "experience", "kl", "ledger", "start", "driver"
 
 PROOFS = {
-    RANKS: "test_changed_workers.py::test_a_change_acts_as_if_the_run_had_started_with_it",
+    RANKS: "unit/workers/test_changed_workers.py::test_a_change_acts_as_if_the_run_had_started_with_it",
     EXPERIENCE: "test_config_changes.py::test_a_step_s_experience_follows_the_config",
     KL: "test_config_changes.py::test_the_kl_controller_takes_its_settings_from_the_config",
     LEDGER: "test_config_changes.py::test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger",

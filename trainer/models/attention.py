@@ -27,6 +27,7 @@ except ImportError:  # before torch 2.10
     _VARLEN = False
 
 PACKED = "packed"
+_VARLEN_WIDTHS = range(8, 257, 8)  # of a head
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -100,7 +101,7 @@ def packed_attention(
         )
     assert attention_mask is None and query.shape[2] == packing.tokens, (query.shape, packing.tokens)
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and _VARLEN and softcap is None and query.shape[-1] <= 256:
+    if query.is_cuda and half and _VARLEN and softcap is None and query.shape[-1] in _VARLEN_WIDTHS:
         return _varlen(query, key, value, packing, scaling, sliding_window), None
     parts = [
         _attend_bucket(query, key, value, bucket, places, scaling, sliding_window, softcap)
