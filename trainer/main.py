@@ -61,9 +61,9 @@ def train(cfg: Config) -> None:
     """Train with rollouts."""
     device = prepare(cfg)
     with SIGNALS.held():
-        from trainer.loop import run
+        from trainer.jobs import train_with_rollouts
 
-    run(cfg, device)
+    train_with_rollouts(cfg, device)
 
 
 if __name__ == "__main__":

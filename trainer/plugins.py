@@ -61,6 +61,11 @@ def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
 
 
+def takes_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether it has a parameter of this name, or `**options`."""
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in _parameters(function))
+
+
 def takes_any_option(function: Callable[..., Any]) -> bool:
     """Return whether the function has a parameter `**options`."""
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))

@@ -12,9 +12,9 @@ def train(cfg: Config) -> None:
     """Train on examples."""
     device = prepare(cfg)
     with SIGNALS.held():
-        from trainer.supervised import run
+        from trainer.jobs import train_supervised
 
-    run(cfg, device)
+    train_supervised(cfg, device)
 
 
 if __name__ == "__main__":

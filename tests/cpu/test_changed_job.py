@@ -24,6 +24,7 @@ CHANGES = {
     "rollout.dtype": "bfloat16",
 }
 ONLY_BUILT_FROM_THE_CONFIG = {
+    "algorithm.old_logprobs",
     "model.trust_remote_code",
     "rollout.engine",
     "rollout.top_p",
@@ -76,8 +77,7 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
     assert set(json.loads((checkpoint / "data.json").read_text())) == {
         "format",
         "seed",
-        "num_prompts",
+        "rows",
         "fingerprint",
-        "epoch",
-        "position",
+        "places",
     }

@@ -10,24 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.config_keys import ALLOWED, EXPERIENCE, HARMLESS, KL, LEDGER, PROOFS, REFUSED
-from trainer.algorithms import AdaptiveKL, FixedKL
+from tests.support.runs import OpenRun
+from trainer.algorithms import AdaptiveKL, FixedKL, shape_rewards
 from trainer.checkpoint.parts import json_part
 from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt, load_prompts
+from trainer.data.examples import load_train
+from trainer.data.ledger import Ledger
 from trainer.data.rollouts import write_rollouts
-from trainer.data.sft import PackedSource, load_train
-from trainer.data.source import DrawnPrompt, PromptSource
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.experience import add_advantages, correct_rollouts, leave_out_rows, shape_rewards
-from trainer.generation.engine import Completion
+from trainer.learner.experience import add_advantages, correct_rollouts, leave_out_rows
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.run import compatibility
 from trainer.run.compatibility import Change
-from trainer.run.replay import REPLAY_FILE
-from trainer.run_directory import RunDirectory
+from trainer.run.directory import RunDirectory
+from trainer.run.replay import REPLAY_FILE, ReplayAudit
+from trainer.sources.supervised import SupervisedSource
 
 
 def keys_of(section: Any, prefix: str = "") -> list[str]:
@@ -107,11 +110,9 @@ def _merged(changes: tuple[Settings, ...]) -> Settings:
     return {key: value for change in changes for key, value in change.items()}
 
 
-def opened(cfg: Config, step: int = 0, supervised: bool = False) -> RunDirectory:
-    run = RunDirectory(cfg, supervised).open()
-    run.parts.append(run.config_part())
-    for name in ("trainer_state", "data", "models"):
-        run.parts.append(json_part(name, lambda: {"step": step}, lambda _: None))
+def opened(cfg: Config, supervised: bool = False) -> OpenRun:
+    run = OpenRun(cfg, {"step": 0}, supervised)
+    run.parts.append(json_part("models", dict, lambda _: None))
     return run
 
 
@@ -120,8 +121,7 @@ def save(cfg: Config, *steps: int, supervised: bool = False, metrics: dict[str, 
     cfg.trainer.resume_mode = "latest"
     with opened(cfg, supervised=supervised) as run:
         for step in steps:
-            run.save(step, metrics or {}, [])
-            run.finish(print)
+            run.save(step, metrics)
 
 
 POLICY_COSINE = {"trainer.policy.optimizer.scheduler": "cosine"}
@@ -142,15 +142,16 @@ ADAPTIVE = {"algorithm.kl_controller": "adaptive", "algorithm.kl_coef": 0.1}
         ),
     ],
 )
-def test_what_is_computed_changes_with_permission_alone(tmp_path, change, sentence):
+def test_what_is_computed_changes_with_permission_alone(tmp_path, caplog, change, sentence):
     save(configured(tmp_path), 1)
     cfg = configured(tmp_path, change, resume_mode="latest")
     with pytest.raises(UserError, match=sentence):
         RunDirectory(cfg).open()
     (key,) = change
     cfg.trainer.allow_config_change = [key]
-    with RunDirectory(cfg).open() as run:
-        assert any(note.startswith(f"config changed since the checkpoint: {key}: ") for note in run.notes)
+    caplog.set_level("INFO")
+    with RunDirectory(cfg).open():
+        assert any(line.startswith(f"config changed since the checkpoint: {key}: ") for line in caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_the_number_of_steps_is_free_unless_a_schedule_goes_by_it(tmp_path, sett
             RunDirectory(cfg, supervised).open()
         cfg.trainer.allow_config_change = [refused]
     with RunDirectory(cfg, supervised).open() as run:
-        assert run.resume.step == 1
+        assert run.resume.checkpoint.step == 1
 
 
 @pytest.mark.parametrize(
@@ -199,12 +200,12 @@ def test_a_schedule_is_where_a_run_started_with_the_new_batch_sizes_would_be(tmp
     save(configured(tmp_path, gae), 3)
     allowed = {"trainer.allow_config_change": list(change)}
     with RunDirectory(configured(tmp_path, gae, change, allowed, resume_mode="latest")).open() as run:
-        assert run.added_steps == {"critic": critic, "policy": policy}
+        assert run.resume.restore.added_steps == {"critic": critic, "policy": policy}
     save(configured(tmp_path / "sft"), 3, supervised=True)
     with RunDirectory(
         configured(tmp_path / "sft", change, allowed, resume_mode="latest"), supervised=True
     ).open() as run:
-        assert not any(run.added_steps.values())
+        assert not any(run.resume.restore.added_steps.values())
 
 
 def test_the_weight_of_the_kl_does_not_change_under_an_adaptive_controller(tmp_path):
@@ -232,7 +233,7 @@ def test_a_fall_back_is_held_against_the_config_of_the_older_checkpoint(tmp_path
     cfg = configured(tmp_path, {"rollout.n": 4}, resume_mode="latest", on_resume_mismatch="fallback")
     with opened(cfg) as run:
         with pytest.raises(UserError, match=r"rollout.n=4: .*saved with 8.*change=\[rollout.n\]"):
-            run.accept("it differs", print)
+            run.directory.fall_back()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -256,10 +257,10 @@ def test_replayed_steps_are_compared_as_far_as_the_config_is_the_same(tmp_path, 
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "policy/loss": 1.0}) + "\n" for n in (1, 2)))
     caplog.set_level("INFO")
     with opened(configured(tmp_path, change, resume_mode="latest")) as run:
-        audit = run.load()
-        assert audit is not None and audit.pending == compared
+        resume = run.resume
+        audit = ReplayAudit(str(tmp_path), 1, 0.0, resume.same_rounding, resume.same_run)
+        assert audit.pending == compared
         assert os.path.exists(tmp_path / REPLAY_FILE) == compared
-        assert any("replayed steps are not compared" in note for note in run.notes) != compared
         problem = audit.check(2, {"policy/loss": 1.0001})
     assert (problem is not None) == (compared and not tolerated)
     assert any("resume verified" in line for line in caplog.messages) == (compared and tolerated)
@@ -331,12 +332,16 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
         "values": rng.normal(size=mask.shape).astype(np.float32),
     }
     lengths = mask.sum(axis=1).astype(int)
-    completions = [Completion([1] * n, [0.0] * n, "length" if n == 5 else "stop", 0) for n in lengths]
-    cfg = Config(algorithm=algorithm)
-    cfg.rollout.max_response_tokens = 5
-    rewards = shape_rewards(np.array([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]), completions, cfg)
+    status = ["length" if n == 5 else "stop" for n in lengths]
+    rewards = shape_rewards(
+        torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]).double(),
+        torch.from_numpy(lengths),
+        5,
+        algorithm.overlong_buffer,
+        algorithm.overlong_factor,
+    ).numpy()
     corrected, _ = correct_rollouts(add_advantages(batch, rewards, algorithm), algorithm)
-    return leave_out_rows(corrected, rewards, completions, algorithm)
+    return leave_out_rows(corrected, rewards, status, algorithm)
 
 
 @pytest.mark.parametrize("key, value, before", EXPERIENCE_CHANGES, ids=[key for key, *_ in EXPERIENCE_CHANGES])
@@ -365,9 +370,14 @@ def files(tmp_path_factory) -> dict[str, str]:
     for name, words in (("a", ("one", "three")), ("b", ("seven", "eleven"))):
         lines = [json.dumps({"prompt": word * (i + 1), "answer": word[::-1]}) for i, word in enumerate(words)]
         (root / f"{name}.jsonl").write_text("\n".join(lines))
-    prompt = DrawnPrompt("0:0", Prompt(0, (1, 2), "p", "a"))
-    completions = [Completion([65, 66], [-1.0, -2.0], "stop", 0), Completion([67], [-3.0], "stop", 0)]
-    write_rollouts(str(root), 1, [prompt], completions, [1.0, 0.0], _texts(str(root / "model"), completions))
+    tokenizer = load_tokenizer(str(root / "model"), None, False)
+    episodes, texts = [], []
+    for number, (tokens, reward) in enumerate((([65, 66], 1.0), ([67], 0.0))):
+        ids = np.asarray([1, 2, *tokens])
+        sample = Sample(ids, (np.arange(len(ids)) > 1).astype(np.float32), -np.arange(len(ids), dtype=np.float32))
+        episodes.append(Episode(f"0:0:{number}", "0:0", [sample], reward))
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    write_rollouts(str(root), 1, [Prompt(0, (1, 2), "p", "a")], episodes, texts)
     rollouts = str(root / "rollouts/step_1.jsonl")
     return {
         "model": str(root / "model"),
@@ -376,11 +386,6 @@ def files(tmp_path_factory) -> dict[str, str]:
         "b": str(root / "b.jsonl"),
         "rollouts": rollouts,
     }
-
-
-def _texts(model: str, completions: list[Completion]) -> list[str]:
-    tokenizer = load_tokenizer(model, None, False)
-    return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
 
 
 ROLLOUTS = {"source": "rollouts", "files": ("rollouts", "rollouts"), "max_length": 8}
@@ -399,7 +404,7 @@ LEDGER_CHANGES: list[tuple[str, Any, Settings, bool]] = [
 """Key, new value, what supervised training has set, and whether the change is accepted; else the ledger refuses it."""
 
 
-def source_of(files: dict[str, str], before: Settings, key: str, value: Any = None) -> PromptSource | PackedSource:
+def source_of(files: dict[str, str], before: Settings, key: str, value: Any = None) -> Ledger | SupervisedSource:
     """The source that `key` belongs to, with its new value if one is given."""
     settings = {"batch_size": 1, "max_length": 40, **before}
     names = settings.pop("files", ("a", "b"))
@@ -411,20 +416,19 @@ def source_of(files: dict[str, str], before: Settings, key: str, value: Any = No
     template = files[changed["chat_template"]] if "chat_template" in changed else None
     tokenizer = load_tokenizer(files["model"], template, False)
     if section != "sft":
-        return PromptSource(
-            load_prompts(data, "train", tokenizer, changed.get("max_prompt_tokens", 512)).prompts, seed=1
-        )
+        prompts = load_prompts(data, "train", tokenizer, changed.get("max_prompt_tokens", 512)).prompts
+        return Ledger([prompts], 1, "prompts", lambda: repr(prompts))
     sft = SFTConfig(**{**settings, **changed})
     parts = load_train(data, sft, tokenizer)
-    return PackedSource(parts, sft.weights, 1, sft.batch_size, sft.max_length, tokenizer.pad_token_id)
+    return SupervisedSource(sft, parts, [], 1, lambda _: 0.0)
 
 
 @pytest.mark.parametrize("key, value, before, accepted", LEDGER_CHANGES)
 def test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger(files, key, value, before, accepted):
     old, new = source_of(files, before, key), source_of(files, before, key, value)
-    if isinstance(old, PackedSource):
-        old.take()
-        old.commit()
+    if isinstance(old, SupervisedSource):
+        old.next(1)
+        old.commit(1)
     else:
         old.commit(old.take(1))
     state = json.loads(json.dumps(old.state_dict()))
@@ -433,9 +437,9 @@ def test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger(files, key, 
             new.load_state_dict(state)
         return
     new.load_state_dict(state)
-    assert isinstance(old, PackedSource) and isinstance(new, PackedSource)
-    before_change, after_change = old.take(), new.take()
-    assert any(not np.array_equal(before_change[name], after_change[name]) for name in before_change)
+    assert isinstance(old, SupervisedSource) and isinstance(new, SupervisedSource)
+    before_change, after_change = old.next(2), new.next(2)
+    assert [e.uid for e in before_change] != [e.uid for e in after_change]
 
 
 def test_every_key_of_the_ledger_is_tried():

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import check_files, load_prompts, read_examples
+from trainer.data.examples import load_train
 from trainer.data.generators import generate
-from trainer.data.sft import load_train
 from trainer.errors import UserError
 from trainer.hub import with_retries
 from trainer.models.files import resolve_model_path
@@ -58,9 +58,9 @@ def test_jsonl_rows_in_order(tmp_path):
     second = tmp_path / "b.jsonl"
     second.write_text('\n{"prompt": "c", "answer": 3.5}\n\n')
     assert read_examples(files(first, str(second)), "train") == [
-        {"prompt": "é", "answer": "1"},
-        {"prompt": CHAT, "answer": "2"},
-        {"prompt": "c", "answer": "3.5"},
+        {"prompt": "é", "answer": "1", "row": {"prompt": "é", "answer": "1"}},
+        {"prompt": CHAT, "answer": "2", "row": {"prompt": CHAT, "answer": 2, "more": None}},
+        {"prompt": "c", "answer": "3.5", "row": {"prompt": "c", "answer": 3.5}},
     ]
 
 
@@ -75,7 +75,9 @@ def test_parquet_rows_are_those_of_jsonl(tmp_path):
 
 def test_parquet_chats(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": CHAT, "answer": 4}]), str(tmp_path / "a.parquet"))
-    assert read_examples(files(str(tmp_path / "a.parquet")), "train") == [{"prompt": CHAT, "answer": "4"}]
+    assert read_examples(files(str(tmp_path / "a.parquet")), "train") == [
+        {"prompt": CHAT, "answer": "4", "row": {"prompt": CHAT, "answer": 4}}
+    ]
 
 
 def test_size_cuts_and_stops_reading(tmp_path):

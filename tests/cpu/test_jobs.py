@@ -280,3 +280,21 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
                     "sft.optimizer.warmup_steps=0", module="trainer.sft", cwd=tmp_path)  # fmt: skip
     sentence = burst.stderr.strip().splitlines()[-1]
     assert burst.returncode == 2 and "the last good checkpoint is" in sentence and "sft.optimizer.lr" in sentence
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
+def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, module):
+    """What a save writes has longer names than what tries the directory before: no save succeeds."""
+    place = str(tmp_path)
+    while len(place) < 4035:
+        place += "/" + "x" * min(200, 4035 - len(place) - 1)
+    job = run_job("rollout=transformers", "trainer.val_interval=-1", "logger.plot=false", "sft.steps=3",
+                  "trainer.ckpt_failures_allowed=9", "trainer.hf_save_interval=2", f"trainer.ckpt_path={place}",
+                  module=module, cwd=tmp_path)  # fmt: skip
+    assert job.returncode == 1, job.stdout + job.stderr
+    (sentence,) = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+    assert "is trained but not saved: trainer.ckpt_path=" in sentence and "name too long" in sentence, sentence
+    assert "finished" not in job.stdout and "Traceback" not in job.stderr
+    assert len(metrics(tmp_path / "outputs/default")) == (2 if module == "trainer.main" else 3)

@@ -13,19 +13,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.runs import OpenRun
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import DamagedError, verify
-from trainer.checkpoint.parts import config_yaml, json_part
+from trainer.checkpoint.parts import config_part, config_yaml, json_part
 from trainer.config import Config
-from trainer.data.source import PromptSource
+from trainer.data.ledger import Ledger
 from trainer.documents import is_count, parse_yaml
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
 from trainer.metrics.report import write_report
 from trainer.metrics.tracker import read_metrics
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
-from trainer.run_directory import RunDirectory
 
 DEEP_JSON = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 DEEP_YAML = "a: " + "[" * 5_000 + "]" * 5_000
@@ -44,13 +44,14 @@ def config(root: Path, **trainer) -> Config:
     return cfg
 
 
-def open_run(cfg: Config, state: dict) -> RunDirectory:
-    run = RunDirectory(cfg).open()
-    register = run.parts.append
-    register(run.config_part())
-    register(json_part("trainer_state", lambda: state, state.update, {"step": int}))
-    register(json_part("data", lambda: {"position": 1}, lambda _: None))
-    register(json_part("models", lambda: {"weights": [1.0]}, lambda _: None))
+def open_run(cfg: Config, state: dict) -> OpenRun:
+    run = OpenRun(cfg, state)
+    run.parts = [
+        config_part(cfg),
+        json_part("trainer_state", lambda: state, state.update, {"step": int}),
+        json_part("data", lambda: {"position": 1}, lambda _: None),
+        json_part("models", lambda: {"weights": [1.0]}, lambda _: None),
+    ]
     return run
 
 
@@ -64,8 +65,7 @@ def real_run(tmp_path_factory) -> Path:
             state["step"] = step
             with open(root / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, "reward/mean": step / 2}) + "\n")
-            run.save(step, {}, ["policy"])
-            run.finish(print)
+            run.save(step, roles=["policy"])
     return root
 
 
@@ -270,11 +270,12 @@ def test_the_config_of_a_run_is_read_as_it_was_written():
     [{"epoch": "1"}, {"position": -1}, {"position": 10**9}, {"position": None}, {"epoch": 2**70}, {"curriculum": 3}],
 )
 def test_a_place_in_the_data_that_cannot_be_is_refused(change):
-    from trainer.data.datasets import Prompt
-
-    source = PromptSource([Prompt(i, (i,), str(i), "") for i in range(4)], seed=1)
+    ledger = Ledger([range(4)], 1, "prompts", lambda: "content")
+    state = ledger.state_dict()
+    place = state["places"][0] | {name: value for name, value in change.items() if name != "curriculum"}
+    changed = {**state, "places": [place], **{name: value for name, value in change.items() if name == "curriculum"}}
     with pytest.raises(UserError, match="place in the data is damaged|data.curriculum"):
-        source.load_state_dict(source.state_dict() | change)
+        ledger.load_state_dict(changed)
 
 
 def test_states_of_random_generators_that_cannot_be_are_refused():

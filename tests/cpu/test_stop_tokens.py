@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.ranks import run_ranks
-from tests.support.training import update
-from trainer.algorithms import ADVANTAGES
+from trainer.algorithms import ADVANTAGES, shape_rewards
 from trainer.config import Config, TinyConfig
-from trainer.data.datasets import Prompt
-from trainer.data.source import PromptSource
-from trainer.experience import add_advantages, build_batch, describe, leave_out_rows, shape_rewards
-from trainer.generation.engine import Request, Sampling
+from trainer.episodes import Sample
+from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
+from trainer.learner.experience import (
+    add_advantages,
+    build_batch,
+    describe_agreement,
+    describe_rewards,
+    leave_out_rows,
+)
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.workers.rank import Rank
@@ -43,13 +49,14 @@ def steps(rank: Rank, path: str) -> list[dict]:
     rank.build(["policy", "critic"], path)
     stops = stop_token_ids(path, load_tokenizer(path))
     engine = TransformersEngine(path, dtype="float32", seed=1, rollout=cfg.rollout, device="cpu")
-    prompts = PromptSource([Prompt(i, tuple(range(65, 68 + i)), "", "") for i in range(4)], 1).take(4)
-    requests = [Request(p.prompt.token_ids, 10 * i + j) for i, p in enumerate(prompts) for j in range(N)]
+    prompts = [tuple(range(65, 68 + i)) for i in range(4)]
+    requests = [Request(prompt, 10 * i + j) for i, prompt in enumerate(prompts) for j in range(N)]
     results = []
     for estimator in ADVANTAGES:
         cfg.algorithm.advantage_estimator = estimator
         completions = engine.generate(requests, Sampling(1.0, 1.0, -1, MAX_TOKENS, stops))
-        batch = build_batch(prompts, completions)
+        samples = [sample_of(r.prompt_token_ids, c) for r, c in zip(requests, completions, strict=True)]
+        batch = build_batch(samples, [str(i // N) for i in range(len(samples))])
         shape = batch["input_ids"].shape
         for key, (rows, values) in {
             "old_logprobs": rank.call("policy", "logprobs", batch),
@@ -57,15 +64,25 @@ def steps(rank: Rank, path: str) -> list[dict]:
         }.items():
             batch[key] = torch.zeros(shape).numpy()
             batch[key][rows] = values
-        rewards = shape_rewards(torch.zeros(len(requests)).double().numpy(), completions, cfg)
-        baselines = rewards if estimator == "remax" else None
-        batch = add_advantages(batch, rewards, cfg.algorithm, 0.0, baselines)
-        metrics = describe(batch, rewards, completions)
-        batch = leave_out_rows(batch, rewards, completions, cfg.algorithm)
-        for role in ("critic", "policy") if estimator == "gae" else ("policy",):
-            metrics |= {f"{role}/{name}": value for name, value in update(rank, role, batch, 1).items()}
-        results.append(metrics | {"lengths": [len(c.token_ids) for c in completions]})
+        a, lengths = cfg.algorithm, torch.tensor([len(c.token_ids) for c in completions])
+        zeros = torch.zeros(len(requests)).double()
+        rewards = shape_rewards(zeros, lengths, MAX_TOKENS, a.overlong_buffer, a.overlong_factor).numpy()
+        batch = add_advantages(batch, rewards, a, 0.0, rewards if estimator == "remax" else None)
+        status = [c.finish_reason for c in completions]
+        metrics = describe_rewards(batch, rewards, status) | describe_agreement(batch)
+        batch = leave_out_rows(batch, rewards, status, a)
+        metrics |= {f"policy/{name}": x for name, x in rank.call("policy", "update", batch, 1).metrics.items()}
+        if estimator == "gae":
+            metrics |= {f"critic/{name}": x for name, x in rank.call("critic", "update", batch, 1).items()}
+        results.append(metrics | {"lengths": lengths.tolist()})
     return results
+
+
+def sample_of(prompt: Sequence[int], completion: Completion) -> Sample:
+    nothing = [0.0] * len(prompt)
+    mask = np.asarray([*nothing, *([1.0] * len(completion.token_ids))], np.float32)
+    logprobs = np.asarray([*nothing, *completion.logprobs], np.float32)
+    return Sample(np.asarray([*prompt, *completion.token_ids]), mask, logprobs, (0, 0))
 
 
 @pytest.mark.parametrize("overlong", [0, 3])

@@ -18,8 +18,9 @@ from transformers import AutoConfig
 from tests.cpu.test_odd_files import config, replace, rewrite
 from tests.support.opened import opened_files
 from tests.support.ranks import run_ranks
+from tests.support.runs import OpenRun
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.parts import json_part
+from trainer.checkpoint.parts import assets_part, config_part, json_part, models_part
 from trainer.checkpoint.safe_dcp import load_metadata
 from trainer.config import ModelConfig, TinyConfig
 from trainer.data import datasets
@@ -29,7 +30,6 @@ from trainer.errors import UserError
 from trainer.models.files import load_config
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.run_directory import RunDirectory
 from trainer.workers.rank import Rank
 
 # ----------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ from trainer.workers.rank import Rank
 
 
 class OneRank:
-    """What `trainer.cluster.ranks.Ranks` is to a run directory, with one rank in this process."""
+    """What `trainer.learner.ranks.Ranks` is to a run directory, with one rank in this process."""
 
     saved_roles = ["policy"]
 
@@ -52,29 +52,29 @@ class OneRank:
         self.rank.call(role, "load", files, what, steps_added)
 
 
-def open_run(rank: Rank, root: str, model: str) -> RunDirectory:
+def open_run(rank: Rank, root: str, model: str) -> OpenRun:
     rank.build(["policy"], model)
-    run = RunDirectory(config(Path(root))).open()
-    register = run.parts.append
-    register(run.config_part())
-    register(json_part("trainer_state", lambda: {"step": 1}, lambda _: None))
-    register(json_part("data", lambda: {"position": 1}, lambda _: None))
-    register(run.models_part(OneRank(rank)))  # type: ignore[arg-type]
-    register(run.assets_part(model, load_tokenizer(model), OneRank(rank)))  # type: ignore[arg-type]
+    run = OpenRun(config(Path(root)))
+    run.parts = [
+        config_part(run.cfg),
+        json_part("trainer_state", lambda: {"step": 1}, lambda _: None),
+        json_part("data", lambda: {"position": 1}, lambda _: None),
+        models_part(OneRank(rank)),  # type: ignore[arg-type]
+        assets_part(model, load_tokenizer(model), False),
+    ]
     return run
 
 
 def save_run(rank: Rank, root: str, model: str) -> None:
     with open_run(rank, root, model) as run:
-        run.save(1, {}, ["policy"])
-        run.finish(print)
+        run.save(1, roles=["policy"])
 
 
 def resume_run(rank: Rank, root: str, model: str) -> str:
     try:
         with open_run(rank, root, model) as run:
             run.load()
-            return run.last_checkpoint
+            return run.resume.checkpoint.path
     except UserError as error:
         return str(error)
 
@@ -301,11 +301,12 @@ def test_a_template_without_end_is_stopped(model, tmp_path, monkeypatch):
 def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):
     tokenizer = load_tokenizer(str(model))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
-    with RunDirectory(config(tmp_path)).open() as run:
-        run.parts.append(run.assets_part(str(model), tokenizer, None))  # type: ignore[arg-type]
-        run.save(1, {}, [])
-        run.finish(print)
-        saved = Path(run.last_checkpoint, "policy/huggingface/additional_chat_templates/tool_use.jinja")
+    with OpenRun(config(tmp_path)) as run:
+        run.parts = [assets_part(str(model), tokenizer, False)]
+        run.save(1)
+        saved = Path(
+            run.directory.checkpoints.store.path(1), "policy/huggingface/additional_chat_templates/tool_use.jinja"
+        )
         assert saved.read_text() == "x"
 
 

@@ -12,7 +12,7 @@ PROOFS = {
     EXPERIENCE: "test_config_changes.py::test_a_step_s_experience_follows_the_config",
     KL: "test_config_changes.py::test_the_kl_controller_takes_its_settings_from_the_config",
     LEDGER: "test_config_changes.py::test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger",
-    START: "test_resuming.py::test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning",
+    START: "unit/run/test_directory.py::test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning",
     DRIVER: "test_changed_job.py::test_what_a_resume_may_change_acts_in_a_whole_job",
 }
 """The test that proves that a change acts as in a run started with the new value, or is refused."""
@@ -79,6 +79,7 @@ ALLOWED: dict[str, str] = {
     "algorithm.overlong_factor": EXPERIENCE,
     "algorithm.overlong_masking": EXPERIENCE,
     "algorithm.dynamic_sampling": DRIVER,
+    "algorithm.old_logprobs": DRIVER,
     "algorithm.max_sample_batches": DRIVER,
     "model.path": START,
     "model.attn_implementation": RANKS,

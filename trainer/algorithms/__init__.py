@@ -10,11 +10,11 @@ from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weight
 from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
-from trainer.algorithms.shaping import informative_groups, overlong_penalty
+from trainer.algorithms.shaping import informative_groups, overlong_penalty, shape_rewards
 from trainer.plugins import options_of
 
 __all__ = [
     "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "LEVELS", "POLICY_LOSSES", "AdaptiveKL", "FixedKL",
     "Totals", "aggregate", "correction_weights", "importance_weighted_ce", "informative_groups", "kl_penalty",
-    "mismatch", "options_of", "overlong_penalty", "resolve", "value_loss",
+    "mismatch", "options_of", "overlong_penalty", "resolve", "shape_rewards", "value_loss",
 ]  # fmt: skip

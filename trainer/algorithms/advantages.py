@@ -52,6 +52,15 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gam
     return (_whiten(advantages, mask, eps) if normalize_std else advantages), returns
 
 
+@torch.no_grad()
+def reward(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The reward itself (REINFORCE without a baseline; Williams, 1992): A_i = R_i.
+
+    With reward 1 and the loss `reinforce`, that is maximum likelihood: supervised training.
+    """
+    return _to_tokens(_scores(rewards, mask), mask)
+
+
 @compares_completions
 @torch.no_grad()
 def grpo(
@@ -255,6 +264,7 @@ def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
 
 ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "gae": gae,
+    "reward": reward,
     "grpo": grpo,
     "rloo": rloo,
     "reinforce_plus_plus": reinforce_plus_plus,

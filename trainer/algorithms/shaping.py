@@ -21,6 +21,11 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     return -factor * beyond.clamp(0.0, 1.0)
 
 
+def shape_rewards(rewards: Tensor, lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """The rewards `(B,)` that are trained on: with `overlong_penalty`, unless `buffer` is 0."""
+    return rewards + overlong_penalty(lengths, max_length, buffer, factor) if buffer else rewards
+
+
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """`(B,)`, true where the row's group has rewards that differ: the others teach nothing under a group baseline."""
     _, index = torch.unique(group_ids, return_inverse=True)

@@ -58,9 +58,9 @@ class LocalCluster:
         return None if self._launcher.is_running else "the launcher of its processes"
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` processes `factory(cfg, rank, world_size, device)`, one GPU each."""
+        """Start `trainer.num_workers` processes `factory(rank, world_size, device)`, one GPU each."""
         count = self.cfg.trainer.num_workers
-        args = [(self.cfg, rank, count, self.device) for rank in range(count)]
+        args = [(rank, count, self.device) for rank in range(count)]
         gpus = self._take_gpus(count)
         return self._launch(name, factory, args, env, gpus, 1, own=gpus)
 

@@ -116,7 +116,7 @@ class Cluster:
             remove_placement_group(entry[1])
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` actors `factory(cfg, rank, world_size, device)`, one GPU or CPU slot each."""
+        """Start `trainer.num_workers` actors `factory(rank, world_size, device)`, one GPU or CPU slot each."""
         count = self.cfg.trainer.num_workers
         gpus = 1 if self.device == "cuda" else 0
         placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
@@ -128,7 +128,7 @@ class Cluster:
             }
             for i in range(count)
         ]
-        args = [(self.cfg, rank, count, self.device) for rank in range(count)]
+        args = [(rank, count, self.device) for rank in range(count)]
         return self._keep(launch_actors(name, factory, args, options, env, self._patience), placement)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:

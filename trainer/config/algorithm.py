@@ -22,8 +22,8 @@ CORRECTION_LEVELS = ("token", "arithmetic", "geometric", "product")
 @dataclass
 class AlgorithmConfig(Section):
     advantage_estimator: str = "grpo"
-    """`gae` (with a critic), `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`, `maxrl`,
-    `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
+    """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
+    `maxrl`, `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
     normalize_std: bool | None = option()
     """`grpo`: divide by the standard deviation of the group. `gae`: whiten over the batch. null: the function's
     default."""
@@ -58,6 +58,9 @@ class AlgorithmConfig(Section):
     """`importance_weighted_ce`: upper bound of the importance weights."""
     options: dict[str, Any] = open_section()
     """Further options of functions that are given by import path."""
+    old_logprobs: str = choice("trainer", ("trainer", "sampler"))
+    """Whose log-probs are those of the old policy in the ratio: `trainer` (computed again before the update, or in it
+    where a step has one optimizer step) or `sampler` (the engine's; one pass less)."""
     aggregation: str = choice("token_mean", AGGREGATIONS)
     """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
     `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`)."""

@@ -38,7 +38,7 @@ class DataConfig(Section):
     """System message that is put before every prompt."""
     curriculum: str | None = None
     """Import path `package.module:function` of a function (prompts, epoch, rewards) that chooses the prompts of an
-    epoch and their order (see `trainer.data.source.Curriculum`). null: all prompts, shuffled."""
+    epoch and their order (see `trainer.data.ledger.Curriculum`). null: all prompts, shuffled."""
 
     def check(self, config: Config, name: str) -> None:
         if self.generator:

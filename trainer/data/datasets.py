@@ -7,8 +7,8 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -22,7 +22,7 @@ _LINE_BYTES = 64 << 20
 _RENDER_S = 20.0
 
 Example = dict[str, Any]
-"""`prompt` (a string, or chat messages) and `answer` (a string)."""
+"""`prompt` (a string, or chat messages), `answer` (a string) and, from files, the whole `row`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Prompt:
     """Position in the data set as read."""
     token_ids: tuple[int, ...]
     text: str
+    """Of the last message."""
     answer: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The whole row, as it was read."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         token_ids = render(tokenizer, messages, add_generation_prompt=True)
         lengths.append(len(token_ids))
         if len(token_ids) <= max_prompt_tokens:
-            prompts.append(Prompt(index, tuple(token_ids), messages[-1]["content"], example["answer"]))
+            text, answer, row = messages[-1]["content"], example["answer"], example.get("row", {})
+            prompts.append(Prompt(index, tuple(token_ids), text, answer, row))
     if not prompts:
         raise UserError(f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are "
                         f"longer; the shortest has {min(lengths)} tokens")  # fmt: skip
@@ -164,7 +168,7 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
         if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):
             raise UserError(f"data.messages_key={data.messages_key}: {where} must hold a list of chat messages there, "
                             "with role and content, the last one the assistant's")  # fmt: skip
-        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"]}, where)
+        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
     for key, name in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
         if name not in row:
             raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}")
@@ -175,7 +179,7 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(answer, (str, int, float)):
         raise UserError(f"data.answer_key={data.answer_key}: {where} must hold a string or a number, "
                         f"not {type(answer).__name__}")  # fmt: skip
-    return _checked({"prompt": prompt, "answer": str(answer)}, where)
+    return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
 
 
 def _checked(example: Example, where: str) -> Example:

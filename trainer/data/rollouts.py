@@ -8,39 +8,52 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.data.datasets import read_rows
-from trainer.data.source import DrawnPrompt
+from trainer.data.datasets import Prompt, read_rows
 from trainer.durable import write_file
+from trainer.episodes import Episode
 from trainer.errors import UserError
 
 _IDS = ("prompt_ids", "completion_ids")
 
 
-def write_rollouts(run_dir: str, step: int, prompts: Sequence[DrawnPrompt], completions: Sequence[Any],
-                   rewards: Sequence[float], texts: Sequence[str],
-                   fence: Callable[[], None] = lambda: None) -> None:  # fmt: skip
-    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line a completion.
+def write_rollouts(
+    run_dir: str,
+    step: int,
+    prompts: Sequence[Prompt],
+    episodes: Sequence[Episode],
+    texts: Sequence[str],
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line an episode.
 
     A step that is replayed after a kill writes the same file again.
 
     Args:
-        completions: `Completion`s of the engine, as many for each prompt, those of one prompt together.
+        episodes: as many for each prompt, those of one prompt together.
         texts: of the completions, as the reward saw them.
         fence: raises when this process no longer holds the run directory; then nothing is written there.
     """
     fence()
     directory = os.path.join(run_dir, "rollouts")
     os.makedirs(directory, exist_ok=True)
-    n = len(completions) // len(prompts)
+    n = len(episodes) // len(prompts)
     lines = []
-    for i, (completion, reward, text) in enumerate(zip(completions, rewards, texts, strict=True)):
-        drawn = prompts[i // n]
-        lines.append(json.dumps({
-            "step": step, "uid": drawn.uid, "prompt": drawn.prompt.text, "answer": drawn.prompt.answer,
-            "completion": text, "reward": reward, "finish_reason": completion.finish_reason,
-            "prompt_ids": list(drawn.prompt.token_ids), "completion_ids": completion.token_ids,
-            "logprobs": completion.logprobs,
-        }) + "\n")  # fmt: skip
+    for i, (episode, text) in enumerate(zip(episodes, texts, strict=True)):
+        prompt, (sample,) = prompts[i // n], episode.samples
+        start = len(prompt.token_ids)
+        line = {
+            "step": step,
+            "uid": episode.group,
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "completion": text,
+            "reward": episode.reward,
+            "finish_reason": episode.status,
+            "prompt_ids": list(prompt.token_ids),
+            "completion_ids": sample.token_ids[start:].tolist(),
+            "logprobs": sample.logprobs[start:].tolist(),
+        }
+        lines.append(json.dumps(line) + "\n")
     write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
 
 

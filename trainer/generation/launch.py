@@ -13,8 +13,8 @@ from trainer.generation.vllm_engine import engine_environment
 from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, choose
 
 if TYPE_CHECKING:
-    from trainer.cluster.ranks import Ranks
     from trainer.cluster.runtime import Cluster
+    from trainer.learner.ranks import Ranks
 
 
 def _build_engine(engine: str, *args: Any, **kwargs: Any) -> Engine:

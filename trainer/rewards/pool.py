@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
 from trainer.errors import WorkerError, one_line
+from trainer.plugins import takes_parameter
 from trainer.rewards.functions import resolve
 
 LOG = logging.getLogger(__name__)
@@ -106,10 +107,10 @@ class _Worker:
         """When it was started, or began with the first of `work`."""
         self.replaces_failed = False
 
-    def send(self, chunk: list[tuple[str, str]]) -> None:
+    def send(self, chunk: list[tuple]) -> None:
         self.since = time.monotonic()
         try:
-            self.pipe.send_bytes(json.dumps(chunk).encode())
+            self.pipe.send_bytes(json.dumps(chunk, default=str).encode())  # Parquet rows may hold dates
         except OSError as error:
             raise _Died from error
 
@@ -152,7 +153,7 @@ class RewardPool:
     """
 
     def __init__(self, name: str, timeout_s: float, num_processes: int):
-        resolve(name)  # fail now, not at the first step
+        self._takes_row = takes_parameter(resolve(name), "row")  # fails now, not at the first step
         self._name = name
         self._timeout_s = timeout_s
         self._num_processes = num_processes
@@ -175,15 +176,21 @@ class RewardPool:
             os.close(worker.output)
         self._workers = []
 
-    def score(self, completions: Sequence[str], answers: Sequence[str]) -> tuple[list[float], RewardFailures]:
+    def score(
+        self, completions: Sequence[str], answers: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[float], RewardFailures]:
         """Return the rewards in order, and the failures: a reward that raises, hangs or is not a number counts as 0.
 
         Log the failures, and what reward functions have printed.
 
+        Args:
+            rows: of the data, one for each completion, for a reward with a parameter `row`.
+
         Raises:
             WorkerError: the processes cannot start.
         """
-        call = _Call(list(zip(completions, answers, strict=True)))
+        given = [completions, answers] if rows is None or not self._takes_row else [completions, answers, rows]
+        call = _Call(list(zip(*given, strict=True)))
         self._bad_starts = 0
         size = min(_CHUNK, max(1, -(-len(call.items) // self._num_processes)))
         limit_s = LOST_LIMITS * self._timeout_s * self._num_processes
@@ -313,7 +320,7 @@ class RewardPool:
 class _Call:
     """The state of one call of `RewardPool.score`."""
 
-    def __init__(self, items: list[tuple[str, str]]):
+    def __init__(self, items: list[tuple]):
         self.items = items
         self.todo = deque(range(len(items)))
         self.results: dict[int, float | str] = {}

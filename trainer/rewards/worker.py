@@ -101,7 +101,7 @@ def _end_children() -> None:
 
 
 def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
-    """Be the worker: answer lists of (completion, answer) with `[reward or reason, is this worker's last]` each."""
+    """Be the worker: answer each (completion, answer[, row]) with `[reward or reason, is this worker's last]`."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:  # it died before that took effect
         os._exit(1)
@@ -125,8 +125,8 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
             chunk = json.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
-        for completion, answer in chunk:
-            result = _reward(function, completion, answer)
+        for completion, answer, *row in chunk:
+            result = _reward(function, completion, answer, *row)
             if os.getpid() != worker:  # the function has forked, and its child comes back here too
                 os._exit(0)
             restored = before.restore()
@@ -140,10 +140,16 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
                 os._exit(0)
 
 
-def _reward(function: Callable[[str, str], Any], completion: str, answer: str) -> float | str:
-    """Return the reward, or why there is none."""
+def _reward(
+    function: Callable[..., Any], completion: str, answer: str, row: dict[str, Any] | None = None
+) -> float | str:
+    """Return the reward, or why there is none.
+
+    Args:
+        row: the whole row of the data, for a function that takes it.
+    """
     try:
-        value = function(completion, answer)
+        value = function(completion, answer) if row is None else function(completion, answer, row=row)
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             return one_line(f"returned {type(value).__name__}, which is not a number")
         value = float(value)

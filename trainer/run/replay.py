@@ -21,7 +21,7 @@ _HISTORY = 20
 _ROUNDING = 1e-3  # what another number of ranks may change in one step
 
 
-class ResumeAudit:
+class ReplayAudit:
     """Compares the first steps after a resume with the lines that were logged past the checkpoint.
 
     The lines are kept in `metrics.replay.jsonl` until they are replayed, so that a run killed again while it

@@ -23,6 +23,11 @@ class SaveSchedule:
         self._cost_s = 0.0
         self._duration_s = 0.0
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is saved."""
+        return self._interval != -1 or self._minutes > 0
+
     def measured(self, blocked_s: float, duration_s: float) -> None:
         """A save has ended: seconds that training stood still for it, and from its begin to its commit."""
         self._cost_s = max(blocked_s, self._cost_s / 2)  # forget an outlier within a few saves

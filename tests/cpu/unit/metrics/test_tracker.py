@@ -278,3 +278,22 @@ def test_the_run_id_is_kept_while_wandb_is_off(tmp_path):
     tracker = Tracker(str(tmp_path), LoggerConfig(), "test", {}, run_id="abcd1234")
     assert tracker.state_dict() == {"wandb_run_id": "abcd1234"}
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_lines_that_are_cut_are_kept_and_each_only_once(tmp_path):
+    def start(cut: int, last: int, reward: float) -> None:
+        tracker = Tracker(str(tmp_path), LoggerConfig(), "test", {})
+        tracker.rewind(cut)
+        for step in range(cut + 1, last + 1):
+            tracker.log(step, {"reward/mean": reward, "time/step": os.urandom(1)[0]})
+        tracker.close()
+
+    start(-1, 4, 0.5)
+    assert not (tmp_path / "metrics.cut.jsonl").exists()
+    for _ in range(3):
+        start(1, 4, 0.5)  # the same again: nothing more to keep
+    start(-1, 2, 0.25)
+    start(2, 2, 0.25)
+    kept = [json.loads(line) for line in (tmp_path / "metrics.cut.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward/mean"]) for row in kept] == [(2, 0.5), (3, 0.5), (4, 0.5), (0, 0.5), (1, 0.5)]
+    assert [row["reward/mean"] for row in read_metrics(str(tmp_path / "metrics.jsonl"))] == [0.25] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
@@ -190,3 +191,25 @@ def test_leaving_the_pool_ends_a_reward_that_hangs(custom):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert _processes() == []
+
+
+ROWS = """
+def by_row(completion, answer, row):
+    return float(row["points"]) + float(completion)
+
+def by_any(completion, answer, **given):
+    return float(given["row"]["points"])
+
+def plain(completion, answer):
+    return float(completion)
+"""
+
+
+@pytest.mark.parametrize("name, expected", [("by_row", [11.0, 22.0]), ("by_any", [10.0, 20.0]), ("plain", [1.0, 2.0])])
+def test_a_reward_that_asks_for_it_gets_the_whole_row(tmp_path, monkeypatch, name, expected):
+    (tmp_path / "row_rewards.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [{"points": 10, "day": datetime.date(2026, 1, 2)}, {"points": 20, "day": None}]
+    with RewardPool(f"row_rewards:{name}", 10, 1) as pool:
+        rewards, failures = pool.score(["1", "2"], ["", ""], rows)
+    assert rewards == expected and failures.count == 0

@@ -15,7 +15,7 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
-from trainer.supervised import as_policy_training
+from trainer.sources.supervised import loop_config
 from trainer.workers.base import TrainedWorker, learning_rate
 from trainer.workers.rank import Rank
 
@@ -149,7 +149,7 @@ def make_batch() -> Batch:
 
 
 def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
-    rank.cfg = as_policy_training(cfg) if role == "supervised" else cfg
+    rank.cfg = loop_config(cfg) if role == "supervised" else cfg
     name = "critic" if role == "critic" else "policy"
     rank.build([name], path)
     worker = rank.roles[name]

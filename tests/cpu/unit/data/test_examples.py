@@ -1,4 +1,4 @@
-"""Supervised examples."""
+"""Supervised examples as samples: tokens, and what of them is to be learnt."""
 
 from __future__ import annotations
 
@@ -10,119 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt
+from trainer.data.examples import encode, load_train, load_val
 from trainer.data.rollouts import write_rollouts
-from trainer.data.sft import Encoded, PackedSource, as_batch, encode, load_train, load_val
-from trainer.data.source import DrawnPrompt
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.generation.engine import Completion
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-
-PAD = 0
-
-
-def examples_of(*lengths: int) -> list[Encoded]:
-    """Examples whose tokens say whose they are; the second half of each is to be learnt."""
-    return [Encoded([i + 1] * n, [0.0] * (n - n // 2) + [1.0] * (n // 2)) for i, n in enumerate(lengths)]
-
-
-def examples_in(batch) -> list[tuple[list[int], list[float]]]:
-    """The examples of a batch, in order; checks that nothing else is in it."""
-    found = []
-    for ids, mask, length in zip(batch["input_ids"], batch["mask"], batch["lengths"], strict=True):
-        assert (ids[:length] != PAD).all() and not ids[length:].any() and not mask[length:].any()
-        found.append((ids[:length].tolist(), mask[:length].tolist()))
-    assert not batch["group_ids"].any() and np.array_equal(batch["advantages"], batch["mask"])
-    return found
-
-
-LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(lengths=LENGTHS, rows=st.integers(1, 5))
-def test_every_epoch_has_every_example_once_whole(lengths, rows):
-    examples = examples_of(*lengths)
-    source = PackedSource([examples], [], 1, rows, 12, PAD)
-    seen: list[tuple[list[int], list[float]]] = []
-    while source.epoch < 3:
-        batch = source.take()
-        drawn = examples_in(batch)
-        tokens = sum(len(ids) for ids, _ in drawn)
-        assert rows * (12 - max(lengths)) < tokens <= rows * 12  # no row had room for what came next
-        seen += drawn
-        source.commit()
-    assert source.epoch == len(seen) / len(lengths)
-    expected = sorted((e.token_ids, e.loss_mask) for e in examples)
-    epochs = [seen[i * len(lengths) : (i + 1) * len(lengths)] for i in range(3)]
-    assert all(sorted(epoch) == expected for epoch in epochs)
-    if len(lengths) > 8:
-        assert epochs[0] != epochs[1]
-
-
-@settings(deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
-    weights=st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
-    killed_at=st.integers(0, 5),
-    uncommitted=st.integers(0, 2),
-)
-def test_data_sets_are_drawn_by_weight_and_a_restart_goes_on_where_it_was(sizes, weights, killed_at, uncommitted):
-    weights = weights[: len(sizes)]
-    parts = [[Encoded([10 * p + 1] * 3, [1.0] * 3) for _ in range(n)] for p, n in enumerate(sizes)]
-
-    def source() -> PackedSource:
-        return PackedSource(parts, weights, 1, 4, 12, PAD)
-
-    straight, seen = source(), []
-    for _ in range(8):
-        seen.append(straight.take())
-        straight.commit()
-    drawn = [ids[0] // 10 for batch in seen for ids, _ in examples_in(batch)]
-    for part, weight in enumerate(weights):
-        share = weight / sum(weights)
-        for count in range(
-            1, len(drawn) + 1
-        ):  # never further from its share than what rounding to whole examples takes
-            assert abs(drawn[:count].count(part) - share * count) < len(parts)
-    first = source()
-    for _ in range(killed_at):
-        first.take()
-        first.commit()
-    state = json.loads(json.dumps(first.state_dict()))
-    for _ in range(uncommitted):  # trained on, but the step was never finished
-        first.take()
-    again = source()
-    again.load_state_dict(state)
-    for expected in seen[killed_at:]:
-        batch = again.take()
-        again.commit()
-        assert all(np.array_equal(batch[name], expected[name]) for name in expected)
-
-
-def test_another_seed_or_other_examples_are_not_gone_on_with():
-    examples = examples_of(*range(1, 12))
-    source = PackedSource([examples], [], 1, 3, 12, PAD)
-    other = PackedSource([examples], [], 2, 3, 12, PAD)
-    assert source.take()["input_ids"].tobytes() != other.take()["input_ids"].tobytes()
-    with pytest.raises(UserError, match="trainer.seed: the order of the examples is not that"):
-        other.load_state_dict(source.state_dict())
-    with pytest.raises(UserError, match="data: the examples' content is not that"):
-        PackedSource([examples[:-1]], [], 1, 3, 12, PAD).load_state_dict(source.state_dict())
-    with pytest.raises(UserError, match="format None"):
-        source.load_state_dict({})
-
-
-def test_a_batch_has_a_row_for_each_example_in_order():
-    examples = examples_of(5, 5, 5, 12, 1)
-    batch = as_batch(examples, PAD)
-    assert batch["input_ids"].shape == (5, 12)
-    assert examples_in(batch) == [(e.token_ids, e.loss_mask) for e in examples]
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +37,9 @@ def sft(**options) -> SFTConfig:
     return SFTConfig(**{"max_length": 100, **options})
 
 
-def learnt(encoded: Encoded, tokenizer) -> list[str]:
+def learnt(encoded: Sample, tokenizer) -> list[str]:
     """The runs of tokens that are learnt, as text."""
-    pairs = zip(encoded.token_ids, encoded.loss_mask, strict=True)
+    pairs = zip(encoded.token_ids, encoded.mask, strict=True)
     runs = [(learn, [t for t, _ in run]) for learn, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
     return [tokenizer.decode(ids) for learn, ids in runs if learn]
 
@@ -154,7 +50,7 @@ def test_loss_is_on_the_answer_and_its_end(tokenizer):
     assert tokenizer.decode(encoded.token_ids) == "<|user|>abc<|assistant|>cba<|end|>"
     assert learnt(encoded, tokenizer) == ["cba<|end|>"]
     cut = encode(example, tokenizer, None, sft(max_length=7))
-    assert cut == Encoded(encoded.token_ids[:7], encoded.loss_mask[:7])
+    assert cut.token_ids.tolist() == encoded.token_ids[:7].tolist() and cut.mask.tolist() == encoded.mask[:7].tolist()
     with_system = encode(example, tokenizer, "Go.", sft())
     assert tokenizer.decode(with_system.token_ids) == "<|system|>Go.<|user|>abc<|assistant|>cba<|end|>"
 
@@ -219,7 +115,7 @@ def test_a_message_is_not_taken_for_text_of_the_template(tokenizer):
 def test_the_end_is_that_of_the_chat_template(tokenizer):
     chat = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}]
     whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
-    assert encode({"prompt": "abc", "answer": "cba"}, tokenizer, None, sft()).token_ids == whole
+    assert encode({"prompt": "abc", "answer": "cba"}, tokenizer, None, sft()).token_ids.tolist() == whole
 
 
 def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
@@ -227,7 +123,7 @@ def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
     assert [len(part) for part in load_train(data, sft(), tokenizer)] == [50]
     [short] = load_train(data, sft(max_length=9), tokenizer)
     assert 0 < len(short) < 50
-    assert all(any(e.loss_mask) and len(e.token_ids) <= 9 for e in short)
+    assert all(e.mask.any() and len(e.token_ids) <= 9 for e in short)
     assert len(load_val(data, sft(), tokenizer)) == 20
     with pytest.raises(UserError, match="sft.max_length=3: none of 20 held-out examples has anything to"):
         load_val(data, sft(max_length=3), tokenizer)
@@ -256,20 +152,23 @@ def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_
 def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     prompt = Prompt(7, tuple(tokenizer.encode("<|user|>ab<|assistant|>")), "ab", "ba")
     texts = ["ba", "ab"]
-    completions = [
-        Completion([*tokenizer.encode(text), tokenizer.eos_token_id], [-0.5, -0.25, -0.125], "stop", 3)
-        for text in texts
-    ]
-    write_rollouts(str(tmp_path), 5, [DrawnPrompt("0:7", prompt)], completions, [1.0, 0.0], texts)
+    start = len(prompt.token_ids)
+    episodes = []
+    for number, (text, reward) in enumerate(zip(texts, [1.0, 0.0], strict=True)):
+        tokens = [*prompt.token_ids, *tokenizer.encode(text), tokenizer.eos_token_id]
+        mask, logprobs = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32)
+        mask[start:], logprobs[start:] = 1, [-0.5, -0.25, -0.125]
+        sample = Sample(np.asarray(tokens), mask, logprobs, (3, 3))
+        episodes.append(Episode(f"0:7:{number}", "0:7", [sample], reward))
+    write_rollouts(str(tmp_path), 5, [prompt], episodes, texts)
     file = str(tmp_path / "rollouts/step_5.jsonl")
     data = DataConfig(train_files=[file])
     [both] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
     assert learnt(both[0], tokenizer) == ["ba<|end|>"] and len(both) == 2
-    assert both[0].logprobs == [0.0] * len(prompt.token_ids) + [-0.5, -0.25, -0.125]
+    assert both[0].logprobs.tolist() == [0.0] * len(prompt.token_ids) + [-0.5, -0.25, -0.125]
     [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
-    assert [(e.token_ids, e.logprobs) for e in right] == [(both[0].token_ids, None)]
-    batch = as_batch(both, 0)
-    assert batch["old_logprobs"][batch["mask"] > 0].tolist() == [-0.5, -0.25, -0.125] * 2
+    assert [(e.token_ids.tolist(), e.logprobs) for e in right] == [(both[0].token_ids.tolist(), None)]
+    assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
         load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
     row = json.loads(Path(file).read_text().splitlines()[0])

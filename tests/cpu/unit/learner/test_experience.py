@@ -1,24 +1,21 @@
-"""From completions to the batch that is trained on."""
+"""From episodes to the batch that is trained on."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from trainer.config import AlgorithmConfig, Config
-from trainer.data.datasets import Prompt
-from trainer.data.source import DrawnPrompt
-from trainer.experience import (
+from trainer.config import AlgorithmConfig
+from trainer.episodes import Sample
+from trainer.learner.experience import (
     add_advantages,
     build_batch,
-    choose_groups,
     correct_rollouts,
-    describe,
+    describe_agreement,
+    describe_rewards,
     explained_variance,
     leave_out_rows,
-    shape_rewards,
 )
-from trainer.generation.engine import Completion
 
 
 def batch(**arrays: np.ndarray) -> dict[str, np.ndarray]:
@@ -31,14 +28,18 @@ def batch(**arrays: np.ndarray) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def completion(*token_ids: int, reason: str = "stop") -> Completion:
-    return Completion(list(token_ids), [-0.5 * token for token in token_ids], reason, 1)
+def sample(prompt: list[int], *completion: int) -> Sample:
+    ids, start = [*prompt, *completion], len(prompt)
+    mask, logprobs = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
+    mask[start:], logprobs[start:] = 1, [-0.5 * token for token in completion]
+    return Sample(np.asarray(ids), mask, logprobs, (1, 1))
 
 
 def test_a_batch_of_two_prompts_with_three_completions_each():
-    prompts = [DrawnPrompt("0:7", Prompt(7, (50, 51), "", "")), DrawnPrompt("0:3", Prompt(3, (60, 61, 62, 63), "", ""))]
-    completions = [completion(1, 2, 3), completion(4), completion(5, 6), completion(7), completion(8, 9), completion(8)]
-    found = build_batch(prompts, completions)
+    first, second = [50, 51], [60, 61, 62, 63]
+    samples = [sample(first, 1, 2, 3), sample(first, 4), sample(first, 5, 6)]
+    samples += [sample(second, 7), sample(second, 8, 9), sample(second, 8)]
+    found = build_batch(samples, ["0:7"] * 3 + ["0:3"] * 3)
     assert found.keys() == {"input_ids", "mask", "rollout_logprobs", "lengths", "group_ids"}
     assert found["input_ids"].tolist() == [
         [50, 51, 1, 2, 3, 0],
@@ -71,37 +72,24 @@ def test_a_batch_of_two_prompts_with_three_completions_each():
                      "lengths": "int64", "group_ids": "int64"}  # fmt: skip
 
 
-def test_rewards_fall_over_the_last_tokens_before_the_limit():
-    cfg = Config()
-    cfg.rollout.max_response_tokens = 10
-    completions = [completion(*range(n)) for n in (1, 6, 7, 8, 10)]
-    rewards = np.array([1.0, 1.0, 0.0, 1.0, 0.5])
-    assert shape_rewards(rewards, completions, cfg).tolist() == rewards.tolist()
-    cfg.algorithm.overlong_buffer, cfg.algorithm.overlong_factor = 4, 0.8
-    np.testing.assert_allclose(shape_rewards(rewards, completions, cfg), [1.0, 1.0, -0.2, 0.6, -0.3], atol=1e-12)
-    assert rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5]
-
-
-def test_the_first_groups_that_teach_something_are_chosen():
-    same, mixed = [1.0, 1.0], [0.0, 1.0]
-    assert choose_groups(np.array([mixed, same, mixed, mixed]), 2, complete=False) == ([0, 2], 3)
-    assert choose_groups(np.array([mixed, same, same]), 2, complete=False) is None
-    assert choose_groups(np.array([same, same, mixed]), 2, complete=True) == ([0, 2], 3)
-    assert choose_groups(np.array([same, same, same]), 2, complete=True) == ([0, 1], 3)
+def test_tokens_that_nobody_sampled_have_no_log_probs():
+    plain = Sample(np.asarray([1, 2, 3]), np.asarray([0, 1, 1], np.float32))
+    found = build_batch([plain, plain], ["a", "b"])
+    assert found.keys() == {"input_ids", "mask", "lengths", "group_ids"}
+    assert found["group_ids"].tolist() == [0, 1]
 
 
 def test_metrics_of_a_step_by_hand():
     ours = np.array([[9, -1, 9, -1, 9], [9, -1, -1, 9, 9], [9, -1, -1, -1, -1], [9, 9, -1, -1, 9]], dtype=np.float32)
     engine = np.where(ours < 0, np.float32(-1.5), np.float32(0.0))
     engine[2, 4] = -3.0
-    values, returns = np.full((4, 5), 0.25, np.float32), np.full((4, 5), 0.5, np.float32)
-    given = batch(old_logprobs=ours, rollout_logprobs=engine, values=values, returns=returns)
-    completions = [completion(1, 2), completion(1, 2), completion(1, 2, 3, 4, reason="length"), completion(1, 2)]
-    found = describe(given, np.array([1.0, 0.0, 0.75, 0.25]), completions)
+    given = batch(old_logprobs=ours, rollout_logprobs=engine)
+    status = ["stop", "stop", "length", "stop"]
+    found = describe_rewards(given, np.array([1.0, 0.0, 0.75, 0.25]), status) | describe_agreement(given)
     expected = {
         "reward/mean": 0.5, "reward/std": np.sqrt(0.15625), "reward/zero_std_frac": 0.0, "response_length/mean": 2.5,
         "response_length/max": 4.0, "response_length/clip_ratio": 0.25, "rollout/logprob_diff_mean": 0.65,
-        "rollout/logprob_diff_max": 2.0, "critic/explained_variance": 1.0, "rollout/ratio_max": np.exp(2.0),
+        "rollout/logprob_diff_max": 2.0, "rollout/ratio_max": np.exp(2.0),
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
@@ -143,11 +131,11 @@ def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
 
 
 def test_rows_that_are_left_out_have_no_mask():
-    completions = [Completion([1], [0.0], reason, 1) for reason in ("stop", "stop", "length", "stop")]
+    status = ["stop", "stop", "length", "stop"]
     rewards = np.array([1.0, 1.0, 1.0, 0.0])
-    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(filter_zero_variance=True))["mask"]
+    kept = leave_out_rows(batch(), rewards, status, AlgorithmConfig(filter_zero_variance=True))["mask"]
     assert kept.any(axis=1).tolist() == [False, False, True, True]
-    kept = leave_out_rows(batch(), rewards, completions, AlgorithmConfig(overlong_masking=True))["mask"]
+    kept = leave_out_rows(batch(), rewards, status, AlgorithmConfig(overlong_masking=True))["mask"]
     assert kept.any(axis=1).tolist() == [True, True, False, True]
 
 

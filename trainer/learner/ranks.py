@@ -15,8 +15,7 @@ from trainer.config import Config
 from trainer.models.files import resolve_model_path
 
 
-def _build_rank(cfg: Config, _: Config, rank: int, world_size: int, device: str) -> Any:
-    """A rank of `cfg`, which may differ from the cluster's config."""
+def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
     # Imported where it is used: the driver is up seconds earlier without FSDP and the model classes.
     from trainer.workers.rank import Rank
 
@@ -151,6 +150,11 @@ class Ranks:
     def num_parameters(self) -> tuple[int, int]:
         """Parameters of the policy, and how many of them are trained."""
         return self.call_one("policy", "num_parameters")
+
+    def release(self) -> None:
+        """End the processes, and give their place back."""
+        for group, _ in self._hosts():
+            self.cluster.release(group)
 
     def _hosts(self) -> list[tuple[Group, list[str]]]:
         """Each group once, with the roles it hosts."""

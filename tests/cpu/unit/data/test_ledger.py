@@ -1,4 +1,4 @@
-"""The order of prompts: every one once an epoch, whatever happens to the run."""
+"""The order of rows: every one once an epoch, whatever happens to the run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.datasets import Prompt
-from trainer.data.source import PromptSource
+from trainer.data.ledger import Draw, Ledger
 from trainer.errors import UserError
-from trainer.experience import choose_groups
-from trainer.keyed import request_seed
+from trainer.sources.rollouts import choose_groups
 
 
-def prompts(count: int, answer: str = "") -> list[Prompt]:
-    # Indices with gaps, as over-long prompts leave them.
-    return [Prompt(3 * i, (i, i + 1), str(i), answer) for i in range(count)]
+def ledger(count: int, seed: int = 1, curriculum=None, name: str = "", content: str = "rows") -> Ledger:
+    return Ledger(
+        [range(count)], seed, "prompts", lambda: f"{content} {count}", curriculum=curriculum, curriculum_name=name
+    )
 
 
-def train(source: PromptSource, batch: int) -> list[str]:
+def train(source: Ledger, batch: int) -> list[Draw]:
     drawn = source.take(batch)
     source.commit(drawn)
-    return [d.uid for d in drawn]
+    return drawn
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -34,52 +33,38 @@ def train(source: PromptSource, batch: int) -> list[str]:
     steps=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12),
 )
 def test_none_is_skipped_and_none_repeated_over_kills(size, seed, steps):
-    source = PromptSource(prompts(size), seed)
-    seen: list[str] = []
+    source = ledger(size, seed)
+    seen: list[Draw] = []
     for batch, killed, ahead in steps:
         saved = json.dumps(source.state_dict())
         source.take(batch * ahead)  # looking ahead changes nothing
         if killed:  # during the step: what was taken is not trained on, and comes again
-            in_flight = [d.uid for d in source.take(batch)]
-            source = PromptSource(prompts(size), seed)
+            in_flight = source.take(batch)
+            source = ledger(size, seed)
             source.load_state_dict(json.loads(saved))
-            assert [d.uid for d in source.take(batch)] == in_flight
+            assert source.take(batch) == in_flight
         seen += train(source, batch)
-    uninterrupted = PromptSource(prompts(size), seed)
-    assert seen == [d.uid for d in uninterrupted.take(len(seen))]
+    uninterrupted = ledger(size, seed)
+    assert seen == uninterrupted.take(len(seen))
     assert len(set(seen)) == len(seen)
     for epoch in range(len(seen) // size):
-        indices = seen[epoch * size : (epoch + 1) * size]
-        assert sorted(indices) == sorted(f"{epoch}:{3 * i}" for i in range(size))
+        draws = seen[epoch * size : (epoch + 1) * size]
+        assert {draw.epoch for draw in draws} == {epoch} and sorted(draw.row for draw in draws) == list(range(size))
     assert source.epoch == pytest.approx(len(seen) / size)
 
 
-def test_a_drawn_prompt_is_the_one_its_name_says():
-    for drawn in PromptSource(prompts(7), 1).take(20):
-        assert drawn.uid.split(":")[1] == str(drawn.prompt.index)
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = {tuple(d.prompt.index for d in PromptSource(prompts(20), seed).take(60)[at : at + 20])
-              for seed in (0, 1) for at in (0, 20, 40)}  # fmt: skip
+    orders = {tuple(d.row for d in ledger(20, seed).take(60)[at : at + 20]) for seed in (0, 1) for at in (0, 20, 40)}
     assert len(orders) == 6
 
 
 def test_the_order_does_not_change():
     """Checkpoints stand on it: a run resumed with another version would skip and repeat prompts."""
-    assert [d.prompt.index // 3 for d in PromptSource(prompts(8), 1).take(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
-
-
-def test_every_completion_has_a_seed_of_its_own_and_keeps_it():
-    names = [
-        (seed, step, uid, i) for seed in (1, 2) for step in (1, 2) for uid in ("0:3", "1:3", "0:4") for i in (0, 1)
-    ]
-    assert len({request_seed(*name) for name in names}) == len(names)
-    assert request_seed(1, 2, "0:3", 4) == 4388807139637722315, "a resumed run would sample something else"
+    assert [d.row for d in ledger(8, 1).take(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
 
 
 def test_only_what_was_taken_can_be_committed():
-    source = PromptSource(prompts(5), 1)
+    source = ledger(5, 1)
     with pytest.raises(AssertionError):
         source.commit(source.take(3)[1:])
 
@@ -87,14 +72,13 @@ def test_only_what_was_taken_can_be_committed():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (PromptSource(prompts(5), 2), "trainer.seed: .*seed 2 instead of 1"),
-        (PromptSource(prompts(6), 1), "data: the number of prompts .*6 instead of 5"),
-        (PromptSource(prompts(5, "other answer"), 1), "data: the prompts' content"),
-        (PromptSource(prompts(5)[::-1], 1), "data: the prompts' content"),
+        (ledger(5, 2), "trainer.seed: .*seed 2 instead of 1"),
+        (ledger(6, 1), r"data: the number of prompts .*\[6\] instead of \[5\]"),
+        (ledger(5, content="other"), "data: the prompts' content"),
     ],
 )
 def test_other_data_or_seed_is_refused(other, message):
-    source = PromptSource(prompts(5), 1)
+    source = ledger(5, 1)
     train(source, 3)
     with pytest.raises(UserError, match=message):
         other.load_state_dict(source.state_dict())
@@ -102,9 +86,29 @@ def test_other_data_or_seed_is_refused(other, message):
 
 
 def test_another_format_is_refused():
-    source = PromptSource(prompts(5), 1)
-    with pytest.raises(UserError, match="data: .* has format 2, this version reads 1"):
-        source.load_state_dict({**source.state_dict(), "format": 2})
+    source = ledger(5, 1)
+    with pytest.raises(UserError, match="data: .* has format 3, this version reads 2"):
+        source.load_state_dict({**source.state_dict(), "format": 3})
+
+
+def test_a_place_saved_in_the_first_format_is_read():
+    prompts = ledger(5)
+    old = {"format": 1, "seed": 1, "num_prompts": 5, "fingerprint": "rows 5", "epoch": 2, "position": 3}
+    prompts.load_state_dict(old)
+    assert prompts.take(4) == ledger(5).take(4, skip=13)
+    with pytest.raises(UserError, match="data: the checkpoint's place in the data is damaged"):
+        prompts.load_state_dict({**old, "position": 5})
+
+    def examples() -> Ledger:
+        return Ledger([range(4), range(6)], 1, "examples", lambda: "both", weights=[2, 1])
+
+    drawn = examples().take(20)
+    consumed = [sum(draw.part == part for draw in drawn[:11]) for part in (0, 1)]
+    resumed = examples()
+    resumed.load_state_dict({"format": 1, "seed": 1, "fingerprint": "both", "consumed": consumed})
+    assert resumed.take(9) == drawn[11:]
+    with pytest.raises(UserError, match="damaged .it has 1 data sets instead of 2"):
+        examples().load_state_dict({"format": 1, "seed": 1, "fingerprint": "both", "consumed": [3]})
 
 
 def worst_first(prompts, epoch: int, rewards) -> list[int]:
@@ -122,51 +126,50 @@ def worst_first(prompts, epoch: int, rewards) -> list[int]:
     every=st.integers(1, 3),
 )
 def test_a_curriculum_that_goes_by_rewards_is_the_same_over_kills(size, batch, steps, kills, every):
-    def reward(uid: str) -> float:
-        epoch, index = map(int, uid.split(":"))
-        return (index * 31 + epoch * 17) % 8 / 8
+    def reward(draw: Draw) -> float:
+        return (draw.row * 31 + draw.epoch * 17) % 8 / 8
 
-    def run(kills: set[int]) -> list[list[str]]:
-        source = PromptSource(prompts(size), 1, worst_first)
+    def run(kills: set[int]) -> list[list[Draw]]:
+        source = ledger(size, 1, worst_first)
         saved, committed, done = json.dumps(source.state_dict()), [], 0
         while len(committed) < steps:
             drawn = source.take(batch)
             if len(committed) in kills:
                 kills = kills - {len(committed)}
-                source = PromptSource(prompts(size), 1, worst_first)
+                source = ledger(size, 1, worst_first)
                 source.load_state_dict(json.loads(saved))
                 del committed[done:]
                 continue
-            source.commit(drawn, [reward(d.uid) for d in drawn])
-            committed.append([d.uid for d in drawn])
+            source.commit(drawn, [reward(draw) for draw in drawn])
+            committed.append(drawn)
             if len(committed) % every == 0:
                 saved, done = json.dumps(source.state_dict()), len(committed)
         return committed
 
     whole = run(set())
     assert run(kills) == whole
-    names = [uid for step in whole for uid in step]
-    assert len(set(names)) == len(names)
-    first = [uid for uid in names if uid.startswith("0:")]
-    assert first == [f"0:{3 * i}" for i in worst_first(range(size), 0, {})][: len(first)]
+    draws = [draw for step in whole for draw in step]
+    assert len(set(draws)) == len(draws)
+    first = [draw.row for draw in draws if draw.epoch == 0]
+    assert first == worst_first(range(size), 0, {})[: len(first)]
 
 
 def test_a_curriculum_has_an_effect_and_bounds():
-    source = PromptSource(prompts(4), 1, lambda prompts, epoch, rewards: [3, 1] if not rewards else [max(rewards)])
-    assert [d.uid for d in source.take(2)] == ["0:9", "0:3"]
+    source = ledger(4, 1, lambda prompts, epoch, rewards: [3, 1] if not rewards else [max(rewards)])
+    assert source.take(2) == [Draw(0, 0, 3), Draw(0, 0, 1)]
     source.commit(source.take(2), [0.5, 1.0])
     assert source.epoch == 1
-    assert [d.uid for d in source.take(2)] == ["1:9", "2:9"]
+    assert source.take(2) == [Draw(0, 1, 3), Draw(0, 2, 3)]
     for wrong in ([], [4], [-1], [1, 1]):
         with pytest.raises(UserError, match=r"data.curriculum: for epoch 0 it gave \d places.*from 0 to 3"):
-            PromptSource(prompts(4), 1, lambda *_, wrong=wrong: wrong).take(1)
+            ledger(4, 1, lambda *_, wrong=wrong: wrong).take(1)
     with pytest.raises(UserError, match="data.curriculum=mine: failed for epoch 0 .ZeroDivisionError"):
-        PromptSource(prompts(4), 1, lambda *_: [1 // 0], "mine").take(1)
+        ledger(4, 1, lambda *_: [1 // 0], "mine").take(1)
 
 
 @pytest.mark.parametrize("before, now", [(None, "a:f"), ("a:f", None), ("a:f", "a:g")])
 def test_a_run_goes_on_with_its_own_curriculum_alone(before, now):
-    sources = [PromptSource(prompts(4), 1, worst_first if name else None, name or "") for name in (before, now)]
+    sources = [ledger(4, 1, worst_first if name else None, name or "") for name in (before, now)]
     with pytest.raises(UserError, match=f"data.curriculum={now}: the run was saved with {before}"):
         sources[1].load_state_dict(sources[0].state_dict())
 
@@ -185,36 +188,34 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
 ):
     """Dynamic sampling: the ledger counts what committed steps used, kills in between change nothing."""
 
-    def run(kills: list[int]) -> list[list[str]]:
-        committed: list[list[str]] = []
-        saved = PromptSource(prompts(size), 1).state_dict()
+    def run(kills: list[int]) -> list[list[Draw]]:
+        committed: list[list[Draw]] = []
+        saved = ledger(size).state_dict()
         saved_steps, moment = 0, 0
-        source = PromptSource(prompts(size), 1)
+        source = ledger(size)
         while len(committed) < steps:
             drawn: list = []
             for batch in range(1, batches + 1):
                 moment += 1
                 drawn += source.take(wanted, skip=len(drawn))
-                rewards = np.array([[0.0, float(d.prompt.index // 3 not in dull)] for d in drawn])
+                rewards = np.array([[0.0, float(d.row not in dull)] for d in drawn])
                 chosen = choose_groups(rewards, wanted, complete=batch == batches)
                 if chosen is not None:
                     break
             if moment in kills:  # dies before the commit; comes back from the last checkpoint
                 kills = [k for k in kills if k != moment]
-                source = PromptSource(prompts(size), 1)
+                source = ledger(size)
                 source.load_state_dict(saved)
                 del committed[saved_steps:]
                 continue
             groups, count = chosen
             assert len(groups) == wanted and groups == sorted(set(groups)) and groups[-1] < count <= len(drawn)
             source.commit(drawn[:count])
-            committed.append([d.uid for d in drawn[:count]])
+            committed.append(drawn[:count])
             if len(committed) % 2 == 0:
                 saved, saved_steps = json.loads(json.dumps(source.state_dict())), len(committed)
-        used = [uid for step in committed for uid in step]
-        assert used == [d.uid for d in PromptSource(prompts(size), 1).take(len(used))], (
-            "a prompt was skipped or came twice"
-        )
+        used = [draw for step in committed for draw in step]
+        assert used == ledger(size).take(len(used)), "a prompt was skipped or came twice"
         return committed
 
     assert run(kills) == run([])

@@ -1,0 +1,341 @@
+"""Which checkpoint a run continues from, what it must find again, and what it must not share."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import run_job
+from tests.support.runs import OpenRun, a_run, settings
+from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.parts import config_part, json_part, start_weights_part
+from trainer.errors import UserError
+from trainer.run.directory import RunDirectory
+
+
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
+    a_run(tmp_path)
+    for mode in (None, "none"):
+        with pytest.raises(UserError, match="already holds a run.*resume_mode=latest.*trainer.run_name"):
+            RunDirectory(settings(tmp_path, resume_mode=mode)).open()
+    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+        assert run.resume.checkpoint.step == 2 and not run.resume.restore.fork
+
+
+def test_latest_starts_a_new_run_where_there_is_none_and_refuses_where_none_is_valid(tmp_path):
+    with OpenRun(settings(tmp_path / "new", resume_mode="latest")) as run:
+        assert run.resume is None
+    a_run(tmp_path)
+    for step in (1, 2):
+        (tmp_path / f"checkpoints/global_step_{step}/manifest.json").unlink()
+    with pytest.raises(UserError, match="no checkpoint in .* is valid"):
+        RunDirectory(settings(tmp_path, resume_mode="latest")).open()
+    with OpenRun(settings(tmp_path / "new", resume_mode="latest")):
+        pass  # the refusal gave the lock back
+
+
+def test_from_path_never_falls_back_and_never_goes_back_in_its_own_run(tmp_path):
+    a_run(tmp_path / "parent")
+    newest = tmp_path / "parent/checkpoints/global_step_2"
+    with pytest.raises(UserError, match="must be a global_step_N directory"):
+        RunDirectory(settings(tmp_path / "x", resume_mode="from_path", resume_path=str(tmp_path))).open()
+    own = settings(tmp_path / "parent", resume_mode="from_path", resume_path=str(newest.parent / "global_step_1"))
+    with pytest.raises(UserError, match="newer checkpoint, global_step_2.*rollback"):
+        RunDirectory(own).open()
+    (newest / "data.json").write_text("{}")
+    with pytest.raises(UserError, match="data.json"):
+        RunDirectory(settings(tmp_path / "x", resume_mode="from_path", resume_path=str(newest))).open()
+
+
+def test_a_fork_is_of_one_parent_and_comes_back_as_itself(tmp_path):
+    a_run(tmp_path / "parent")
+    a_run(tmp_path / "other")
+    parent = str(tmp_path / "parent/checkpoints/global_step_2")
+    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
+    state: dict = {}
+    with OpenRun(cfg, state) as run:
+        run.load()
+        assert run.resume.restore.fork and state["step"] == 2
+        state["step"] = 3
+        run.save(3)
+    with OpenRun(cfg) as run:
+        assert not run.resume.restore.fork and run.resume.checkpoint.step == 3
+    cfg.trainer.resume_path = str(tmp_path / "other/checkpoints/global_step_2")
+    with pytest.raises(UserError, match="holds a fork of .*parent"):
+        RunDirectory(cfg).open()
+    into_a_run = settings(tmp_path / "other", resume_mode="from_path", resume_path=parent)
+    with pytest.raises(UserError, match="holds a run that is no fork"):
+        RunDirectory(into_a_run).open()
+
+
+def test_a_fork_may_take_the_weights_and_leave_the_rest(tmp_path):
+    a_run(tmp_path / "parent")
+    parent = str(tmp_path / "parent/checkpoints/global_step_2")
+    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, resume_load=["data"])
+    cfg.rollout.n = 2
+    with pytest.raises(UserError, match="rollout.n=2"):
+        RunDirectory(cfg).open()
+    cfg.trainer.resume_load = ["weights"]
+    with OpenRun(cfg, {"step": 0}) as run:  # what else is done with weights is free
+        run.load()
+        assert run.state == {"step": 0} and run.resume.restore.kinds == {"weights"}
+
+
+@pytest.mark.parametrize("estimators", [("gae", "grpo"), ("grpo", "gae")])
+def test_the_weights_of_a_policy_go_where_there_is_no_such_critic(tmp_path, estimators):
+    parent, fork = (settings(tmp_path / name) for name in ("parent", "fork"))
+    for cfg, estimator in zip((parent, fork), estimators, strict=True):
+        cfg.algorithm.advantage_estimator = estimator
+        cfg.trainer.critic.lora.rank = 4 if estimator == "gae" else None
+    state = {"step": 2}
+    with OpenRun(parent, state) as run:
+        run.save(2)
+    fork.trainer.resume_mode, fork.trainer.resume_load = "from_path", ["weights"]
+    fork.trainer.resume_path = str(tmp_path / "parent/checkpoints/global_step_2")
+    with OpenRun(fork) as run:
+        assert run.resume.restore.fork
+
+
+def weights_file(path, content: bytes) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("change", ["lora", "reference", "neither"])
+def test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning(tmp_path, change):
+    model = weights_file(tmp_path / "model", b"a" * 1000)
+
+    def start(**trainer) -> OpenRun:
+        cfg = settings(tmp_path / "run", resume_mode="latest", **trainer)
+        cfg.model.path = model
+        cfg.algorithm.kl_coef = 0.1 if change == "reference" else 0.0
+        cfg.trainer.policy.lora.rank = 4 if change == "lora" else None
+        run = OpenRun(cfg)
+        run.parts = [config_part(cfg), start_weights_part(cfg, model)]
+        run.parts += [json_part(name, dict, lambda _: None) for name in ("models", "data", "trainer_state")]
+        return run
+
+    with start() as run:
+        run.save(1)
+    with start() as run:
+        run.load()
+    weights_file(tmp_path / "model", b"a" * 999 + b"b")
+    with start() as run:
+        if change == "neither":
+            run.load()
+        else:
+            with pytest.raises(UserError, match="model.path=.*not those that the run began with"):
+                run.load()
+    for allowed in (["model.path"], ["model"]):
+        with start(allow_config_change=allowed) as run:
+            run.load()
+
+
+def test_a_checkpoint_that_does_not_name_its_start_weights_is_taken_with_a_note(tmp_path, caplog):
+    caplog.set_level("INFO")
+    a_run(tmp_path)
+    state: dict = {}
+    cfg = settings(tmp_path, resume_mode="latest")
+    with OpenRun(cfg, state) as run:
+        run.parts.append(json_part("models", dict, lambda _: None))
+        run.parts.append(start_weights_part(cfg, weights_file(tmp_path / "model", b"a")))
+        with pytest.raises(UserError, match="the checkpoint has no models"):
+            run.load()
+        assert state["step"] == 2 and "does not say which weights" in caplog.text
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The checkpoint directory
+
+
+def lose(checkpoints: Path, how: str) -> None:
+    """Take the checkpoint directory away, as an unmounted disk does."""
+    shutil.move(checkpoints, checkpoints.with_name("elsewhere"))
+    if how == "a file":
+        checkpoints.write_text("")
+    elif how == "a dangling link":
+        checkpoints.symlink_to(checkpoints.with_name("not mounted"))
+    elif how == "empty":
+        checkpoints.mkdir()
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "a file", "a dangling link"])
+def test_latest_does_not_start_over_where_committed_checkpoints_are_not_found(tmp_path, how):
+    a_run(tmp_path)
+    logged = (tmp_path / "metrics.jsonl").read_bytes()
+    lose(tmp_path / "checkpoints", how)
+    for mode in ("latest", "none"):
+        with pytest.raises(UserError, match="global_step_2 in .*; mount or restore it|already holds a run"):
+            RunDirectory(settings(tmp_path, resume_mode=mode)).open()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == logged
+    assert (tmp_path / "checkpoints").is_dir() == (how == "empty"), "it is not made on the wrong disk"
+    if how == "empty":
+        (tmp_path / "checkpoints").rmdir()
+    else:
+        (tmp_path / "checkpoints").unlink(missing_ok=True)
+    shutil.move(tmp_path / "elsewhere", tmp_path / "checkpoints")
+    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+        assert run.resume.checkpoint.step == 2
+
+
+def test_a_damaged_record_still_says_that_something_was_committed(tmp_path, caplog):
+    caplog.set_level("INFO")
+    a_run(tmp_path)
+    lose(tmp_path / "checkpoints", "gone")
+    for content in ("", "[]", "{}", '{"step": "2", "ckpt_path": 3}', '{"a":' * 100_000):
+        (tmp_path / "committed.json").write_text(content)
+        with pytest.raises(UserError, match="has committed a checkpoint; mount or restore it"):
+            RunDirectory(settings(tmp_path, resume_mode="latest")).open()
+    (tmp_path / "committed.json").unlink()  # as the message says: the user wants to start over
+    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+        assert run.resume is None and "metrics.cut.jsonl" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("resume_mode", ["latest", "from_path"])
+def test_a_commit_that_was_not_recorded_is_recorded_at_the_next_start(tmp_path, resume_mode):
+    """The process died between the two, or its version kept no record."""
+    a_run(tmp_path)
+    (tmp_path / "committed.json").unlink()
+    cfg = settings(tmp_path, resume_mode=resume_mode)
+    cfg.trainer.resume_path = str(tmp_path / "checkpoints/global_step_2") if resume_mode == "from_path" else None
+    with OpenRun(cfg) as run:
+        assert run.resume.checkpoint.step == 2
+    lose(tmp_path / "checkpoints", "gone")
+    with pytest.raises(UserError, match="global_step_2 in .*/checkpoints; mount or restore it"):
+        RunDirectory(settings(tmp_path, resume_mode="latest")).open()
+
+
+def test_a_fork_does_not_start_over_either(tmp_path):
+    a_run(tmp_path / "parent")
+    cfg = settings(tmp_path / "fork", resume_mode="from_path")
+    cfg.trainer.resume_path = str(tmp_path / "parent/checkpoints/global_step_2")
+    with OpenRun(cfg, {"step": 3}) as run:
+        assert run.resume.restore.fork
+        run.save(3)
+    lose(tmp_path / "fork/checkpoints", "gone")
+    with pytest.raises(UserError, match="global_step_3 in .*fork/checkpoints; mount or restore it"):
+        RunDirectory(cfg).open()
+
+
+@pytest.mark.parametrize("how", ["a file", "a dangling link", "nowhere"])
+def test_a_place_that_cannot_hold_checkpoints_is_refused_before_anything_starts(tmp_path, how):
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    lose(place, how)
+    if how == "nowhere":
+        place = Path("/proc/nowhere/checkpoints")
+    with pytest.raises(UserError, match="trainer.ckpt_path=.*cannot be written there .*choose another"):
+        RunDirectory(settings(tmp_path / "run", ckpt_path=str(place))).open()
+    assert os.listdir(tmp_path / "run") == [], "the refusal gave the lock back"
+
+
+def test_trying_the_directory_leaves_nothing_there(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with OpenRun(settings(tmp_path)):
+        (tmp_path / "checkpoints/.probe-of-a-killed-job").mkdir()
+    with OpenRun(settings(tmp_path)):
+        assert caplog.messages == ["removed .probe-of-a-killed-job, an interrupted test"]
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_a_job_names_the_key_of_a_checkpoint_directory_that_is_not_there(tmp_path):
+    (tmp_path / "file").write_text("")
+    job = run_job(f"trainer.ckpt_path={tmp_path}/file", cwd=tmp_path)
+    assert job.returncode == 2, job.stdout + job.stderr
+    assert job.stderr.splitlines()[-1].startswith(f"error: trainer.ckpt_path={tmp_path}/file: checkpoints cannot")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# One job to a checkpoint directory
+
+
+def test_two_runs_cannot_save_to_one_place(tmp_path):
+    shared = str(tmp_path / "shared")
+    with OpenRun(settings(tmp_path / "a", ckpt_path=shared)):
+        (tmp_path / "link").symlink_to(shared)
+        for place in (shared, str(tmp_path / "link")):
+            with pytest.raises(UserError, match="in use by process .*choose another trainer.ckpt_path"):
+                RunDirectory(settings(tmp_path / "b", ckpt_path=place)).open()
+    with OpenRun(settings(tmp_path / "b", ckpt_path=shared)):
+        pass
+    with OpenRun(settings(tmp_path / "c", ckpt_path=str(tmp_path / "c"))):
+        pass  # one directory for both
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_checkpoint_tool_changes_nothing_under_a_job_that_runs(tmp_path, capsys, elsewhere):
+    place = str(tmp_path / "elsewhere") if elsewhere else str(tmp_path / "run/checkpoints")
+    a_run(tmp_path / "run", ckpt_path=place)
+    changes = (["prune", place, "--keep", "1"], ["rollback", place, "--to", "1"])
+    with OpenRun(settings(tmp_path / "run", ckpt_path=place, resume_mode="latest")):
+        for change in changes:
+            assert checkpoint_tool(change) == 2
+            assert "in use by process" in capsys.readouterr().err
+        assert checkpoint_tool(["prune", place, "--keep", "1", "--dry-run"]) == 0
+        assert checkpoint_tool(["ls", place]) == 0
+        assert ".lock" not in capsys.readouterr().out
+    assert [checkpoint_tool(change) for change in changes] == [0, 1]
+    assert sorted(os.listdir(place)) == ["global_step_2", "latest_ckpt_global_step.txt"]
+
+
+def test_a_job_that_lost_its_checkpoint_directory_writes_nothing_there(tmp_path):
+    with OpenRun(settings(tmp_path / "a", ckpt_path=str(tmp_path / "shared")), {"step": 1}) as run:
+        (tmp_path / "shared/.lock").unlink()
+        with RunLock(str(tmp_path / "shared"), 60) as other:
+            other.acquire()
+            begun: list[str] = []
+            run.parts.append(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
+            run.save(1)
+            (outcome,) = run.directory.checkpoints.outcomes()
+            assert begun == [] and "lost the checkpoint directory to process" in outcome.error
+            assert sorted(os.listdir(tmp_path / "shared")) == [".lock", ".lock.guard"]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is written beside the checkpoints
+
+
+@pytest.mark.parametrize(
+    "lines, problem",
+    [
+        ([0, 1, 2, 3], None),
+        ([0, 1, 2, 3, 4, 4], None),  # lines after the checkpoint are cut
+        ([0, 1, 3], "no line for step 2"),
+        ([1, 2, 3], "no line for step 0"),
+        ([0, 1, 2], "no line for step 3"),
+        ([], "no line for step 0"),
+        ([0, 1, 1, 2, 3], "more than one line for step 1"),
+        (None, "no line for step 0"),
+    ],
+)
+@pytest.mark.parametrize("begin", [0, 7])  # a validation before training; a fork
+def test_lines_that_are_missing_or_doubled_are_refused(tmp_path, lines, problem, begin):
+    file = tmp_path / "metrics.jsonl"
+
+    def write(steps) -> None:
+        file.write_text("".join(json.dumps({"step": begin + step, "reward/mean": 0.5}) + "\n" for step in steps))
+
+    step = begin + 3
+    with OpenRun(settings(tmp_path), {"step": step}) as run:
+        write([0, 1, 2, 3])
+        run.save(step)
+    if lines is None:
+        file.unlink()
+    else:
+        write(lines)
+    cfg = settings(tmp_path, resume_mode="latest")
+    if problem is None:
+        with OpenRun(cfg) as run:
+            assert run.resume.checkpoint.step == step
+    else:
+        words = problem.split()
+        problem = " ".join([*words[:-1], str(begin + int(words[-1]))])
+        with pytest.raises(UserError, match=f"metrics.jsonl: has {problem},.*restore the file"):
+            RunDirectory(cfg).open()

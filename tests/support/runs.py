@@ -1,0 +1,80 @@
+"""Run directories for tests: held as a job holds them, with small checkpoints and no models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.parts import Part, config_part, config_yaml, json_part
+from trainer.config import Config
+from trainer.durable import digest_bytes
+from trainer.metrics.tracker import first_step
+from trainer.run.directory import RunDirectory
+
+
+def settings(root: Path, **trainer: Any) -> Config:
+    """The default config of a run in `root`."""
+    cfg = Config()
+    t = cfg.trainer
+    t.run_dir, t.ckpt_path = str(root), str(root / "checkpoints")
+    for name, value in trainer.items():
+        setattr(t, name, value)
+    return cfg
+
+
+class OpenRun:
+    """A run directory with a state of one step: `with OpenRun(cfg) as run`."""
+
+    def __init__(self, cfg: Config, state: dict[str, Any] | None = None, supervised: bool = False):
+        self.cfg = cfg
+        self.state = state if state is not None else {}
+        self.directory = RunDirectory(cfg, supervised)
+        self.parts: list[Part] = [
+            config_part(cfg),
+            json_part("trainer_state", lambda: self.state, self.state.update),
+            json_part("data", lambda: {"position": self.state["step"]}, lambda _: None),
+        ]
+
+    def __enter__(self) -> OpenRun:
+        self.directory.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.directory.close()
+
+    @property
+    def resume(self) -> Any:
+        return self.directory.resume
+
+    def save(self, step: int, metrics: Mapping[str, float] | None = None, roles: Sequence[str] = ()) -> None:
+        """Save, and wait until it has ended."""
+        t, checkpoints = self.cfg.trainer, self.directory.checkpoints
+        description = {
+            "roles": list(roles),
+            "ranks": 1,
+            "replicas": 1,
+            "config_digest": digest_bytes(config_yaml(self.cfg)),
+            "score_metric": t.best_metric,
+            "score": (metrics or {}).get(t.best_metric),
+            "parent": self.directory.lineage or None,
+            "metrics_from": first_step(self.directory.metrics_file),
+        }
+        checkpoints.save(step, self.parts, description)
+        checkpoints.wait()
+
+    def load(self) -> None:
+        """Restore what the run directory has found."""
+        checkpoint, restore = self.resume.checkpoint, self.resume.restore
+        self.directory.checkpoints.load(checkpoint, restore.chosen(self.parts, checkpoint), restore)
+
+
+def a_run(root: Path, steps: Sequence[int] = (1, 2), **trainer: Any) -> None:
+    """A run that has trained and saved these steps."""
+    with OpenRun(settings(root, resume_mode="latest", **trainer)) as run:
+        for step in steps:
+            run.state["step"] = step
+            with open(root / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, "reward/mean": step / 2}) + "\n")
+            run.save(step)

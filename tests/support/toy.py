@@ -1,0 +1,119 @@
+"""A run without models: the real Trainer, run directory and checkpoints over a learner that holds one number.
+
+A step adds its episodes to the number. For tests of what a run saves, restores, logs and refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.algorithms import FixedKL
+from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.store import files_at
+from trainer.config import Config, SFTConfig
+from trainer.durable import digest_bytes
+from trainer.episodes import Sample
+from trainer.learner.experience import Experience
+from trainer.metrics.timing import Timer
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.run.directory import RunDirectory
+from trainer.run.stopping import StopRequest
+from trainer.sources.supervised import SupervisedSource
+from trainer.trainer import Trainer
+
+_FILE = "policy/number.json"
+
+
+class ToyRanks:
+    """Saves and loads one number, as the ranks save and load models."""
+
+    saved_roles = ["policy"]
+    num_parameters = (1, 1)
+
+    def __init__(self) -> None:
+        self.number = 0.0
+        self.fail_saves: list[OSError] = []
+
+    def begin_save(self, files: Any) -> Callable[[], list[dict]]:
+        data = json.dumps(self.number).encode()
+
+        def finish() -> list[dict]:
+            if self.fail_saves:
+                raise self.fail_saves.pop(0)
+            files_at(files.directory).write(_FILE, data)
+            return [asdict(FileEntry(_FILE, len(data), digest_bytes(data)))]
+
+        return finish
+
+    def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None:
+        if "weights" in what:
+            self.number = json.loads(files_at(files.directory).read(_FILE))
+
+    def take_blocked(self) -> float:
+        return 0.0
+
+
+class ToyLearner:
+    def __init__(self) -> None:
+        self.ranks = ToyRanks()
+        self.kl = FixedKL(0.0)
+
+    def score(self, episodes: Any) -> Experience:
+        return Experience({"drawn": np.asarray([float(e.samples[0].token_ids[0]) for e in episodes])}, {})
+
+    def update(self, experience: Experience, step: int) -> dict[str, float]:
+        self.ranks.number = self.ranks.number / 2 + float(experience.batch["drawn"].sum())
+        return {"policy/loss": self.ranks.number, "policy/grad_norm": 1.0}
+
+    def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
+        return {}
+
+
+_models: dict[str, tuple[str, Any]] = {}
+
+
+def toy_config(root: Path, **trainer: Any) -> Config:
+    """A supervised run in `root` that is continued where there is one."""
+    cfg = Config()
+    t = cfg.trainer
+    t.run_dir, t.ckpt_path, t.export_path = str(root), str(root / "checkpoints"), str(root / "exports")
+    t.total_steps, t.ckpt_interval, t.val_interval, t.resume_mode = 5, 1, -1, "latest"
+    cfg.logger.progress = False
+    for name, value in trainer.items():
+        setattr(t, name, value)
+    return cfg
+
+
+def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopRequest | None = None) -> Trainer:
+    """The trainer of `cfg`, a supervised run of a toy learner.
+
+    Args:
+        model: directory for the start weights; made if it is not there.
+    """
+    if not (model / "config.json").exists():
+        build_tiny(cfg.model.tiny, str(model))
+    tokenizer = load_tokenizer(str(model), None, False)
+    examples = [Sample(np.full(4, i), np.ones(4, np.float32)) for i in range(10)]
+    source = SupervisedSource(SFTConfig(batch_size=1, max_length=12), [examples], [], cfg.trainer.seed, lambda _: 0.0)
+    learner: Any = ToyLearner()
+    return Trainer(cfg, directory, source, learner, str(model), tokenizer, Timer(), stop or StopRequest(None))
+
+
+def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:
+    """Run to the end, or (as a kill would) to the end of step `stop_after`; returns the trainer."""
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        trainer = toy_trainer(cfg, directory, model)
+        if stop_after is not None:
+            trainer.cfg.trainer.total_steps, wanted = stop_after, trainer.cfg.trainer.total_steps
+            trainer.fit()
+            trainer.cfg.trainer.total_steps = wanted
+        else:
+            trainer.fit()
+    return trainer

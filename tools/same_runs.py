@@ -1,0 +1,135 @@
+"""Show that a change of the code leaves the numbers of runs as they were.
+
+    python -m tools.same_runs record DIRECTORY     # before the change: train six small runs
+    python -m tools.same_runs compare DIRECTORY    # after it: train them again, and compare them with the recorded ones
+    python -m tools.same_runs resume DIRECTORY     # continue the recorded runs from their middle checkpoint
+
+`compare` and `resume` print one line a run, and end with status 1 if a metric (those of clocks aside) or a byte of an
+exported weight differs; `--tolerance 1e-5` allows rounding, for a change of the arithmetic. On one machine, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+STEPS = 6
+_SMALL = ["sft.steps=30", "sft.optimizer.warmup_steps=5", "data.train_size=64", "data.val_size=16",
+          "trainer.train_batch_size=8", "trainer.mini_batch_size=4", f"trainer.total_steps={STEPS}",
+          "trainer.val_interval=3", "trainer.ckpt_interval=3", "rollout.n=4", "rollout.max_num_seqs=32",
+          "rollout.kv_cache_mb=32", f"trainer.hf_save_interval={STEPS}", "logger.plot=false"]  # fmt: skip
+_CHATS = [f"sft.steps={STEPS}", "sft.batch_size=2", "sft.max_length=64", "data.generator=null", "data.train_size=-1"]
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "grpo": ("trainer.main", ["rollout.val_n=2"]),
+    "ppo": ("trainer.main", ["algorithm=ppo", "trainer.num_workers=2", "algorithm.kl_coef=0.01",
+                             "trainer.critic.warmup_steps=1"]),
+    "dapo": ("trainer.main", ["algorithm=dapo", "rollout=transformers", "data.train_size=24",
+                              "data.curriculum=tools.same_runs:hardest_first", "algorithm.kl_coef=0.01",
+                              "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
+                              "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis",
+                              "logger.rollouts=true"]),
+    "lora": ("trainer.main", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),
+    "supervised": ("trainer.sft", ["data.messages_key=messages", "sft.weights=[2,1]", *_CHATS]),
+    "rollouts": ("trainer.sft", ["sft.source=rollouts", "sft.max_weight=2.0", "trainer.val_interval=-1", *_CHATS]),
+}  # fmt: skip
+
+
+def hardest_first(prompts: Sequence[Any], epoch: int, rewards: Mapping[int, float]) -> list[int]:
+    """A curriculum that depends on the rewards of earlier steps."""
+    return sorted(range(len(prompts)), key=lambda place: (rewards.get(place, 0.0), (7 * place + epoch) % 24))
+
+
+def train(name: str, directory: Path, *overrides: str) -> Path:
+    """Train one of `RUNS` below `directory`; return its run directory."""
+    module, settings = RUNS[name]
+    if name == "supervised":
+        files = [_write_chats(directory, kind, count) for kind, count in (("a", 7), ("b", 20))]
+        settings = [*settings, f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]"]
+    if name == "rollouts":
+        settings = [*settings, f"data.train_files=[{directory}/dapo/rollouts/step_1.jsonl]",
+                    f"model.path={directory}/dapo/exports/global_step_{STEPS}/policy"]  # fmt: skip
+    command = [sys.executable, "-m", module, *_SMALL, *settings, f"trainer.run_name={name}",
+               f"trainer.run_dir={directory}/{name}", *overrides]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_CACHE": str(directory / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return directory / name
+
+
+def _write_chats(directory: Path, name: str, count: int) -> Path:
+    file = directory / f"{name}.jsonl"
+    turns = [("user", "{0}{1}"), ("assistant", "{1}"), ("user", "again"), ("assistant", "{1}, {1}")]
+    with open(file, "w") as lines:
+        for i in range(count):
+            chat = [{"role": role, "content": text.format(name, i)} for role, text in turns]
+            lines.write(json.dumps({"messages": chat}) + "\n")
+    return file
+
+
+def difference(before: Path, after: Path, tolerance: float) -> str:
+    """Say in what two runs differ most; empty when they are the same."""
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (before, after)]
+    if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
+        return "their steps differ"
+    worst, found = tolerance, ""
+    for old, new in zip(*rows, strict=True):
+        names = {name for name in old if not name.startswith(("time/", "perf/"))}
+        if not names <= new.keys():
+            return f"step {old['step']}: {', '.join(sorted(names - new.keys()))} is gone"  # more may have come
+        for name in sorted(names):
+            a, b = old[name], new[name]
+            relative = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), 1e-2)
+            if relative > worst:
+                worst, found = relative, f"step {old['step']}: {name} is {b!r} and was {a!r} (relative {relative:.1e})"
+    if found or tolerance:
+        return found
+    exports = [
+        {path.name: path.read_bytes() for path in run.rglob("exports/**/*.safetensors")} for run in (before, after)
+    ]
+    return "" if exports[0] == exports[1] else "the exported weights differ"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["record", "compare", "resume"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference of metrics that is allowed")
+    arguments = parser.parse_args()
+    recorded = arguments.directory.resolve()
+    if arguments.action == "record":
+        recorded.mkdir(parents=True)
+        for name in arguments.runs:
+            train(name, recorded)
+            print(f"{name}: recorded", flush=True)
+        return 0
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="same-runs-") as scratch:
+        for name in arguments.runs:
+            if arguments.action == "resume":
+                run = Path(scratch) / name
+                shutil.copytree(recorded / name, run)
+                shutil.rmtree(run / f"checkpoints/global_step_{STEPS}")
+                shutil.rmtree(run / "exports")
+                overrides = [f"trainer.run_dir={run}", "trainer.resume_mode=latest"]
+                train(name, recorded, *overrides)
+            else:
+                train(name, recorded, f"trainer.run_dir={Path(scratch) / name}")
+                run = Path(scratch) / name
+            found = difference(recorded / name, run, arguments.tolerance)
+            same = f"the same to {arguments.tolerance:g}" if arguments.tolerance else "the same"
+            print(f"{name}: {found or same}", flush=True)
+            status |= bool(found)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Which rows of the data a step draws, and which have been trained on. One ledger for prompts and examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from types import NoneType
+from typing import Any
+
+from trainer.documents import Shape, is_count, is_number, mismatch
+from trainer.errors import UserError
+from trainer.keyed import permutation
+from trainer.plugins import user_code
+
+_FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
+_STATE: dict[Any, Shape] = {
+    "places": [{"epoch": is_count, "position": is_count}],
+    "curriculum": (NoneType, {"name": str, "order": (NoneType, [is_count]), "rewards": [(is_number, NoneType)]}),
+}
+
+Curriculum = Callable[[Sequence[Any], int, Mapping[int, float]], Sequence[int]]
+"""(prompts, epoch, rewards) -> places in `prompts`, in the order in which the epoch draws them, none twice; those left
+out are not drawn. `rewards` has, by place, the mean reward of a prompt's completions when it was last trained on, of
+steps that are committed. It is called when the run comes to the epoch, and again after a restart from a step before
+it: what it returns must depend on its arguments alone."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row, as one epoch draws it."""
+
+    part: int
+    """The data set."""
+    epoch: int
+    row: int
+    """Its place in the data set."""
+
+
+class Ledger:
+    """Draws rows in epochs, each a permutation keyed by seed, data set and epoch, or the curriculum's order.
+
+    With several data sets, the next row comes from the one that is furthest behind its weight. `ahead` draws from
+    the committed place and changes nothing; `commit` moves that place once the step that trained on the rows is done.
+    So a row in flight when a run dies comes again, and none is skipped or trained twice.
+
+    Args:
+        parts: the data sets.
+        seed: of the run.
+        kind: `prompts` or `examples`: names the draws, and the rows in messages.
+        fingerprint: returns a digest of the rows' content; called at the first save or load.
+        weights: how often rows of each data set are drawn, relative to the others; empty for one data set.
+        curriculum: chooses and orders the rows of an epoch; for one data set.
+        curriculum_name: its import path. A run continues with no other.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Any]],
+        seed: int,
+        kind: str,
+        fingerprint: Callable[[], str],
+        weights: Sequence[float] = (),
+        curriculum: Curriculum | None = None,
+        curriculum_name: str = "",
+    ):
+        assert parts and all(parts) and len(weights) in (0, len(parts)), (len(parts), weights)
+        assert len(parts) == 1 or (weights and curriculum is None)
+        total = sum(weights)
+        self._parts = parts
+        self._seed = seed
+        self._kind = kind
+        self._compute_fingerprint = fingerprint
+        self._shares = [weight / total for weight in weights] or [1.0]
+        self._curriculum = curriculum
+        self._name = curriculum_name
+        self._places = [(0, 0)] * len(parts)  # epoch, and position in it, of each data set's next row
+        self._orders: dict[tuple[int, int], list[int]] = {}
+        self._rewards: dict[int, float] = {}
+
+    @property
+    def epoch(self) -> float:
+        """Epochs trained, with the fraction of the current one."""
+        if self._kind == "prompts":
+            epoch, position = self._places[0]
+            return epoch + (position / len(self._order(0, epoch)) if position else 0)
+        return sum(self._drawn(self._places)) / sum(len(part) for part in self._parts)
+
+    def ahead(self, skip: int = 0) -> Iterator[Draw]:
+        """The rows to draw next, without end, after the `skip` next ones. Changes nothing."""
+        return (draw for draw, _ in islice(self._walk(), skip, None))
+
+    def take(self, count: int, skip: int = 0) -> list[Draw]:
+        """The next `count` rows, after the `skip` next ones. Changes nothing."""
+        return list(islice(self.ahead(skip), count))
+
+    def commit(self, draws: Sequence[Draw], rewards: Sequence[float] = ()) -> None:
+        """Record that these rows, the next ones, have been trained on.
+
+        Args:
+            rewards: of each, the mean over its completions; for the curriculum.
+        """
+        for draw, (own, places) in zip(draws, self._walk(), strict=False):
+            assert draw == own, "commit what was drawn, in order"
+            self._places = places
+        if self._curriculum is not None:
+            self._rewards |= {draw.row: reward for draw, reward in zip(draws, rewards, strict=True)}
+        # An epoch that has begun keeps its order; the curriculum may order those ahead in another way now.
+        begun = {(part, epoch) for part, (epoch, position) in enumerate(self._places) if position}
+        self._orders = {name: order for name, order in self._orders.items() if name in begun}
+
+    def _walk(self) -> Iterator[tuple[Draw, list[tuple[int, int]]]]:
+        """Each next row, and the places after it."""
+        places = list(self._places)
+        while True:
+            part = self._next_part(places)
+            epoch, position = places[part]
+            order = self._order(part, epoch)
+            end = position + 1 == len(order)
+            places = [*places[:part], (epoch + 1, 0) if end else (epoch, position + 1), *places[part + 1 :]]
+            yield Draw(part, epoch, order[position]), places
+
+    def _next_part(self, places: Sequence[tuple[int, int]]) -> int:
+        if len(places) == 1:
+            return 0
+        drawn = self._drawn(places)
+        count = sum(drawn) + 1
+        behind = [share * count - own for share, own in zip(self._shares, drawn, strict=True)]
+        return behind.index(max(behind))
+
+    def _drawn(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Rows drawn of each data set, without a curriculum."""
+        return [epoch * len(part) + at for (epoch, at), part in zip(places, self._parts, strict=True)]
+
+    def _order(self, part: int, epoch: int) -> list[int]:
+        if (part, epoch) not in self._orders:
+            count = len(self._parts[part])
+            if self._curriculum is not None:
+                order = self._ask_curriculum(epoch)
+            elif self._kind == "prompts":
+                order = permutation(count, self._seed, "epoch", epoch).tolist()
+            else:
+                order = permutation(count, self._seed, "sft", part, epoch).tolist()
+            self._orders[part, epoch] = order
+        return self._orders[part, epoch]
+
+    def _ask_curriculum(self, epoch: int) -> list[int]:
+        assert self._curriculum is not None
+        rows = self._parts[0]
+        with user_code(f"data.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
+            order = [int(row) for row in self._curriculum(rows, epoch, dict(self._rewards))]
+        if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(rows):
+            raise UserError(
+                f"data.curriculum: for epoch {epoch} it gave {len(order)} places; it must give at least one, each "
+                f"once, from 0 to {len(rows) - 1}"
+            )
+        return order
+
+    # ---------------------------------------------------------------------------------------------------
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "format": _FORMAT,
+            "seed": self._seed,
+            "rows": [len(part) for part in self._parts],
+            "fingerprint": self._fingerprint,
+            "places": [{"epoch": epoch, "position": position} for epoch, position in self._places],
+        }
+        if self._curriculum is not None:
+            epoch, position = self._places[0]
+            state["curriculum"] = {
+                "name": self._name,
+                "order": self._order(0, epoch) if position else None,
+                "rewards": [self._rewards.get(row) for row in range(len(self._parts[0]))],
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            UserError: it was taken with other data or another seed, is damaged, or is written in another format.
+        """
+        state = self._upgraded(state)
+        self._check_data(state)
+        problem = self._problem(state)
+        if problem is not None:
+            raise UserError(f"data: the checkpoint's place in the data is damaged ({problem}); use another checkpoint")
+        saved = state.get("curriculum")
+        before, now = saved and saved["name"], None if self._curriculum is None else self._name
+        if before != now:
+            raise UserError(
+                f"data.curriculum={now}: the run was saved with {before}, and its place in the data means nothing "
+                "otherwise; restore the key"
+            )
+        self._places = [(place["epoch"], place["position"]) for place in state["places"]]
+        self._orders = {}
+        if saved is not None:
+            self._rewards = {row: reward for row, reward in enumerate(saved["rewards"]) if reward is not None}
+            if saved["order"] is not None:
+                self._orders = {(0, self._places[0][0]): saved["order"]}
+
+    def _upgraded(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` of format 1 in this format."""
+        if state.get("format") != 1:
+            return state
+        shape: dict[Any, Shape] = {"consumed": [is_count]} if self._kind == "examples" else _STATE["places"][0]  # type: ignore[index]
+        problem = mismatch(state, shape)
+        if problem is not None:
+            raise UserError(f"data: the checkpoint's place in the data is damaged ({problem}); use another checkpoint")
+        if self._kind == "prompts":
+            places = [{"epoch": state["epoch"], "position": state["position"]}]
+            return {**state, "format": _FORMAT, "rows": [state.get("num_prompts")], "places": places}
+        if len(state["consumed"]) != len(self._parts):
+            found = len(state["consumed"])
+            raise UserError(
+                f"data: the checkpoint's place in the data is damaged (it has {found} data sets instead of "
+                f"{len(self._parts)}); use another checkpoint"
+            )
+        rows = [len(part) for part in self._parts]
+        places = [
+            dict(zip(("epoch", "position"), divmod(consumed, count), strict=True))
+            for consumed, count in zip(state["consumed"], rows, strict=True)
+        ]
+        return {**state, "format": _FORMAT, "rows": rows, "places": places}
+
+    def _check_data(self, state: dict[str, Any]) -> None:
+        """Check that `state` was saved with this seed and these rows."""
+        if state.get("format") != _FORMAT:
+            raise UserError(
+                f"data: the checkpoint's place in the data has format {state.get('format')}, this version reads "
+                f"{_FORMAT}; resume with the version that wrote it"
+            )
+        for name, key, meaning, own in (
+            ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
+            ("rows", "data", f"the number of {self._kind}", [len(part) for part in self._parts]),
+            ("fingerprint", "data", f"the {self._kind}' content", self._fingerprint),
+        ):
+            if state.get(name) != own:
+                raise UserError(
+                    f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {state.get(name)}); "
+                    "resume with the data and seed of the run"
+                )
+
+    def _problem(self, state: dict[str, Any]) -> str | None:
+        """Say why `state` cannot be a place in these rows; None: it can."""
+        problem = mismatch({"curriculum": None, **state}, _STATE)
+        if problem is not None:
+            return problem
+        if len(state["places"]) != len(self._parts):
+            return f"it has {len(state['places'])} data sets instead of {len(self._parts)}"
+        saved = state.get("curriculum")
+        orders = [range(len(part)) for part in self._parts]
+        if saved is not None:
+            count = len(self._parts[0])
+            if len(saved["rewards"]) != count:
+                return f"curriculum.rewards has {len(saved['rewards'])} entries"
+            order = saved["order"] if saved["order"] is not None else range(count)
+            if not order or len(set(order)) < len(order) or max(order) >= count:
+                return f"curriculum.order is no order of the {self._kind}"
+            orders = [order]
+        for place, order in zip(state["places"], orders, strict=True):
+            if place["position"] >= len(order):
+                return f"position is {place['position']}"
+        return None
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._compute_fingerprint()

@@ -1,0 +1,41 @@
+"""The one datum that travels from a source to the learner: an episode, and the samples that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of training data: the tokens of a prompt, of what the policy said, and of what its tools answered."""
+
+    token_ids: np.ndarray
+    """`(T,)` int64."""
+    mask: np.ndarray
+    """`(T,)` float32, 1 for a token that the policy sampled, or that is to be learnt."""
+    logprobs: np.ndarray | None = None
+    """`(T,)` float32, under the policy that sampled, 0 where `mask` is 0. None: nobody sampled the tokens."""
+    weight_versions: tuple[int, int] | None = None
+    """The oldest and the newest weights that sampled tokens of it. None: nobody sampled the tokens."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One attempt at one row of the data."""
+
+    uid: str
+    """`epoch:row:number`. Every random draw for the episode is keyed by its parts."""
+    group: str
+    """The same for all episodes of one prompt."""
+    samples: list[Sample]
+    """One, unless a later turn could not be written as the earlier ones with more tokens after them."""
+    reward: float = 1.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What `reward` consists of."""
+    status: str = "stop"
+    """Why the episode ended: `stop` (the policy ended it) or `length` (it was cut)."""
+    baseline: float | None = None
+    """The reward of a greedy episode of the same prompt, where the advantage estimator asks for it (`remax`)."""

@@ -1,0 +1,227 @@
+"""Whole runs, from a config to its report: reinforcement learning, supervised training, the embedded model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+
+from trainer.checkpoint.lock import NAME as LOCK_NAME
+from trainer.cluster.runtime import Cluster
+from trainer.config import Config, TrainerConfig
+from trainer.data.datasets import check_files
+from trainer.data.examples import load_train, load_val
+from trainer.errors import UserError
+from trainer.generation.launch import Rollout
+from trainer.keyed import key
+from trainer.learner.learner import Learner
+from trainer.metrics.report import final_report
+from trainer.metrics.timing import Timer
+from trainer.models.export import export_target
+from trainer.models.files import load_config, resolve_model_path
+from trainer.models.tokenizer import load_tokenizer
+from trainer.plugins import import_function
+from trainer.rewards import resolve
+from trainer.run import record
+from trainer.run.directory import RunDirectory
+from trainer.run.stopping import StopRequest
+from trainer.sources.rollouts import RolloutSource
+from trainer.sources.supervised import SupervisedSource, loop_config
+from trainer.trainer import Trainer
+
+
+def train_with_rollouts(cfg: Config, device: str) -> None:
+    """A run of GRPO or PPO: start the cluster, make the start weights if needed, train, report."""
+    _check_inputs(cfg)
+    t = cfg.trainer
+    stop = StopRequest(t.stop_at)
+    with RunDirectory(cfg).open() as directory:
+        if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
+            print(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
+            return
+        with Cluster(cfg, device) as cluster, directory.settling():
+            trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
+            trainer.fit()
+    best = trainer.state.best
+    shown = f", best val/accuracy {best['val/accuracy']:.3f} at step {best['step']}" if best else ""
+    print(f"finished step {trainer.state.step} of {t.total_steps}{shown}")
+    _report(cfg)
+
+
+def train_supervised(cfg: Config, device: str) -> None:
+    """A supervised run: from `model.path`, or from the embedded model with random weights."""
+    t = cfg.trainer
+    stop = StopRequest(t.stop_at)
+    check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        if _is_finished(directory, cfg.sft.steps, exported=True):
+            print(f"finished step {cfg.sft.steps} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
+            return
+        path = cfg.model.path
+        if path is None:
+            from trainer.models.tiny import build_tiny
+
+            path = os.path.join(t.run_dir, "start")
+            build_tiny(cfg.model.tiny, path)
+        with Cluster(cfg, device) as cluster, directory.settling():
+            trainer = supervised_trainer(cfg, cluster, directory, path, stop)
+            trainer.fit()
+            target = export_target(cfg, trainer.state.step)
+            trainer.export(target)
+    print(f"finished supervised step {trainer.state.step} of {cfg.sft.steps}; model: {target}")
+    _report(cfg)
+
+
+def rollout_trainer(
+    cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest
+) -> Trainer:
+    """The trainer of a run that samples its own episodes."""
+    timer, path = Timer(), resolve_model_path(model_path)
+    # The processes start, and import for many seconds, while this one reads the data.
+    learner = Learner(cfg, cluster, timer)
+    fleet = Rollout(cfg, cluster, learner.ranks, path)
+    tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
+    source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
+    learner.build(path)
+    return Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)
+
+
+def supervised_trainer(
+    cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest
+) -> Trainer:
+    """The trainer of a run that learns from examples."""
+    timer, path = Timer(), resolve_model_path(model_path)
+    loop = loop_config(cfg)
+    learner = Learner(loop, cluster, timer)
+    tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
+    vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
+    parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
+    held_out = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
+    source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
+    learner.build(path)
+    return Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+
+
+def _check_inputs(cfg: Config) -> None:
+    """Find what the user must mend before anything expensive starts.
+
+    Raises:
+        UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
+    """
+    resolve(cfg.reward.name)
+    if cfg.data.curriculum is not None:
+        import_function(cfg.data.curriculum, "data.curriculum")
+    check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
+    if cfg.model.path is not None:
+        load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
+    else:
+        _check_cache(cfg)
+
+
+def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
+    """All steps are committed and, if wanted, exported: restarting the command changes nothing."""
+    resume = directory.resume
+    if resume is None or resume.restore.fork or resume.checkpoint.step < steps:
+        return False
+    return not exported or os.path.exists(export_target(directory.cfg, resume.checkpoint.step))
+
+
+def _report(cfg: Config) -> None:
+    if cfg.logger.plot:
+        print(final_report(cfg.trainer.run_dir))
+    sys.stdout.flush()
+
+
+# --------------------------------------------------------------------------------------------------------
+# The embedded model
+
+
+def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
+    """The start weights' path: `model.path`, or the embedded model, built and warm-started once per config."""
+    if cfg.model.path is not None:
+        return cfg.model.path
+    target = _cached_model(cfg)
+    if os.path.exists(os.path.join(target, "config.json")):
+        return target
+    # A run of its own, resumed if it was killed. Its name holds no process id: the restart must find it.
+    run_dir = f"{target}.run"
+    warm_start = _warm_start_config(cfg, run_dir)
+    # Another job may be making the same model: then this one waits, and takes it.
+    with RunDirectory(warm_start, supervised=True).open(wait=True) as directory:
+        if not os.path.exists(os.path.join(target, "config.json")):
+            start = os.path.join(run_dir, "start")
+            from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
+
+            build_tiny(cfg.model.tiny, start)
+            print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config",
+                  flush=True)  # fmt: skip
+            trainer = supervised_trainer(warm_start, cluster, directory, start, stop)
+            trainer.fit()
+            trainer.export(target)
+            trainer.learner.close()
+        _delete_run(run_dir)  # while we hold the lock, or a waiting job would resume from it
+    with contextlib.suppress(OSError):  # a job that was waiting recreates the directory, and removes it itself
+        os.rmdir(run_dir)
+    return target
+
+
+def _warm_start_config(cfg: Config, run_dir: str) -> Config:
+    trainer = dataclasses.replace(
+        TrainerConfig(),
+        seed=cfg.model.tiny.seed,
+        run_name="warm-start",
+        run_dir=run_dir,
+        ckpt_path=os.path.join(run_dir, "checkpoints"),
+        ckpt_interval=50,
+        max_ckpts_to_keep=1,
+        resume_mode="latest",
+        val_interval=-1,
+        num_workers=cfg.trainer.num_workers,
+        replicas=cfg.trainer.replicas,
+        device=cfg.trainer.device,
+        master_port=cfg.trainer.master_port,
+    )
+    logger = dataclasses.replace(cfg.logger, wandb=dataclasses.replace(cfg.logger.wandb, mode="off"))
+    return dataclasses.replace(cfg, trainer=trainer, logger=logger)
+
+
+def _check_cache(cfg: Config) -> None:
+    """Check that the embedded model is there, or can be made.
+
+    Raises:
+        UserError: `model.cache_dir` cannot be written.
+    """
+    if os.path.exists(os.path.join(_cached_model(cfg), "config.json")):
+        return
+    try:
+        os.makedirs(cfg.model.cache_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cfg.model.cache_dir):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be "
+            f"written ({error.strerror}); choose another, for example with the environment variable "
+            "TRAINER_CACHE, or give model.path"
+        ) from error
+
+
+def _cached_model(cfg: Config) -> str:
+    recipe = {
+        "tiny": dataclasses.asdict(cfg.model.tiny),
+        "sft": dataclasses.asdict(cfg.sft),
+        "data": dataclasses.asdict(cfg.data),
+    }
+    return os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
+
+
+def _delete_run(run_dir: str) -> None:
+    record.remove(run_dir)  # first: a run that has committed checkpoints is refused without them
+    for entry in list(os.scandir(run_dir)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif not entry.name.startswith(LOCK_NAME):
+            os.remove(entry.path)

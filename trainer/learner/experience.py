@@ -1,0 +1,151 @@
+"""From episodes to the batch that the ranks train on: arrays, advantages, corrections, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.algorithms import (
+    ADVANTAGES,
+    correction_weights,
+    informative_groups,
+    kl_penalty,
+    mismatch,
+    options_of,
+    resolve,
+)
+from trainer.config import AlgorithmConfig, chosen_options
+from trainer.episodes import Sample
+from trainer.parallel.batching import Batch, stack_padded
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What the ranks train on in one step."""
+
+    batch: Batch
+    metrics: dict[str, float]
+    """Of its rewards, lengths, log-probs and values."""
+
+
+def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
+    """Samples as arrays, one row each, padded on the right.
+
+    Args:
+        groups: of each sample: rows of one prompt are compared with each other.
+
+    Returns:
+        `input_ids`, `mask` (1 = a token to learn from) and, if the tokens were sampled, `rollout_logprobs`: `(B, T)`;
+        `lengths`, `group_ids`: `(B,)`.
+    """
+    lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int64)
+    width = int(lengths.max())
+    names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    batch = {
+        "input_ids": stack_padded([sample.token_ids for sample in samples], np.int64, width),
+        "mask": stack_padded([sample.mask for sample in samples], np.float32, width),
+        "lengths": lengths,
+        "group_ids": np.asarray([names[group] for group in groups], dtype=np.int64),
+    }
+    if all(sample.logprobs is not None for sample in samples):
+        batch["rollout_logprobs"] = stack_padded([sample.logprobs for sample in samples], np.float32, width)
+    return batch
+
+
+def add_advantages(
+    batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float = 0.0,
+    baselines: np.ndarray | None = None,
+) -> Batch:  # fmt: skip
+    """`batch` with `advantages` and `returns` `(B, T)`.
+
+    The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
+    `kl_coef` times its KL to the reference.
+
+    Args:
+        baselines: `(B,)`, what `remax` subtracts.
+    """
+    tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
+    mask = tensors["mask"]
+    token_rewards = torch.zeros_like(mask)
+    positions = torch.arange(mask.shape[1])
+    last = torch.where(mask > 0, positions, 0).amax(dim=1)  # tool output may follow it
+    token_rewards[torch.arange(len(last)), last] = torch.from_numpy(rewards.astype(np.float32))
+    if algorithm.kl_in == "reward" and "ref_logprobs" in batch:
+        kl = kl_penalty(tensors["old_logprobs"], tensors["ref_logprobs"], algorithm.kl_estimator, mask)
+        token_rewards = token_rewards - kl_coef * kl
+    function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
+    given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
+    options = chosen_options(function, algorithm) | {
+        name: value.float() for name, value in given.items() if value is not None and name in options_of(function)
+    }
+    advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
+    return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - Var(return - value) / Var(return). Returns that are all equal leave nothing to explain: 1 for values that
+    miss them by a constant at most, else 0, as in scikit-learn."""
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    errors = returns - values
+    if returns.var() <= 1e-12 * np.square(returns).mean():  # equal but for rounding
+        return float(errors.max() == errors.min())
+    return float(1 - errors.var() / returns.var())
+
+
+def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
+    """`batch` whose advantages are multiplied by the weights of `algorithm.rollout_correction`, and metrics.
+
+    That weighs the surrogate terms of every policy loss, which are linear in the advantages; what `clip_cov` and
+    `kl_cov` choose, and the penalty of the latter, go by the corrected advantages but are not weighted.
+    """
+    if algorithm.rollout_correction is None:
+        return batch, {}
+    mask = torch.from_numpy(batch["mask"])
+    weights, bound = correction_weights(
+        torch.from_numpy(batch["old_logprobs"]), torch.from_numpy(batch["rollout_logprobs"]), mask,
+        kind=algorithm.rollout_correction, level=algorithm.rollout_correction_level,
+        low=algorithm.rollout_correction_low, high=algorithm.rollout_correction_high,
+    )  # fmt: skip
+    metrics = {"rollout/corrected_frac": float(bound.sum()) / max(float(mask.sum()), 1.0)}
+    return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
+
+
+def leave_out_rows(batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig) -> Batch:
+    """`batch` whose `mask` is 0 in the rows that are not to be learnt from.
+
+    Args:
+        status: of each row's episode.
+    """
+    keep = np.ones(len(rewards), dtype=bool)
+    if a.filter_zero_variance:
+        keep &= informative_groups(torch.from_numpy(rewards), torch.from_numpy(batch["group_ids"])).numpy()
+    if a.overlong_masking:
+        keep &= np.asarray(status) != "length"
+    return batch if keep.all() else {**batch, "mask": batch["mask"] * keep[:, None]}
+
+
+def describe_rewards(batch: Batch, rewards: np.ndarray, status: Sequence[str]) -> dict[str, float]:
+    """Metrics of rewards and lengths (names in `trainer.metrics.names`)."""
+    lengths = (batch["mask"] > 0).sum(axis=1)
+    by_group = [rewards[batch["group_ids"] == group] for group in range(int(batch["group_ids"].max()) + 1)]
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/zero_std_frac": np.mean([group.max() == group.min() for group in by_group]),
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/clip_ratio": (np.asarray(status) == "length").mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def describe_agreement(batch: Batch) -> dict[str, float]:
+    """Metrics of how far the engine's log-probs are from the trainer's."""
+    mask = batch["mask"] > 0
+    difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]
+    metrics = {"rollout/logprob_diff_mean": difference.mean(), "rollout/logprob_diff_max": difference.max()}
+    shown = mismatch(*(torch.from_numpy(batch[name]) for name in ("old_logprobs", "rollout_logprobs", "mask")))
+    return {name: float(v) for name, v in (metrics | {f"rollout/{name}": v for name, v in shown.items()}).items()}

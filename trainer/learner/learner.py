@@ -1,0 +1,156 @@
+"""Episodes become experience (log-probs, values, advantages), and experience becomes updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trainer.algorithms import AdaptiveKL, FixedKL, shape_rewards
+from trainer.cluster.runtime import Cluster
+from trainer.config import Config
+from trainer.episodes import Episode, Sample
+from trainer.learner.experience import (
+    Experience,
+    add_advantages,
+    build_batch,
+    correct_rollouts,
+    describe_agreement,
+    describe_rewards,
+    explained_variance,
+    leave_out_rows,
+)
+from trainer.learner.ranks import Ranks
+from trainer.metrics.throughput import model_flops, peak_flops
+from trainer.metrics.timing import Timer
+from trainer.parallel.batching import Batch
+
+
+class Learner:
+    """Policy, critic and reference, and what the driver does with them in a step.
+
+    Construction returns while the ranks start; `build` waits for them.
+    """
+
+    def __init__(self, cfg: Config, cluster: Cluster, timer: Timer):
+        self.cfg = cfg
+        self.timer = timer
+        self.cluster = cluster
+        self.ranks = Ranks(cfg, cluster)
+        a = cfg.algorithm
+        adaptive = a.kl_controller == "adaptive"
+        self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
+
+    def build(self, model_path: str) -> None:
+        """Form the process groups and load the start weights of every role."""
+        self.ranks.connect()
+        self.ranks.build(model_path)
+
+    # ---------------------------------------------------------------------------------------------------
+    # The steps of the loop
+
+    def score(self, episodes: Sequence[Episode]) -> Experience:
+        """Old and reference log-probs, values and advantages of a step's episodes."""
+        rows = [(episode, sample) for episode in episodes for sample in episode.samples]
+        samples, status = [sample for _, sample in rows], [episode.status for episode, _ in rows]
+        rewards = np.asarray([episode.reward for episode, _ in rows], dtype=np.float64)
+        batch = self._add_models_view(build_batch(samples, [episode.group for episode, _ in rows]))
+        baselines = None
+        if rows[0][0].baseline is not None:
+            baselines = np.asarray([episode.baseline for episode, _ in rows], dtype=np.float64)
+        a = self.cfg.algorithm
+        lengths = torch.from_numpy((batch["mask"] > 0).sum(axis=1))
+        shaped = shape_rewards(
+            torch.from_numpy(rewards),
+            lengths,
+            self.cfg.rollout.max_response_tokens,
+            a.overlong_buffer,
+            a.overlong_factor,
+        ).numpy()
+        batch = add_advantages(batch, shaped, a, self.kl.coef, baselines)
+        metrics = describe_rewards(batch, rewards, status) if samples[0].weight_versions is not None else {}
+        if "values" in batch:
+            mask = batch["mask"] > 0
+            metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
+        if "rollout_logprobs" in batch and "old_logprobs" in batch and not self._trusts_sampler:
+            metrics |= describe_agreement(batch)
+        batch, corrected = correct_rollouts(batch, a)
+        metrics |= corrected
+        if a.kl_controller == "adaptive":
+            metrics["policy/kl_coef"] = self.kl.coef
+        return Experience(leave_out_rows(batch, shaped, status, a), metrics)
+
+    def _add_models_view(self, batch: Batch) -> Batch:
+        """`batch` with what the models say of it before the update: log-probs and values, `(B, T)`."""
+        cfg, shape = self.cfg, batch["input_ids"].shape
+        sampled = "rollout_logprobs" in batch
+        with_old = sampled and not self._trusts_sampler and not self._on_policy
+        batch = dict(batch)
+        if sampled and self._trusts_sampler:
+            batch["old_logprobs"] = batch["rollout_logprobs"]
+        if not (with_old or cfg.has_reference or cfg.has_critic):
+            return batch
+        with self.timer("logprob"):
+            stored = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
+            if with_old:
+                batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
+            if cfg.has_reference:
+                batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
+            if cfg.has_critic:
+                batch["values"] = self.ranks.values(stored, shape)
+        return batch
+
+    @property
+    def _trusts_sampler(self) -> bool:
+        """The log-probs of whoever sampled the tokens are those of the old policy."""
+        return self.cfg.algorithm.old_logprobs == "sampler"
+
+    @property
+    def _on_policy(self) -> bool:
+        """A step is one optimizer step, and nothing needs the old log-probs before it computes them."""
+        t, a = self.cfg.trainer, self.cfg.algorithm
+        one = t.update_epochs == 1 and t.mini_batch_size >= t.train_batch_size
+        return one and a.rollout_correction is None and not (a.kl_in == "reward" and self.cfg.has_reference)
+
+    def update(self, experience: Experience, step: int) -> dict[str, float]:
+        """Train the critic, then the policy, on a step's experience; returns the step's metrics.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are untouched.
+        """
+        batch, metrics = experience.batch, dict(experience.metrics)
+        with self.timer("update"):
+            stored = self.cluster.put(batch)
+            if self.cfg.has_critic:
+                result = self.ranks.call("critic", "update", stored, step)
+                metrics |= {f"critic/{name}": value for name, value in result.items()}
+            if not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps):
+                shape = batch["input_ids"].shape
+                result, old_logprobs = self.ranks.update_policy(stored, shape, step, self.kl.coef)
+                metrics |= {f"policy/{name}": value for name, value in result.items()}
+                if old_logprobs is not None and "rollout_logprobs" in batch:
+                    metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs})
+        if "policy/kl" in metrics:
+            self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
+        if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:
+            self.ranks.call("reference", "refresh")
+        return metrics
+
+    def loss(self, samples: Sequence[Sample]) -> float:
+        """The mean loss of held-out samples under the policy, nats a token."""
+        batch = build_batch(samples, [str(i) for i in range(len(samples))])
+        return self.ranks.call("policy", "loss", self.cluster.put(batch))
+
+    def close(self) -> None:
+        """End the ranks, and give their place back."""
+        self.ranks.release()
+
+    def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
+        """Metrics of how fast a step of so many samples and tokens was."""
+        metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
+        peak = peak_flops(self.ranks.device_name)
+        if peak:
+            flops = model_flops(tokens, *self.ranks.num_parameters, self.cfg.trainer.update_epochs)
+            metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
+        return metrics

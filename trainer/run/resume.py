@@ -1,0 +1,155 @@
+"""Where a run continues from: found on disk, and compared with the config of this start."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+from trainer import __version__
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.parts import Restore, read_config
+from trainer.checkpoint.store import step_in
+from trainer.config import RESUME_LOAD, Config
+from trainer.errors import UserError
+from trainer.metrics.tracker import METRICS_FILE
+from trainer.run import compatibility, lineage, record
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """Where a run continues from."""
+
+    checkpoint: Checkpoint
+    restore: Restore
+    """What is restored from it; of another run's checkpoint, that starts a new run here (a fork)."""
+    same_rounding: bool
+    """The work is split as it was: replayed steps are equal to the last bit."""
+    same_run: bool
+    """The config computes what it computed: replayed steps can be compared with what was logged."""
+
+
+def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -> Resume | None:
+    """Find the checkpoint that `trainer.resume_mode` asks for, and compare its config with this one.
+
+    Returns None when training starts from the beginning.
+
+    Raises:
+        UserError: the directory holds a run and nothing was said about resuming; the checkpoint is not there, is
+            damaged, or cannot be used under this config.
+    """
+    t = cfg.trainer
+    holds_run = (
+        bool(checkpoints.steps()) or os.path.exists(os.path.join(t.run_dir, METRICS_FILE)) or record.exists(t.run_dir)
+    )
+    if t.resume_mode in (None, "none"):
+        if holds_run:
+            raise UserError(
+                f"trainer.run_dir={t.run_dir}: already holds a run; continue it with trainer.resume_mode=latest, or "
+                "choose another trainer.run_name"
+            )
+        return None
+    if t.resume_mode == "latest":
+        found, fork = find_newest(cfg, checkpoints), False
+    else:
+        found, fork = _find_named(cfg, checkpoints, holds_run)
+    return None if found is None else compare(cfg, found, fork, supervised)
+
+
+def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None = None) -> Checkpoint | None:
+    """The newest valid checkpoint of this run; None: it never had one.
+
+    Args:
+        before: consider only steps below this.
+
+    Raises:
+        UserError: none of its checkpoints is valid, or all are gone.
+    """
+    found = checkpoints.latest(before)
+    if found is None and before is None:
+        record.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
+    return found
+
+
+def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) -> tuple[Checkpoint, bool]:
+    """The checkpoint of `trainer.resume_path`, or the newest of the fork that began there; and if one begins."""
+    t = cfg.trainer
+    assert t.resume_path is not None
+    path = os.path.abspath(t.resume_path)
+    if step_in(path) is None:
+        raise UserError(f"trainer.resume_path={t.resume_path}: must be a global_step_N directory")
+    if os.path.realpath(os.path.dirname(path)) == os.path.realpath(t.ckpt_path):
+        return _own(cfg, checkpoints, path), False
+    forked = lineage.read(t.run_dir)
+    if forked:
+        if forked["forked_from"] != path:
+            raise UserError(
+                f"trainer.run_dir={t.run_dir}: holds a fork of {forked['forked_from']}; choose another "
+                "trainer.run_name, or trainer.resume_mode=latest"
+            )
+        newest = find_newest(cfg, checkpoints)
+        if newest is not None:
+            return newest, False
+    elif holds_run:
+        raise UserError(
+            f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
+            "continue it with trainer.resume_mode=latest"
+        )
+    checkpoint = manifests.verify(path, t.verify_checkpoint)  # never another one in its place
+    lineage.write(t.run_dir, checkpoint)
+    return checkpoint, True
+
+
+def _own(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
+    checkpoint = manifests.verify(path, cfg.trainer.verify_checkpoint)
+    newer = [step for step in checkpoints.steps() if step > checkpoint.step]
+    if newer:
+        raise UserError(
+            f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "
+            f"`python -m trainer.checkpoint rollback {os.path.dirname(path)} --to {checkpoint.step}`, or fork into "
+            "another trainer.run_name"
+        )
+    return checkpoint
+
+
+def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -> Resume:
+    """Compare the config of `checkpoint` with this one, and say what of it is restored.
+
+    Raises:
+        UserError: a key may not differ, or not without permission.
+    """
+    saved: dict[str, Any] = read_config(checkpoint)
+    restored = frozenset(cfg.trainer.resume_load or RESUME_LOAD) if fork else frozenset(RESUME_LOAD)
+    found = compatibility.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
+    if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
+        found = [change for change in found if change.key.startswith("model.") or ".lora." in change.key]
+    if "weights" not in restored:
+        found = [change for change in found if ".lora." not in change.key]
+    saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
+    if not (saved_critic and cfg.has_critic):  # nothing of a critic is restored
+        found = [change for change in found if not change.key.startswith("trainer.critic.")]
+    permitted = compatibility.check(
+        found,
+        cfg.trainer.allow_config_change,
+        compatibility.meaningless(cfg, supervised),
+        saved_critic != cfg.has_critic,
+        compatibility.impossible(cfg, saved, set(restored)),
+    )
+    keys = [change.key for change in found]
+    for change in found:
+        if not change.key.startswith(("trainer.resume_", "trainer.allow_")):
+            LOG.info("config changed since the checkpoint: %s", change)
+    added_steps = {} if supervised else compatibility.added_steps(found, cfg.trainer, checkpoint.step)
+    return Resume(
+        checkpoint,
+        Restore(restored, fork, added_steps),
+        # Another version of this package may add up in another order.
+        same_rounding=checkpoint.manifest.get("trainer_version") == __version__
+        and not any(compatibility.matches(key, compatibility.ROUNDING) for key in keys),
+        same_run=not permitted and not any(compatibility.matches(key, compatibility.VALIDATION) for key in keys),
+    )

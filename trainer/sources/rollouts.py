@@ -1,0 +1,298 @@
+"""On-policy episodes: the policy of now answers prompts, and rewards judge the answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+import xxhash
+
+from trainer.algorithms import shape_rewards
+from trainer.config import Config
+from trainer.data.datasets import Prompt, load_prompts
+from trainer.data.ledger import Draw, Ledger
+from trainer.data.rollouts import write_rollouts
+from trainer.episodes import Episode, Sample
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.launch import Rollout
+from trainer.keyed import key
+from trainer.metrics.timing import Timer
+from trainer.models.tokenizer import stop_token_ids
+from trainer.plugins import import_function
+from trainer.rewards.pool import RewardPool
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What `next` has drawn for a step."""
+
+    step: int
+    draws: list[Draw]
+    """Rows that are used up once the step commits: those that are trained on, and those passed over for them."""
+    rewards: list[float]
+    """The mean reward of each."""
+    prompts: list[Prompt]
+    """Those that are trained on."""
+    episodes: list[Episode]
+    metrics: dict[str, float]
+
+
+class RolloutSource:
+    """`rollout.n` episodes for each of `trainer.train_batch_size` prompts a step.
+
+    Args:
+        fleet: the engines.
+        model_path: a local directory; its tokens that end a completion are looked up there.
+        fence: raises when this process no longer holds the run directory.
+    """
+
+    def __init__(self, cfg: Config, fleet: Rollout, model_path: str, tokenizer: Any, timer: Timer,
+                 fence: Callable[[], None]):  # fmt: skip
+        self.cfg = cfg
+        self.fleet = fleet
+        self.tokenizer = tokenizer
+        self.timer = timer
+        self._fence = fence
+        self._stop_tokens = stop_token_ids(model_path, tokenizer)
+        train = load_prompts(cfg.data, "train", tokenizer, cfg.rollout.max_prompt_tokens)
+        self.prompts, self._dropped = train.prompts, train.dropped
+        name = cfg.data.curriculum
+        self.ledger = Ledger(
+            [self.prompts],
+            cfg.trainer.seed,
+            "prompts",
+            self._fingerprint,
+            curriculum=import_function(name, "data.curriculum") if name else None,
+            curriculum_name=name or "",
+        )
+        self._held_out: list[Prompt] = []
+        if cfg.trainer.val_interval > 0:
+            self._held_out = load_prompts(cfg.data, "val", tokenizer, cfg.rollout.max_prompt_tokens).prompts
+        self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
+        self._last: _Step | None = None
+
+    def __str__(self) -> str:
+        r = self.cfg.rollout
+        return f"{len(self.prompts):,} prompts, {r.num_engines} {r.engine} engine(s)"
+
+    def __enter__(self) -> Self:
+        self.rewards.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        self.rewards.__exit__(kind, *exception)
+        if kind is None:
+            self.fleet.shutdown()
+
+    @property
+    def epoch(self) -> float:
+        return self.ledger.epoch
+
+    def start(self, version: int, fresh: bool) -> None:
+        """Wait for the engines, and bring them to the policy's weights unless these are the ones they started with."""
+        if self._dropped:
+            LOG.info(
+                "%d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
+                self._dropped, self.cfg.rollout.max_prompt_tokens,
+            )  # fmt: skip
+        self.fleet.start(version, fresh)
+
+    def publish(self, version: int) -> None:
+        self.fleet.sync_weights(version)
+
+    # ---------------------------------------------------------------------------------------------------
+    # A step
+
+    def next(self, step: int) -> list[Episode]:
+        """The step's episodes, with their rewards.
+
+        With dynamic sampling, prompts that teach nothing are passed over for the next ones. Prompts drawn beyond what
+        the step needs come again in the next step.
+        """
+        algorithm, wanted, n = self.cfg.algorithm, self.cfg.trainer.train_batch_size, self.cfg.rollout.n
+        batches = algorithm.max_sample_batches if algorithm.dynamic_sampling else 1
+        draws: list[Draw] = []
+        completions: list[Completion] = []
+        rewards, failures = np.zeros(0), 0
+        for batch in range(1, batches + 1):
+            more = self.ledger.take(wanted, skip=len(draws))
+            sampled = self._sample(more, step)
+            with self.timer("reward"):
+                judged, failed = self._judge(sampled, [self.prompts[draw.row] for draw in more for _ in range(n)])
+            draws, completions, failures = draws + more, completions + sampled, failures + failed
+            rewards = np.concatenate([rewards, judged])
+            chosen = list(range(wanted)), wanted
+            if algorithm.dynamic_sampling:
+                found = choose_groups(rewards.reshape(-1, n), wanted, complete=batch == batches)
+                if found is None:
+                    continue
+                chosen = found
+            break
+        groups, used = chosen
+        by_group = rewards.reshape(-1, n)
+        metrics = {"reward/failures": float(failures)}
+        if algorithm.dynamic_sampling:
+            metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(groups))}
+            vain = int((np.ptp(by_group[groups], axis=1) == 0).sum())
+            if vain:
+                LOG.warning(
+                    "in %d batches, %d of the %d prompts that step %d needs had completions of different rewards; the "
+                    "others teach nothing", batch, wanted - vain, wanted, step,
+                )  # fmt: skip
+        baselines = self._baselines([draws[group] for group in groups], step)
+        episodes = [
+            self._episode(draws[group], i, completions[group * n + i], float(by_group[group, i]), baseline)
+            for group, baseline in zip(groups, baselines, strict=True)
+            for i in range(n)
+        ]
+        prompts = [self.prompts[draws[group].row] for group in groups]
+        self._last = _Step(step, draws[:used], by_group.mean(axis=1)[:used].tolist(), prompts, episodes, metrics)
+        return episodes
+
+    def describe(self, metrics: dict[str, float]) -> dict[str, float]:
+        assert self._last is not None
+        return metrics | self._last.metrics
+
+    def commit(self, step: int) -> None:
+        """Move the ledger; with `logger.rollouts`, write the step's episodes."""
+        last = self._last
+        assert last is not None and last.step == step
+        self.ledger.commit(last.draws, last.rewards)
+        if self.cfg.logger.rollouts:
+            texts = self._texts([sample.token_ids[sample.mask > 0] for sample in _samples(last.episodes)])
+            write_rollouts(self.cfg.trainer.run_dir, step, last.prompts, last.episodes, texts, self._fence)
+
+    def _sample(self, draws: Sequence[Draw], step: int) -> list[Completion]:
+        """`rollout.n` completions a prompt, those of one prompt together."""
+        r = self.cfg.rollout
+        with self.timer("rollout"):
+            requests = [self._request(draw, step, j) for draw in draws for j in range(r.n)]
+            return self.fleet.generate(requests, self._sampling(r.temperature, r.top_p, r.top_k))
+
+    def _baselines(self, draws: Sequence[Draw], step: int) -> list[float | None]:
+        """The reward of each prompt's greedy completion, for `remax` alone."""
+        if self.cfg.algorithm.advantage_estimator != "remax":
+            return [None] * len(draws)
+        with self.timer("rollout"):
+            greedy = self.fleet.generate([self._request(draw, step, -1) for draw in draws], self._greedy())
+        with self.timer("reward"):
+            rewards, _ = self._judge(greedy, [self.prompts[draw.row] for draw in draws])
+        a, lengths = self.cfg.algorithm, torch.tensor([len(completion.token_ids) for completion in greedy])
+        limit = self.cfg.rollout.max_response_tokens
+        return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, a.overlong_factor).tolist()
+
+    def _episode(self, draw: Draw, number: int, completion: Completion, reward: float, baseline: Any) -> Episode:
+        prompt = self.prompts[draw.row]
+        start, length = len(prompt.token_ids), len(completion.token_ids)
+        mask = np.zeros(start + length, np.float32)
+        mask[start:] = 1.0
+        logprobs = np.zeros(start + length, np.float32)
+        logprobs[start:] = completion.logprobs
+        sample = Sample(
+            np.asarray([*prompt.token_ids, *completion.token_ids], np.int64),
+            mask,
+            logprobs,
+            (completion.weight_version, completion.weight_version),
+        )
+        uid = self._uid(draw)
+        return Episode(f"{uid}:{number}", uid, [sample], reward, {}, completion.finish_reason, baseline)
+
+    # ---------------------------------------------------------------------------------------------------
+    # Evaluation
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy reward and accuracy (share of completions with reward 1) on held-out prompts, and pass@k."""
+        if not self._held_out:
+            return {}
+        prompts, k, r = self._held_out, self.cfg.rollout.val_n, self.cfg.rollout
+        greedy = self.fleet.generate([self._held_out_request(p, step, 0) for p in prompts], self._greedy())
+        rewards, _ = self._judge(greedy, prompts)
+        metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= 1.0).mean())}
+        for prompt, completion, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            LOG.info("  %r -> %r  reward %.2f", _shorten(prompt.text), _shorten(text), reward)
+        if k > 0:
+            requests = [self._held_out_request(p, step, 1 + j) for p in prompts for j in range(k)]
+            sampled = self.fleet.generate(requests, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
+            scores, _ = self._judge(sampled, [p for p in prompts for _ in range(k)])
+            metrics["val/pass@k"] = float((scores.reshape(-1, k) >= 1.0).any(axis=1).mean())
+        return metrics
+
+    # ---------------------------------------------------------------------------------------------------
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ledger.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ledger.load_state_dict(state)
+
+    def _fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for prompt in self.prompts:
+            digest.update(repr((prompt.index, prompt.token_ids, prompt.answer)).encode())
+        return digest.hexdigest()
+
+    # ---------------------------------------------------------------------------------------------------
+    # Helpers
+
+    def _uid(self, draw: Draw) -> str:
+        return f"{draw.epoch}:{self.prompts[draw.row].index}"
+
+    def _request(self, draw: Draw, step: int, number: int) -> Request:
+        seed = key(self.cfg.trainer.seed, "completion", step, self._uid(draw), number)
+        return Request(self.prompts[draw.row].token_ids, seed)
+
+    def _held_out_request(self, prompt: Prompt, step: int, number: int) -> Request:
+        seed = key(self.cfg.trainer.seed, "completion", step, f"val:{prompt.index}", number)
+        return Request(prompt.token_ids, seed)
+
+    def _sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
+        return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)
+
+    def _greedy(self) -> Sampling:
+        return self._sampling(0.0, 1.0, -1)
+
+    def _judge(self, completions: Sequence[Completion], prompts: Sequence[Prompt]) -> tuple[np.ndarray, int]:
+        """The reward `(B,)` of each completion, and how many rewards failed."""
+        texts = self._texts([completion.token_ids for completion in completions])
+        answers, rows = [prompt.answer for prompt in prompts], [prompt.row for prompt in prompts]
+        rewards, failures = self.rewards.score(texts, answers, rows)
+        return np.asarray(rewards, dtype=np.float64), failures.count
+
+    def _texts(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
+    """Choose the groups of completions to train on, of those sampled so far: the first `wanted` that teach something.
+
+    Args:
+        rewards: `(P, n)`.
+        complete: no more will be sampled: fill up with the first of the others.
+
+    Returns:
+        the chosen groups, ascending, and how many groups are used up (the ledger goes by a prefix); None when
+        more must be sampled.
+    """
+    informative = np.flatnonzero(rewards.max(axis=1) != rewards.min(axis=1))[:wanted].tolist()
+    if len(informative) == wanted:
+        return informative, informative[-1] + 1
+    if not complete:
+        return None
+    others = [i for i in range(len(rewards)) if i not in set(informative)]
+    return sorted(informative + others[: wanted - len(informative)]), len(rewards)
+
+
+def _samples(episodes: Sequence[Episode]) -> list[Sample]:
+    return [sample for episode in episodes for sample in episode.samples]
+
+
+def _shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

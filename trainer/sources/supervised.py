@@ -1,0 +1,138 @@
+"""Supervised episodes: examples, or rollouts of earlier runs, whose tokens are to be learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+
+from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
+from trainer.data.ledger import Draw, Ledger
+from trainer.episodes import Episode, Sample
+
+_NAMES = {"policy/loss": "sft/loss", "policy/kl": "sft/kl", "policy/clip_frac": "sft/clip_frac"}
+
+
+def loop_config(cfg: Config) -> Config:
+    """The config of the loop for the supervised run that the user's `cfg` describes.
+
+    Maximum likelihood is the loss `reinforce` with advantage 1 on every token that is to be learnt. A step is one
+    optimizer step on all of its examples.
+    """
+    weighted = cfg.sft.max_weight is not None
+    algorithm = AlgorithmConfig(
+        advantage_estimator="reward",
+        policy_loss="importance_weighted_ce" if weighted else "reinforce",
+        max_weight=cfg.sft.max_weight,
+        old_logprobs="sampler",
+    )
+    most = cfg.sft.batch_size * cfg.sft.max_length  # examples in a step
+    t = cfg.trainer
+    return dataclasses.replace(
+        cfg,
+        algorithm=algorithm,
+        rollout=dataclasses.replace(cfg.rollout, temperature=1.0, dtype="float32"),
+        trainer=dataclasses.replace(
+            t,
+            total_steps=cfg.sft.steps,
+            train_batch_size=most,
+            mini_batch_size=most,
+            update_epochs=1,
+            val_before_train=False,
+            policy=dataclasses.replace(t.policy, optimizer=cfg.sft.optimizer),
+            critic=CriticConfig(),
+        ),
+    )
+
+
+class SupervisedSource:
+    """Examples drawn in epochs, as many a step as fill `sft.batch_size` rows of `sft.max_length` tokens.
+
+    Args:
+        parts: the data sets.
+        held_out: examples for `evaluate`.
+        seed: of the run.
+        loss: returns the mean loss of samples under the current policy.
+    """
+
+    def __init__(
+        self,
+        sft: SFTConfig,
+        parts: Sequence[Sequence[Sample]],
+        held_out: Sequence[Sample],
+        seed: int,
+        loss: Callable[[Sequence[Sample]], float],
+    ):
+        self.sft = sft
+        self._parts = parts
+        self._held_out = held_out
+        self._loss = loss
+        self.ledger = Ledger(parts, seed, "examples", self._fingerprint, sft.weights)
+        self._draws: list[Draw] = []
+
+    def __str__(self) -> str:
+        return f"{sum(map(len, self._parts)):,} examples"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Nothing was started."""
+
+    @property
+    def epoch(self) -> float:
+        return self.ledger.epoch
+
+    def start(self, version: int, fresh: bool) -> None:
+        """Examples need no policy."""
+
+    def publish(self, version: int) -> None:
+        """Examples need no policy."""
+
+    def next(self, step: int) -> list[Episode]:
+        """The next examples: rows are filled in order, until one does not fit into the last row any more."""
+        rows, width = self.sft.batch_size, self.sft.max_length
+        self._draws = []
+        episodes: list[Episode] = []
+        row, used = 1, 0
+        for draw in self.ledger.ahead():
+            sample = self._parts[draw.part][draw.row]
+            if used + len(sample.token_ids) > width:
+                row, used = row + 1, 0
+                if row > rows:
+                    break
+            used += len(sample.token_ids)
+            self._draws.append(draw)
+            uid = f"{draw.epoch}:{draw.row}:{draw.part}"
+            episodes.append(Episode(uid, uid, [sample]))
+        return episodes
+
+    def describe(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {_NAMES.get(name, name): value for name, value in metrics.items()}
+
+    def commit(self, step: int) -> None:
+        self.ledger.commit(self._draws)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Cross-entropy of the held-out examples, nats a token."""
+        return {"val/loss": self._loss(self._held_out)} if self._held_out else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ledger.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ledger.load_state_dict(state)
+
+    def _fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for part in self._parts:
+            digest.update(f"data set of {len(part)}".encode())
+            for sample in part:
+                digest.update(f"example of {len(sample.token_ids)}".encode())
+                digest.update(sample.token_ids.astype(np.int64).tobytes())
+                for values in (sample.mask, [] if sample.logprobs is None else sample.logprobs):
+                    digest.update(np.asarray(values, dtype=np.float64).tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,414 @@
+"""The loop, and what of a run is saved and restored: GRPO, PPO and supervised training alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from types import NoneType
+from typing import Any
+
+from trainer.checkpoint.parts import (
+    Part,
+    assets_part,
+    config_part,
+    config_yaml,
+    json_part,
+    models_part,
+    start_weights_part,
+)
+from trainer.config import Config
+from trainer.documents import Shape, is_count, is_number
+from trainer.durable import digest_bytes
+from trainer.episodes import Episode
+from trainer.errors import NonFiniteError, NotSavedError, UserError
+from trainer.failpoints import failpoint
+from trainer.learner.experience import Experience
+from trainer.learner.learner import Learner
+from trainer.metrics.progress import Progress
+from trainer.metrics.timing import Timer
+from trainer.metrics.tracker import Tracker, first_step, read_metrics
+from trainer.models.export import PolicyExporter, export_target
+from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
+from trainer.run.directory import RunDirectory
+from trainer.run.replay import ReplayAudit
+from trainer.run.saves import SaveResults
+from trainer.run.schedule import SaveSchedule
+from trainer.run.stopping import StopRequest
+from trainer.signals import SIGNALS, Stopped
+from trainer.sources.base import EpisodeSource
+
+LOG = logging.getLogger(__name__)
+_LAST_SAVE_TRIES = 4
+
+_STATE: dict[Any, Shape] = {
+    "step": is_count,
+    "counters": {"prompts": is_count, "samples": is_count, "tokens": is_count},
+    "kl_controller": {"kind": str, "coef": is_number},
+    "best": {str: is_number},
+    "tracker": {"wandb_run_id": (str, NoneType)},
+    "rng": {str: str},
+}
+_OLD_SUPERVISED_STATE = {name: _STATE[name] for name in ("step", "tracker")}
+"""What supervised runs saved when they had a loop of their own."""
+
+
+@dataclasses.dataclass
+class TrainerState:
+    """What a run remembers from step to step, besides models and the place in the data."""
+
+    step: int = 0
+    """The last finished step."""
+    prompts: int = 0
+    samples: int = 0
+    tokens: int = 0
+    best: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The best `val/accuracy` so far, and its step."""
+
+
+class Trainer:
+    """Runs to the last step, and owns what is saved and restored.
+
+    GRPO and PPO differ in the advantage estimator and in having a critic. Supervised training differs in the source of
+    its episodes.
+
+    Args:
+        cfg: of the loop; for supervised training, what `sources.supervised.loop_config` makes of the user's.
+        directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
+        source: of the episodes.
+        learner: with its models built.
+        model_path: the start weights, a local directory.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        directory: RunDirectory,
+        source: EpisodeSource,
+        learner: Learner,
+        model_path: str,
+        tokenizer: Any,
+        timer: Timer,
+        stop: StopRequest,
+    ):
+        t = cfg.trainer
+        self.cfg = cfg
+        self.directory = directory
+        self.checkpoints = directory.checkpoints
+        self.source = source
+        self.learner = learner
+        self.model_path = model_path
+        self.tokenizer = tokenizer
+        self.timer = timer
+        self.stop = stop
+        self.state = TrainerState()
+        self.audit: ReplayAudit | None = None
+        self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
+        self.saves = SaveResults(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
+        self.exporter = PolicyExporter(
+            learner.ranks,
+            model_path,
+            tokenizer,
+            cfg.model.trust_remote_code,
+            adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
+            fence=directory.check,
+        )
+        self._wandb_run_id: str | None = None
+
+    # ---------------------------------------------------------------------------------------------------
+    # The loop
+
+    def fit(self) -> None:
+        """Train up to `trainer.total_steps`.
+
+        Raises:
+            Stopped: a signal or deadline asked for it; everything is saved.
+            NotSavedError: the last save failed.
+        """
+        self.load_checkpoint()
+        with self.source, self._open_tracker() as self.tracker, self._open_progress() as self.progress:
+            self._announce()
+            self.source.start(version=self.state.step + 1, fresh=self.directory.resume is None)
+            self._evaluate_start_weights()
+            with SIGNALS.between_steps():
+                while self.state.step < self.cfg.trainer.total_steps:
+                    step = self.state.step + 1
+                    with self.timer("step"), self._not_finite_in_words(step):
+                        episodes = self.source.next(step)
+                        experience = self.learner.score(episodes)
+                        metrics = self._update(experience, step)
+                        with self.timer("sync"):
+                            self.source.publish(version=step + 1)
+                    metrics = self.finish_step(step, episodes, metrics)
+                    if self.state.step == step:  # else a mismatch with the log has sent the run back
+                        self.save_if_due(metrics)
+                self._export_if_missing()
+                self._wait_for_saves()
+
+    def _update(self, experience: Experience, step: int) -> dict[str, float]:
+        saving = self.checkpoints.saving  # then the first optimizer step may have to wait until its state is copied
+        metrics = self.learner.update(experience, step)
+        if saving:
+            blocked = self.learner.ranks.take_blocked()
+            self.timer.add("checkpoint_blocked", blocked)
+            self.saves.blocked_s += blocked
+        return metrics
+
+    def finish_step(self, step: int, episodes: list[Episode], metrics: dict[str, float]) -> dict[str, float]:
+        """The step is trained: move the ledger, evaluate, hold a replayed step against the log, log, export.
+
+        Returns all metrics of the step. If the run went back to an earlier checkpoint, `state.step` says so.
+        """
+        t, state = self.cfg.trainer, self.state
+        samples = [sample for episode in episodes for sample in episode.samples]
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        self.source.commit(step)
+        state.step = step
+        state.prompts += len({episode.group for episode in episodes})
+        state.samples += len(samples)
+        state.tokens += tokens
+        times = self.timer.take()
+        metrics = self.source.describe(metrics) | times | self.learner.speed(len(samples), tokens, times["time/step"])
+        metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
+        metrics["progress/epoch"] = self.source.epoch
+        last = step == t.total_steps
+        if t.val_interval > 0 and (step % t.val_interval == 0 or last):
+            metrics |= self.source.evaluate(step)
+        problem = self.audit.check(step, metrics) if self.audit else None
+        if problem is not None and not self._accept_mismatch(problem):
+            return metrics
+        self._log(step, metrics)
+        failpoint("logged")
+        self.saves.collect(self.checkpoints.outcomes())
+        if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
+            self.export(export_target(self.cfg, step))
+        return metrics
+
+    def _accept_mismatch(self, problem: str) -> bool:
+        """Apply `trainer.on_resume_mismatch` to a replayed step that differs from the log.
+
+        Returns False after going back to an earlier checkpoint.
+
+        Raises:
+            UserError: the run is to stop, or has no checkpoint to go back to.
+        """
+        assert self.directory.resume is not None
+        choice, path = self.cfg.trainer.on_resume_mismatch, self.directory.resume.checkpoint.path
+        if choice == "stop":
+            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {path}, but {problem}")
+        LOG.warning("resumed from %s, but %s", path, problem)
+        if choice == "warn":
+            return True
+        self.directory.fall_back()
+        self.load_checkpoint()
+        self.tracker.rewind(self.state.step)
+        self.source.publish(version=self.state.step + 1)
+        return False
+
+    # ---------------------------------------------------------------------------------------------------
+    # What is saved, when, and what is restored
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """What a checkpoint holds, in the order in which it is saved and restored."""
+        state_shape = _OLD_SUPERVISED_STATE if self.directory.supervised else _STATE
+        adapters = None
+        if self.cfg.trainer.policy.lora.rank is not None:
+            adapters = partial(self.learner.ranks.call_one, "policy", "adapter_config", self.model_path)
+        return [
+            config_part(self.directory.cfg),
+            start_weights_part(self.cfg, self.model_path),
+            json_part("trainer_state", self.state_dict, self.load_state_dict, state_shape),
+            json_part("data", self.source.state_dict, self.source.load_state_dict),
+            models_part(self.learner.ranks),
+            assets_part(self.model_path, self.tokenizer, self.cfg.model.trust_remote_code, adapters),
+        ]
+
+    def save_if_due(self, metrics: dict[str, float]) -> None:
+        """Save when the schedule says so, after the last step, and before the run stops early.
+
+        Raises:
+            Stopped: a signal or deadline asked for it; everything is saved.
+            NotSavedError: the run ends here, and its last save failed.
+        """
+        step, total = self.state.step, self.cfg.trainer.total_steps
+        self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.saves.seconds + 5)
+        last = step == total
+        stopping = self.stop.reason is not None and not last
+        with self.timer("checkpoint_blocked"):
+            if stopping or last and self.schedule.enabled:
+                self._save_last(metrics)
+            elif self.schedule.due(step):
+                self.save_checkpoint(metrics)
+        if stopping:
+            raise Stopped(
+                f"stopped after step {step} of {total} ({self.stop.reason}); the same command with "
+                "trainer.resume_mode=latest continues the run"
+            )
+
+    def save_checkpoint(self, metrics: dict[str, float]) -> None:
+        """Begin to write `global_step_{step}`; training continues meanwhile, unless `trainer.ckpt_async` is false."""
+        t, step = self.cfg.trainer, self.state.step
+        if self.saves.begun == step:
+            return
+        started = time.monotonic()
+        self.tracker.flush()  # a checkpoint must not outlive the lines of its steps
+        score = metrics.get(t.best_metric)
+        description = {
+            "roles": self.learner.ranks.saved_roles,
+            "ranks": t.num_workers,
+            "replicas": t.replicas,
+            "config_digest": digest_bytes(config_yaml(self.directory.cfg)),
+            "score_metric": t.best_metric,
+            "score": score if score is not None and math.isfinite(score) else None,
+            "parent": self.directory.lineage or None,
+            "metrics_from": first_step(self.directory.metrics_file),
+        }
+        self.checkpoints.save(step, self.parts, description)
+        if not t.ckpt_async:
+            self.checkpoints.wait()
+        self.saves.begun = step
+        self.saves.blocked_s = time.monotonic() - started
+        self.schedule.saved()
+
+    def _save_last(self, metrics: dict[str, float]) -> None:
+        """Save the last state of this process, and wait until it is committed; try again if that fails.
+
+        Raises:
+            NotSavedError: every try failed.
+        """
+        import tenacity  # seldom needed, and slow to import
+
+        step = self.state.step
+        for attempt in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(NotSavedError),
+            stop=tenacity.stop_after_attempt(_LAST_SAVE_TRIES),
+            wait=tenacity.wait_exponential(multiplier=0.5),
+            reraise=True,
+        ):
+            with attempt:
+                self.save_checkpoint(metrics)
+                self.checkpoints.wait()
+                self.saves.collect(self.checkpoints.outcomes(), last=True)
+                if self.saves.begun != step:
+                    raise NotSavedError(
+                        f"step {step} is trained but not saved: trainer.ckpt_path={self.cfg.trainer.ckpt_path}: "
+                        f"{self.saves.failure}; the last good checkpoint is {self.saves.last_good or 'none yet'}. "
+                        "Repair that, then give the same command with trainer.resume_mode=latest: it trains again "
+                        "what is not saved."
+                    )
+
+    def _wait_for_saves(self) -> None:
+        self.checkpoints.wait()
+        self.saves.collect(self.checkpoints.outcomes())
+
+    def load_checkpoint(self) -> None:
+        """Restore the checkpoint that the run directory has found; without one, the run starts from the beginning."""
+        resume = self.directory.resume
+        if resume is None:
+            return
+        checkpoint, t = resume.checkpoint, self.cfg.trainer
+        self.checkpoints.load(checkpoint, resume.restore.chosen(self.parts, checkpoint), resume.restore)
+        self.saves.last_good = checkpoint.path
+        if resume.restore.fork:
+            self._wandb_run_id = None
+            return
+        self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
+        if not resume.same_run:
+            LOG.info("replayed steps are not compared with what was logged, since the config has changed")
+        self.audit = ReplayAudit(t.run_dir, checkpoint.step, t.resume_tolerance, resume.same_rounding, resume.same_run)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "step": state.step,
+            "counters": {"prompts": state.prompts, "samples": state.samples, "tokens": state.tokens},
+            "kl_controller": self.learner.kl.state_dict(),
+            "best": state.best,
+            "tracker": self.tracker.state_dict(),
+            "weight_version": state.step + 1,
+            "rng": rng_as_text(capture_rng()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = TrainerState(state["step"], **state.get("counters", {}), best=state.get("best", {}))
+        self._wandb_run_id = state["tracker"]["wandb_run_id"]
+        if "rng" in state:
+            self.learner.kl.load_state_dict(state["kl_controller"])
+            restore_rng(rng_from_text(state["rng"]))
+
+    # ---------------------------------------------------------------------------------------------------
+    # Exports
+
+    def export(self, target: str) -> None:
+        """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
+        self.exporter.export(target, self.cfg.rollout.dtype)
+        LOG.info("exported %s", target)
+
+    def _export_if_missing(self) -> None:
+        """A run that was killed between its last checkpoint and its last export still owes it."""
+        target = export_target(self.cfg, self.state.step)
+        if self.cfg.trainer.hf_save_interval > 0 and not os.path.exists(target):
+            self.export(target)
+
+    # ---------------------------------------------------------------------------------------------------
+    # Helpers
+
+    def _evaluate_start_weights(self) -> None:
+        t = self.cfg.trainer
+        if self.state.step == 0 and t.val_before_train and t.val_interval > 0:
+            self._log(0, self.source.evaluate(0))
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        accuracy = metrics.get("val/accuracy")
+        if accuracy is not None and accuracy > self.state.best.get("val/accuracy", -math.inf):
+            self.state.best = {"val/accuracy": accuracy, "step": step}
+        self.tracker.log(step, metrics)
+        self.progress.update(step, metrics)
+
+    @contextmanager
+    def _not_finite_in_words(self, step: int) -> Iterator[None]:
+        """Turn a loss or gradient that is not finite into a sentence, once the state before this step is safe."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self._wait_for_saves()
+            last = self.saves.last_good
+            kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+            optimizer = "sft.optimizer" if self.directory.supervised else "trainer.policy.optimizer"
+            raise UserError(
+                f"step {step}: {error}; nothing was overwritten, {kept}. A lower {optimizer}.lr or "
+                f"{optimizer}.max_grad_norm may help."
+            ) from error
+
+    def _open_tracker(self) -> Tracker:
+        cfg = self.directory.cfg
+        tracker = Tracker(
+            cfg.trainer.run_dir, cfg.logger, cfg.trainer.run_name, dataclasses.asdict(cfg), self._wandb_run_id
+        )
+        # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
+        # earlier start may have died before its first checkpoint.
+        tracker.rewind(self.state.step or -1)
+        return tracker
+
+    def _open_progress(self) -> Progress:
+        t, state = self.cfg.trainer, self.state
+        history = read_metrics(self.directory.metrics_file)
+        return Progress(t.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
+
+    def _announce(self) -> None:
+        t, resume = self.cfg.trainer, self.directory.resume
+        total, trained = self.learner.ranks.num_parameters
+        adapters = f" ({trained:,} of them adapters)" if trained < total else ""
+        LOG.info(
+            "run %s in %s: %s, %s parameters%s, %d rank(s), %s",
+            t.run_name, t.run_dir, self.model_path, f"{total:,}", adapters, t.num_workers, self.source,
+        )  # fmt: skip
+        if resume is not None:
+            origin = "forked from" if resume.restore.fork else "resumed from"
+            LOG.info("%s %s, step %d of %d", origin, resume.checkpoint.path, self.state.step, t.total_steps)
