@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import socket
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 
+from trainer.cluster.launcher import Launcher
+from trainer.cluster.local import LocalCluster
 from trainer.config import Config
-from trainer.parallel.mesh import destroy_process_group
 from trainer.workers.rank import Rank
+
+# What ranks import, sooner or later, and test modules with them.
+_MODULES = ("trainer.workers.rank", "trainer.checkpoint.sharded", "transformers.models.qwen3.modeling_qwen3", "pytest")
 
 
 @functools.cache
-def _process(rank: int) -> ProcessPoolExecutor:
-    """The process that plays `rank` in every call: it imports torch once and joins a new group each time.
-
-    Always the same rank, because torch caches shard offsets by mesh, not by the rank that asked.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+def launcher() -> Launcher:
+    """Start processes that have imported what ranks need. It ends with this process."""
+    return Launcher(_MODULES)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, cfg: Config | None = None) -> list[Any]:
@@ -33,24 +29,25 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, cfg: Co
 
     `function` must be importable. An exception on any rank is raised here.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    cfg = cfg or Config()
+    with local_cluster(world_size, cfg or Config()) as cluster:
+        group = cluster.launch_ranks("rank", ConnectedRank, {"OMP_NUM_THREADS": "1"})
+        return group.call("run", cluster.meeting_place(group), function, args)
+
+
+def local_cluster(world_size: int, cfg: Config) -> LocalCluster:
+    """A cluster for `world_size` ranks, which use GPUs where there are some."""
     # A rank whose peer has failed waits for it no longer than this.
-    cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, worker_timeout_s=60.0))
-    calls = [_process(rank).submit(_main, rank, world_size, address, cfg, function, args) for rank in range(world_size)]
-    errors = [error for call in calls if (error := call.exception()) is not None]
-    if errors:
-        raise errors[0]
-    return [call.result() for call in calls]
+    trainer = dataclasses.replace(cfg.trainer, num_workers=world_size, worker_timeout_s=60.0)
+    cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, share_gpus=True))
+    return LocalCluster(cfg, "cuda" if torch.cuda.is_available() else "cpu", launcher())
 
 
-def _main(rank: int, world_size: int, address: str, cfg: Config, function: Callable, args: tuple) -> Any:
-    torch.set_num_threads(1)
-    host = Rank(cfg, rank, world_size, "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        host.connect(address, local_rank=rank)
-        return function(host, *args)
-    finally:
-        destroy_process_group()
+class ConnectedRank:
+    """Hosts a rank, for functions of tests."""
+
+    def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
+        self._rank = Rank(cfg, rank, world_size, device)
+
+    def run(self, address: str, function: Callable[..., Any], args: tuple) -> Any:
+        self._rank.connect(address)
+        return function(self._rank, *args)
