@@ -30,7 +30,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, cfg: Co
     `function` must be importable. An exception on any rank is raised here.
     """
     with local_cluster(world_size, cfg or Config()) as cluster:
-        group = cluster.launch_ranks("rank", ConnectedRank, {"OMP_NUM_THREADS": "1"})
+        group = cluster.launch_ranks("rank", functools.partial(ConnectedRank, cluster.cfg), {"OMP_NUM_THREADS": "1"})
         return group.call("run", cluster.meeting_place(group), function, args)
 
 

@@ -29,7 +29,7 @@ class Host:
         return self.args
 
     def rank(self) -> int:
-        return self.args[1]
+        return self.args[0]
 
     def raise_user_error(self) -> None:
         raise UserError("choose another")
