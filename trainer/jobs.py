@@ -79,7 +79,7 @@ def train_supervised(cfg: Config, device: str) -> None:
 def rollout_trainer(
     cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest
 ) -> Trainer:
-    """The trainer of a run that samples its own episodes."""
+    """Return the trainer of a run that samples its own episodes."""
     timer, path = Timer(), resolve_model_path(model_path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(cfg, cluster, timer)
@@ -93,7 +93,7 @@ def rollout_trainer(
 def supervised_trainer(
     cfg: Config, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest
 ) -> Trainer:
-    """The trainer of a run that learns from examples."""
+    """Return the trainer of a run that learns from examples."""
     timer, path = Timer(), resolve_model_path(model_path)
     loop = loop_config(cfg)
     learner = Learner(loop, cluster, timer)
@@ -107,7 +107,7 @@ def supervised_trainer(
 
 
 def _check_inputs(cfg: Config) -> None:
-    """Find what the user must mend before anything expensive starts.
+    """Refuse bad input before anything expensive starts.
 
     Raises:
         UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
@@ -141,7 +141,7 @@ def _report(cfg: Config) -> None:
 
 
 def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
-    """The start weights' path: `model.path`, or the embedded model, built and warm-started once per config."""
+    """Return the path of the start weights: `model.path`, or the embedded model, built and warm-started once."""
     if cfg.model.path is not None:
         return cfg.model.path
     target = _cached_model(cfg)
@@ -157,8 +157,9 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
             from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
 
             build_tiny(cfg.model.tiny, start)
-            print(f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config",
-                  flush=True)  # fmt: skip
+            print(
+                f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True
+            )
             trainer = supervised_trainer(warm_start, cluster, directory, start, stop)
             trainer.fit()
             trainer.export(target)
@@ -190,7 +191,7 @@ def _warm_start_config(cfg: Config, run_dir: str) -> Config:
 
 
 def _check_cache(cfg: Config) -> None:
-    """Check that the embedded model is there, or can be made.
+    """Check that the embedded model exists or can be built.
 
     Raises:
         UserError: `model.cache_dir` cannot be written.
@@ -203,8 +204,8 @@ def _check_cache(cfg: Config) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be "
-            f"written ({error.strerror}); choose another, for example with the environment variable "
+            f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be written "
+            f"({error.strerror}); choose another, for example with the environment variable "
             "TRAINER_CACHE, or give model.path"
         ) from error
 

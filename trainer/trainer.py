@@ -55,12 +55,12 @@ _STATE: dict[Any, Shape] = {
     "rng": {str: str},
 }
 _OLD_SUPERVISED_STATE = {name: _STATE[name] for name in ("step", "tracker")}
-"""What supervised runs saved when they had a loop of their own."""
+"""The state that earlier versions saved for supervised runs."""
 
 
 @dataclasses.dataclass
 class TrainerState:
-    """What a run remembers from step to step, besides models and the place in the data."""
+    """The state of a run, besides its models and its place in the data."""
 
     step: int = 0
     """The last finished step."""
@@ -160,9 +160,9 @@ class Trainer:
         return metrics
 
     def finish_step(self, step: int, episodes: list[Episode], metrics: dict[str, float]) -> dict[str, float]:
-        """The step is trained: move the ledger, evaluate, hold a replayed step against the log, log, export.
+        """Move the ledger, evaluate, compare a replayed step with the log, log, export.
 
-        Returns all metrics of the step. If the run went back to an earlier checkpoint, `state.step` says so.
+        Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
         """
         t, state = self.cfg.trainer, self.state
         samples = [sample for episode in episodes for sample in episode.samples]
@@ -215,7 +215,7 @@ class Trainer:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """What a checkpoint holds, in the order in which it is saved and restored."""
+        """The parts of a checkpoint, in the order in which they are saved and restored."""
         state_shape = _OLD_SUPERVISED_STATE if self.directory.supervised else _STATE
         adapters = None
         if self.cfg.trainer.policy.lora.rank is not None:
@@ -407,8 +407,14 @@ class Trainer:
         adapters = f" ({trained:,} of them adapters)" if trained < total else ""
         LOG.info(
             "run %s in %s: %s, %s parameters%s, %d rank(s), %s",
-            t.run_name, t.run_dir, self.model_path, f"{total:,}", adapters, t.num_workers, self.source,
-        )  # fmt: skip
+            t.run_name,
+            t.run_dir,
+            self.model_path,
+            f"{total:,}",
+            adapters,
+            t.num_workers,
+            self.source,
+        )
         if resume is not None:
             origin = "forked from" if resume.restore.fork else "resumed from"
             LOG.info("%s %s, step %d of %d", origin, resume.checkpoint.path, self.state.step, t.total_steps)

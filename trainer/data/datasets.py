@@ -47,7 +47,7 @@ class PromptSet:
 
 
 def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens: int) -> PromptSet:
-    """The prompts of `train` or `val` through the chat template; over-long ones are dropped and counted.
+    """Render the prompts of `train` or `val` through the chat template; drop and count those that are too long.
 
     Raises:
         UserError: the data cannot be read (see `read_examples`), or every prompt is too long.
@@ -61,18 +61,20 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
             text, answer, row = messages[-1]["content"], example["answer"], example.get("row", {})
             prompts.append(Prompt(index, tuple(token_ids), text, answer, row))
     if not prompts:
-        raise UserError(f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are "
-                        f"longer; the shortest has {min(lengths)} tokens")  # fmt: skip
+        raise UserError(
+            f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are "
+            f"longer; the shortest has {min(lengths)} tokens"
+        )
     return PromptSet(prompts, len(lengths) - len(prompts))
 
 
 def read_examples(data: DataConfig, split: str) -> list[Example]:
-    """The examples of `train` or `val` (see `read_parts`)."""
+    """Return the examples of `train` or `val` (see `read_parts`)."""
     return [example for part in read_parts(data, split) for example in part]
 
 
 def read_parts(data: DataConfig, split: str) -> list[list[Example]]:
-    """The examples of `train` or `val`, a list a file, at most `data.{split}_size` of them, the first ones.
+    """Return the first `data.{split}_size` examples of `train` or `val`, one list per file.
 
     Raises:
         UserError: a file is missing, empty or malformed, or lacks a column.
@@ -91,7 +93,7 @@ def read_parts(data: DataConfig, split: str) -> list[list[Example]]:
 
 
 def check_files(data: DataConfig, examples: bool = True, validation: bool = True) -> None:
-    """Read the first rows of each local file, to say at once what `read_parts` would say minutes later.
+    """Read the first rows of each local file, so that bad data is refused before anything starts.
 
     Args:
         examples: the training files hold examples, not rollouts.
@@ -112,18 +114,18 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
-    """A prompt as chat messages."""
+    """Return a prompt as chat messages."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-    """Token ids of a chat (see `render_text`)."""
+    """Return the token ids of a chat (see `render_text`)."""
     return tokenizer.encode(render_text(tokenizer, messages, add_generation_prompt), add_special_tokens=False)
 
 
 def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-    """A chat as the text of which the model sees the tokens.
+    """Render a chat as the text whose tokens the model sees.
 
     Raises:
         UserError: the chat template refuses it (some know no system message, others want roles in turn).
@@ -141,7 +143,7 @@ def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_p
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds`. Works in the main thread; no limit in others."""
+    """Raise TimeoutError in the block after `seconds`. Only the main thread has this limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,19 +168,24 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
     if data.messages_key is not None:
         chat = row.get(data.messages_key)
         if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):
-            raise UserError(f"data.messages_key={data.messages_key}: {where} must hold a list of chat messages there, "
-                            "with role and content, the last one the assistant's")  # fmt: skip
+            raise UserError(
+                f"data.messages_key={data.messages_key}: {where} must hold a list of chat messages there, "
+                "with role and content, the last one the assistant's"
+            )
         return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
     for key, name in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
         if name not in row:
             raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
     if not (isinstance(prompt, str) or _is_chat(prompt)):
-        raise UserError(f"data.prompt_key={data.prompt_key}: {where} must hold a string, or a list of chat messages "
-                        "with role and content")  # fmt: skip
+        raise UserError(
+            f"data.prompt_key={data.prompt_key}: {where} must hold a string, or a list of chat messages "
+            "with role and content"
+        )
     if not isinstance(answer, (str, int, float)):
-        raise UserError(f"data.answer_key={data.answer_key}: {where} must hold a string or a number, "
-                        f"not {type(answer).__name__}")  # fmt: skip
+        raise UserError(
+            f"data.answer_key={data.answer_key}: {where} must hold a string or a number, not {type(answer).__name__}"
+        )
     return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
 
 
@@ -196,9 +203,13 @@ def _checked(example: Example, where: str) -> Example:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    )  # fmt: skip
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+        )
+    )
 
 
 Rows = Iterator[tuple[str, Any]]
@@ -206,7 +217,7 @@ Rows = Iterator[tuple[str, Any]]
 
 
 def read_rows(file: str, key: str) -> Rows:
-    """Each row of a file or Hub data set.
+    """Yield each row of a file or Hub data set.
 
     Args:
         key: the config key that names the file, for errors.
@@ -231,8 +242,10 @@ def _jsonl_rows(file: str, key: str) -> Rows:
     with open(file, "rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(_LINE_BYTES + 1), b""), start=1):
             if len(line) > _LINE_BYTES:
-                raise UserError(f"{key}: {file}:{number} is longer than {_LINE_BYTES >> 20} MiB; a .jsonl file has one "
-                                "JSON object a line, not one for all rows")  # fmt: skip
+                raise UserError(
+                    f"{key}: {file}:{number} is longer than {_LINE_BYTES >> 20} MiB; a .jsonl file has one "
+                    "JSON object a line, not one for all rows"
+                )
             if not line.strip():
                 continue
             try:

@@ -1,4 +1,4 @@
-"""Supervised examples: chats and rollouts as tokens, with a mask of what is to be learnt."""
+"""Supervised examples: chats and rollouts as tokens, with a mask of the tokens to learn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from trainer.errors import UserError
 
 
 def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any, vocab_size: int | None = None) -> list[list[Sample]]:
-    """The training examples, one list a data set: a file each with `sft.weights`, else all in one.
+    """Return the training examples, one list per data set.
 
-    Examples of which nothing is left to learn are left out: the answer is cut off whole, or the reward too low.
+    With `sft.weights` each file is a data set; else all files form one. Examples without a token to learn are left
+    out: the limit has cut off the whole answer, or the reward is too low.
 
     Raises:
         UserError: the data cannot be read, or a data set has nothing to learn.
@@ -44,41 +45,47 @@ def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any, vocab_size: int
             if not all_of_it:
                 raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
             roles = ",".join(sft.train_on)
-            raise UserError(f"sft.max_length={sft.max_length}: all {len(all_of_it)} {where} prompts fill it, or hold "
-                            f"nothing of sft.train_on={roles}, which leaves nothing to learn")  # fmt: skip
+            raise UserError(
+                f"sft.max_length={sft.max_length}: all {len(all_of_it)} {where} prompts fill it, or hold "
+                f"nothing of sft.train_on={roles}, which leaves nothing to learn"
+            )
     return kept
 
 
 def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[Sample]:
-    """The held-out examples; those without anything to learn are left out.
+    """Return the held-out examples that have a token to learn.
 
     Raises:
-        UserError: the data cannot be read, or that leaves none.
+        UserError: the data cannot be read, or no example has a token to learn.
     """
     encoded = [encode(e, tokenizer, data.system_prompt, sft) for part in read_parts(data, "val") for e in part]
     kept = [example for example in encoded if example.mask.any()]
     if not kept:
-        raise UserError(f"sft.max_length={sft.max_length}: none of {len(encoded)} held-out examples has anything to "
-                        "learn; raise it, or set trainer.val_interval=-1")  # fmt: skip
+        raise UserError(
+            f"sft.max_length={sft.max_length}: none of {len(encoded)} held-out examples has anything to "
+            "learn; raise it, or set trainer.val_interval=-1"
+        )
     return kept
 
 
 def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFTConfig) -> Sample:
-    """The example as a chat, cut to `sft.max_length`, with loss on the messages of the roles `sft.train_on`.
+    """Render the example as a chat, cut it to `sft.max_length`, and mask the messages of the roles `sft.train_on`.
 
-    The last message, the answer, is tokenised as the policy would have generated it: by itself, after the
-    generation prompt, with the end token. Of earlier messages the content is learnt, with an end token after it.
+    The answer (the last message) is tokenised as the policy would have generated it: by itself, after the generation
+    prompt, with the end token. In earlier messages the content is learnt, and an end token that follows it.
 
     Raises:
-        UserError: the tokens of a message cannot be told, because the chat template changes it.
+        UserError: the chat template changes a message, so its tokens cannot be found.
     """
     messages = as_messages(example["prompt"], system_prompt)
     text = render_text(tokenizer, messages, add_generation_prompt=True)
     spans = _spans(tokenizer, text, messages, sft.train_on)
     if spans:
         if not tokenizer.is_fast:
-            raise UserError(f"sft.train_on={','.join(sft.train_on)}: the tokenizer cannot tell which tokens are whose; "
-                            "only the last message of a chat can be learnt with it")  # fmt: skip
+            raise UserError(
+                f"sft.train_on={','.join(sft.train_on)}: the tokenizer cannot tell which tokens are whose; "
+                "only the last message of a chat can be learnt with it"
+            )
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         prompt, learn = encoding["input_ids"], _mask(encoding["offset_mapping"], spans)
         for i in range(1, len(prompt)):
@@ -95,9 +102,9 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFT
 def _spans(
     tokenizer: Any, text: str, messages: Sequence[dict[str, str]], roles: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """Where in the rendered chat `text` the contents of the messages of these roles are.
+    """Find the contents of the messages of these roles in the rendered chat `text`, as (begin, end) of characters.
 
-    What stands between the contents is known from rendering the same chat with other contents.
+    The same chat is rendered with other contents, which shows the text between the contents.
     """
     if not any(message["role"] in roles for message in messages):
         return []
@@ -116,8 +123,10 @@ def _spans(
         known_as = (content, content.strip(), content.rpartition("</think>")[2].strip())
         shown = next((c for c in known_as if text.startswith(c + end, position)), None)
         if shown is None or not text.startswith(between[0]):
-            raise UserError(f"sft.train_on={','.join(roles)}: the chat template changes message {i + 1} "
-                            f"({content[:40]!r}), so its tokens cannot be told from the others'")  # fmt: skip
+            raise UserError(
+                f"sft.train_on={','.join(roles)}: the chat template changes message {i + 1} "
+                f"({content[:40]!r}), so its tokens cannot be told from the others'"
+            )
         if message["role"] in roles and shown:
             spans.append((position, position + len(shown)))
         position += len(shown) + len(end)
@@ -125,7 +134,7 @@ def _spans(
 
 
 def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[float]:
-    """1 for tokens of which a character lies in one of the spans, which are in order."""
+    """Return 1 for each token that has a character in one of the spans, which are in order."""
     mask, i = [], 0
     for begin, end in offsets:
         while i < len(spans) and spans[i][1] <= begin:

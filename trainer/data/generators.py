@@ -1,4 +1,4 @@
-"""Data sets made on the spot, the same on every machine and for every run seed."""
+"""Generated data sets: the same on every machine and for every run seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[dict[str, str]]:
-    """`size` examples with `prompt` and `answer`; those of `train` and `val` never meet.
+    """Return `size` examples with `prompt` and `answer`; no prompt is in both `train` and `val`.
 
     Args:
         name: `arithmetic` (sums of two numbers up to `max_value`, 99) or `reverse_text` (words of
@@ -33,8 +33,10 @@ def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[
         if (key("split", prompt) % 5 == 0) == (split == "val"):
             examples[prompt] = answer
     if len(examples) < size:
-        raise UserError(f"data.{split}_size={size}: data.generator={name} with these data.generator_args has only "
-                        f"{len(examples)} different examples for {split}")  # fmt: skip
+        raise UserError(
+            f"data.{split}_size={size}: data.generator={name} with these data.generator_args has only "
+            f"{len(examples)} different examples for {split}"
+        )
     return [{"prompt": prompt, "answer": answer} for prompt, answer in examples.items()]
 
 

@@ -1,4 +1,4 @@
-"""Rollouts as data: what a step has sampled, written by one run and learnt from by another."""
+"""Rollouts as data: one run writes the episodes of its steps, and another run learns from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_rollouts(
 def read_rollouts(
     file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """The rollouts of a file that `write_rollouts` wrote, those with at least `min_reward`.
+    """Return the rollouts of a file of `write_rollouts` that have at least `min_reward`.
 
     Args:
         vocab_size: of the model that learns from them.
@@ -74,8 +74,10 @@ def read_rollouts(
             raise UserError(f"sft.source=rollouts: {where} is no rollout; logger.rollouts=true makes a run write them")
         highest = max(row["prompt_ids"] + row["completion_ids"], default=0)
         if vocab_size is not None and highest >= vocab_size:
-            raise UserError(f"sft.source=rollouts: {where} holds token {highest}, and model.path knows "
-                            f"{vocab_size}; it was written with another model")  # fmt: skip
+            raise UserError(
+                f"sft.source=rollouts: {where} holds token {highest}, and model.path knows "
+                f"{vocab_size}; it was written with another model"
+            )
         if tokenizer.decode(row["completion_ids"], skip_special_tokens=True) != row["completion"]:
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         if min_reward is None or row["reward"] >= min_reward:
@@ -87,10 +89,12 @@ def _is_rollout(row: Any) -> bool:
     return (
         isinstance(row, dict)
         and all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
-        and isinstance(row.get("logprobs"), list) and len(row["logprobs"]) == len(row["completion_ids"])
-        and all(map(_is_number, row["logprobs"])) and _is_number(row.get("reward"))
+        and isinstance(row.get("logprobs"), list)
+        and len(row["logprobs"]) == len(row["completion_ids"])
+        and all(map(_is_number, row["logprobs"]))
+        and _is_number(row.get("reward"))
         and isinstance(row.get("completion"), str)
-    )  # fmt: skip
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -32,10 +32,10 @@ class Experience:
 
 
 def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
-    """Samples as arrays, one row each, padded on the right.
+    """Return samples as arrays, one row each, padded on the right.
 
     Args:
-        groups: of each sample: rows of one prompt are compared with each other.
+        groups: the group of each sample. Estimators compare the rows of a group.
 
     Returns:
         `input_ids`, `mask` (1 = a token to learn from) and, if the tokens were sampled, `rollout_logprobs`: `(B, T)`;
@@ -56,16 +56,19 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
 
 
 def add_advantages(
-    batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float = 0.0,
+    batch: Batch,
+    rewards: np.ndarray,
+    algorithm: AlgorithmConfig,
+    kl_coef: float = 0.0,
     baselines: np.ndarray | None = None,
-) -> Batch:  # fmt: skip
-    """`batch` with `advantages` and `returns` `(B, T)`.
+) -> Batch:
+    """Return `batch` with `advantages` and `returns` `(B, T)`.
 
     The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
     `kl_coef` times its KL to the reference.
 
     Args:
-        baselines: `(B,)`, what `remax` subtracts.
+        baselines: `(B,)`, subtracted by `remax`.
     """
     tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
     mask = tensors["mask"]
@@ -86,8 +89,10 @@ def add_advantages(
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - Var(return - value) / Var(return). Returns that are all equal leave nothing to explain: 1 for values that
-    miss them by a constant at most, else 0, as in scikit-learn."""
+    """Return 1 - Var(return - value) / Var(return).
+
+    If all returns are equal, the result is 1 for values with a constant error and 0 for others, as in scikit-learn.
+    """
     values, returns = values.astype(np.float64), returns.astype(np.float64)
     errors = returns - values
     if returns.var() <= 1e-12 * np.square(returns).mean():  # equal but for rounding
@@ -96,25 +101,29 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
 
 
 def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
-    """`batch` whose advantages are multiplied by the weights of `algorithm.rollout_correction`, and metrics.
+    """Multiply the advantages by the weights of `algorithm.rollout_correction`; return the batch and metrics.
 
-    That weighs the surrogate terms of every policy loss, which are linear in the advantages; what `clip_cov` and
-    `kl_cov` choose, and the penalty of the latter, go by the corrected advantages but are not weighted.
+    Every policy loss is linear in the advantages, so this weighs the terms of its surrogate. `clip_cov` and `kl_cov`
+    choose tokens by the corrected advantages, and the penalty of `kl_cov` has no weight.
     """
     if algorithm.rollout_correction is None:
         return batch, {}
     mask = torch.from_numpy(batch["mask"])
     weights, bound = correction_weights(
-        torch.from_numpy(batch["old_logprobs"]), torch.from_numpy(batch["rollout_logprobs"]), mask,
-        kind=algorithm.rollout_correction, level=algorithm.rollout_correction_level,
-        low=algorithm.rollout_correction_low, high=algorithm.rollout_correction_high,
-    )  # fmt: skip
+        torch.from_numpy(batch["old_logprobs"]),
+        torch.from_numpy(batch["rollout_logprobs"]),
+        mask,
+        kind=algorithm.rollout_correction,
+        level=algorithm.rollout_correction_level,
+        low=algorithm.rollout_correction_low,
+        high=algorithm.rollout_correction_high,
+    )
     metrics = {"rollout/corrected_frac": float(bound.sum()) / max(float(mask.sum()), 1.0)}
     return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
 
 
 def leave_out_rows(batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig) -> Batch:
-    """`batch` whose `mask` is 0 in the rows that are not to be learnt from.
+    """Return `batch` with `mask` 0 in the rows that are not to be learnt from.
 
     Args:
         status: of each row's episode.
@@ -128,7 +137,7 @@ def leave_out_rows(batch: Batch, rewards: np.ndarray, status: Sequence[str], a: 
 
 
 def describe_rewards(batch: Batch, rewards: np.ndarray, status: Sequence[str]) -> dict[str, float]:
-    """Metrics of rewards and lengths (names in `trainer.metrics.names`)."""
+    """Return metrics of rewards and lengths (names in `trainer.metrics.names`)."""
     lengths = (batch["mask"] > 0).sum(axis=1)
     by_group = [rewards[batch["group_ids"] == group] for group in range(int(batch["group_ids"].max()) + 1)]
     metrics = {
@@ -143,7 +152,7 @@ def describe_rewards(batch: Batch, rewards: np.ndarray, status: Sequence[str]) -
 
 
 def describe_agreement(batch: Batch) -> dict[str, float]:
-    """Metrics of how far the engine's log-probs are from the trainer's."""
+    """Return metrics of the difference between the engine's and the trainer's log-probs."""
     mask = batch["mask"] > 0
     difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]
     metrics = {"rollout/logprob_diff_mean": difference.mean(), "rollout/logprob_diff_max": difference.max()}

@@ -51,7 +51,7 @@ class Learner:
     # The steps of the loop
 
     def score(self, episodes: Sequence[Episode]) -> Experience:
-        """Old and reference log-probs, values and advantages of a step's episodes."""
+        """Compute old and reference log-probs, values and advantages of a step's episodes."""
         rows = [(episode, sample) for episode in episodes for sample in episode.samples]
         samples, status = [sample for _, sample in rows], [episode.status for episode, _ in rows]
         rewards = np.asarray([episode.reward for episode, _ in rows], dtype=np.float64)
@@ -82,7 +82,7 @@ class Learner:
         return Experience(leave_out_rows(batch, shaped, status, a), metrics)
 
     def _add_models_view(self, batch: Batch) -> Batch:
-        """`batch` with what the models say of it before the update: log-probs and values, `(B, T)`."""
+        """Return `batch` with the log-probs and values `(B, T)` of the models before the update."""
         cfg, shape = self.cfg, batch["input_ids"].shape
         sampled = "rollout_logprobs" in batch
         with_old = sampled and not self._trusts_sampler and not self._on_policy
@@ -103,7 +103,7 @@ class Learner:
 
     @property
     def _trusts_sampler(self) -> bool:
-        """The log-probs of whoever sampled the tokens are those of the old policy."""
+        """The sampler's log-probs are taken for those of the old policy."""
         return self.cfg.algorithm.old_logprobs == "sampler"
 
     @property
@@ -138,7 +138,7 @@ class Learner:
         return metrics
 
     def loss(self, samples: Sequence[Sample]) -> float:
-        """The mean loss of held-out samples under the policy, nats a token."""
+        """Return the cross-entropy of held-out samples under the policy, in nats per token."""
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
         return self.ranks.call("policy", "loss", self.cluster.put(batch))
 
@@ -147,7 +147,7 @@ class Learner:
         self.ranks.release()
 
     def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
-        """Metrics of how fast a step of so many samples and tokens was."""
+        """Return metrics of the speed of a step with so many samples and tokens."""
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
         peak = peak_flops(self.ranks.device_name)
         if peak:

@@ -1,4 +1,4 @@
-"""On-policy episodes: the policy of now answers prompts, and rewards judge the answers."""
+"""On-policy episodes: the current policy answers prompts, and a reward function judges the answers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Step:
-    """What `next` has drawn for a step."""
+    """The episodes of a step, and the rows of the data that they use up."""
 
     step: int
     draws: list[Draw]
-    """Rows that are used up once the step commits: those that are trained on, and those passed over for them."""
+    """Rows that the step uses up: those it trains on, and those that dynamic sampling filtered out before them."""
     rewards: list[float]
     """The mean reward of each."""
     prompts: list[Prompt]
@@ -52,8 +52,9 @@ class RolloutSource:
         fence: raises when this process no longer holds the run directory.
     """
 
-    def __init__(self, cfg: Config, fleet: Rollout, model_path: str, tokenizer: Any, timer: Timer,
-                 fence: Callable[[], None]):  # fmt: skip
+    def __init__(
+        self, cfg: Config, fleet: Rollout, model_path: str, tokenizer: Any, timer: Timer, fence: Callable[[], None]
+    ):
         self.cfg = cfg
         self.fleet = fleet
         self.tokenizer = tokenizer
@@ -99,8 +100,9 @@ class RolloutSource:
         if self._dropped:
             LOG.info(
                 "%d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
-                self._dropped, self.cfg.rollout.max_prompt_tokens,
-            )  # fmt: skip
+                self._dropped,
+                self.cfg.rollout.max_prompt_tokens,
+            )
         self.fleet.start(version, fresh)
 
     def publish(self, version: int) -> None:
@@ -110,10 +112,10 @@ class RolloutSource:
     # A step
 
     def next(self, step: int) -> list[Episode]:
-        """The step's episodes, with their rewards.
+        """Return the step's episodes, with their rewards.
 
-        With dynamic sampling, prompts that teach nothing are passed over for the next ones. Prompts drawn beyond what
-        the step needs come again in the next step.
+        Dynamic sampling replaces prompts whose completions all have the same reward by the next prompts. Prompts that
+        the step draws but does not need are drawn again in the next step.
         """
         algorithm, wanted, n = self.cfg.algorithm, self.cfg.trainer.train_batch_size, self.cfg.rollout.n
         batches = algorithm.max_sample_batches if algorithm.dynamic_sampling else 1
@@ -139,12 +141,16 @@ class RolloutSource:
         metrics = {"reward/failures": float(failures)}
         if algorithm.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(groups))}
-            vain = int((np.ptp(by_group[groups], axis=1) == 0).sum())
-            if vain:
+            uninformative = int((np.ptp(by_group[groups], axis=1) == 0).sum())
+            if uninformative:
                 LOG.warning(
                     "in %d batches, %d of the %d prompts that step %d needs had completions of different rewards; the "
-                    "others teach nothing", batch, wanted - vain, wanted, step,
-                )  # fmt: skip
+                    "others teach nothing",
+                    batch,
+                    wanted - uninformative,
+                    wanted,
+                    step,
+                )
         baselines = self._baselines([draws[group] for group in groups], step)
         episodes = [
             self._episode(draws[group], i, completions[group * n + i], float(by_group[group, i]), baseline)
@@ -169,14 +175,14 @@ class RolloutSource:
             write_rollouts(self.cfg.trainer.run_dir, step, last.prompts, last.episodes, texts, self._fence)
 
     def _sample(self, draws: Sequence[Draw], step: int) -> list[Completion]:
-        """`rollout.n` completions a prompt, those of one prompt together."""
+        """Return `rollout.n` completions per prompt; those of one prompt are together."""
         r = self.cfg.rollout
         with self.timer("rollout"):
             requests = [self._request(draw, step, j) for draw in draws for j in range(r.n)]
             return self.fleet.generate(requests, self._sampling(r.temperature, r.top_p, r.top_k))
 
     def _baselines(self, draws: Sequence[Draw], step: int) -> list[float | None]:
-        """The reward of each prompt's greedy completion, for `remax` alone."""
+        """Return the reward of each prompt's greedy completion for `remax`; None for other estimators."""
         if self.cfg.algorithm.advantage_estimator != "remax":
             return [None] * len(draws)
         with self.timer("rollout"):
@@ -207,7 +213,7 @@ class RolloutSource:
     # Evaluation
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Greedy reward and accuracy (share of completions with reward 1) on held-out prompts, and pass@k."""
+        """Return the greedy reward, the accuracy (share of rewards of 1 or more) and pass@k of the held-out prompts."""
         if not self._held_out:
             return {}
         prompts, k, r = self._held_out, self.cfg.rollout.val_n, self.cfg.rollout
@@ -260,7 +266,7 @@ class RolloutSource:
         return self._sampling(0.0, 1.0, -1)
 
     def _judge(self, completions: Sequence[Completion], prompts: Sequence[Prompt]) -> tuple[np.ndarray, int]:
-        """The reward `(B,)` of each completion, and how many rewards failed."""
+        """Return the reward `(B,)` of each completion, and the number of rewards that failed."""
         texts = self._texts([completion.token_ids for completion in completions])
         answers, rows = [prompt.answer for prompt in prompts], [prompt.row for prompt in prompts]
         rewards, failures = self.rewards.score(texts, answers, rows)

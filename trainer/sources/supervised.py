@@ -93,7 +93,7 @@ class SupervisedSource:
         """Examples need no policy."""
 
     def next(self, step: int) -> list[Episode]:
-        """The next examples: rows are filled in order, until one does not fit into the last row any more."""
+        """Return the next examples: they fill rows in order, until the next one does not fit into the last row."""
         rows, width = self.sft.batch_size, self.sft.max_length
         self._draws = []
         episodes: list[Episode] = []
