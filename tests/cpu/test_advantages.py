@@ -87,7 +87,7 @@ def test_group_advantages_by_hand():
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "grpo_passk"])
-def test_groups_of_one_and_of_equal_rewards_teach_nothing(name):
+def test_groups_of_one_and_groups_of_equal_rewards_have_advantage_0(name):
     # 0.1 + 0.2 summed in another order is another number: rounding must not become an advantage.
     rewards = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.1, 0.2], [5.0, 0.0]])
     advantages, _ = ADVANTAGES[name](rewards, torch.ones(4, 2), torch.tensor([3, 3, 3, 1]))
@@ -95,7 +95,7 @@ def test_groups_of_one_and_of_equal_rewards_teach_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_whitening_equal_values_does_not_blow_up_their_rounding(name):
+def test_whitening_equal_values_gives_0(name):
     mask = torch.ones(7, 3)
     rewards = torch.zeros(7, 3)
     rewards[:, -1] = 0.3
@@ -103,7 +103,7 @@ def test_whitening_equal_values_does_not_blow_up_their_rounding(name):
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_advantages_have_no_gradient_and_the_widest_type_of_what_went_in(name):
+def test_advantages_have_no_gradient_and_the_widest_type_of_their_inputs(name):
     """Rewards that are counted as integers, values that a critic has just computed."""
     options = options_of(ADVANTAGES[name])
     baselines, values = torch.tensor([0.5, 0.5]), torch.full((2, 1), 0.5, requires_grad=True)

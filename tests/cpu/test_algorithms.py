@@ -128,7 +128,7 @@ def test_pieces_of_a_batch_add_up_to_its_loss_and_gradient(name, shape, aggregat
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"cispo", "gspo", "importance_weighted_ce"}))
-def test_gradients_are_those_of_the_value_where_it_is_smooth(name):
+def test_gradients_equal_finite_differences_where_the_loss_is_smooth(name):
     """The others stop gradients on purpose: their gradient is checked by hand below."""
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
@@ -149,7 +149,7 @@ def gradient(name: str, new: list[float], old: list[float], advantages: list[flo
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_absurd_ratios_leave_finite_gradients_in_every_type(name, dtype, sign):
+def test_extreme_ratios_have_finite_gradients_in_every_type(name, dtype, sign):
     far = -12.0 if dtype == torch.float16 else -700.0  # float16 ends at e^11, whatever is computed in between
     new = torch.tensor([[-0.5, far, -12.0, -50.0, -0.1]], dtype=dtype, requires_grad=True)
     old = torch.tensor([[far, -0.5, -0.5, -0.1, -0.2]], dtype=dtype)
@@ -160,7 +160,7 @@ def test_absurd_ratios_leave_finite_gradients_in_every_type(name, dtype, sign):
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_only_the_new_log_probs_are_differentiated(name):
+def test_only_the_new_log_probs_get_a_gradient(name):
     mask, _, _ = case(2, 2, 4, 0)
     new, advantages = -torch.rand(mask.shape, dtype=torch.float64), torch.randn(mask.shape, dtype=torch.float64)
     gradients = []
@@ -172,7 +172,7 @@ def test_only_the_new_log_probs_are_differentiated(name):
     assert torch.equal(*gradients) and gradients[0].any()
 
 
-def test_a_bound_that_takes_the_gradient_of_an_absurd_ratio_is_counted():
+def test_clip_frac_counts_ratios_beyond_the_limit():
     new, old, bad = torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.tensor([[-1.0, 0.0]])
     for name in ("clip", "clip_cov", "kl_cov"):
         options = {"cov_frac": 0.0} if "cov" in name else {}
@@ -203,7 +203,7 @@ def test_stopped_gradients_are_those_of_the_papers():
     assert gradient("reinforce", new, old, gains) == pytest.approx([-2.0, 3.0])
 
 
-def test_tokens_of_high_covariance_lose_their_gradient_or_pay_for_their_kl():
+def test_tokens_of_high_covariance_are_detached_or_get_a_kl_penalty():
     new, old, gains = [-0.5, -3.0, -2.9, -3.1], [-0.51, -3.0, -2.9, -3.1], [4.0, -1.0, -1.1, -0.9]
     plain = gradient("clip", new, old, gains)
     detached = gradient("clip_cov", new, old, gains, cov_frac=0.25, cov_low=1.0, cov_high=50.0)
@@ -231,7 +231,7 @@ def test_value_loss_regresses_on_returns_as_on_constants():
     assert values.grad.tolist() == [[-0.5, -0.5]]
 
 
-def test_value_loss_has_the_gradient_of_its_value():
+def test_value_loss_gradient_equals_finite_differences():
     generator = torch.Generator().manual_seed(0)
     old, returns = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
     values = (old + 0.1 * torch.randn(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -267,7 +267,7 @@ def test_kl_estimators_are_their_formulas(kind, logprob, ref):
 
 
 @pytest.mark.parametrize("d", [-170.0, -30.0, 30.0, 5000.0])
-def test_k3_is_its_formula_for_absurd_log_probs_too(d):
+def test_k3_equals_its_formula_for_extreme_log_probs(d):
     x = torch.tensor([[d]], dtype=torch.float64, requires_grad=True)
     kl_penalty(x, torch.zeros(1, 1, dtype=torch.float64), "k3").backward()
     assert x.grad.item() == pytest.approx(1 - math.exp(-d))
@@ -279,7 +279,7 @@ def test_k3_is_its_formula_for_absurd_log_probs_too(d):
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_a_token_that_both_hold_impossible_has_no_kl(kind):
+def test_a_token_of_probability_0_under_both_models_has_no_kl(kind):
     logprobs = torch.tensor([[-math.inf, -1.0]], requires_grad=True)
     estimate = kl_penalty(logprobs, torch.tensor([[-math.inf, -2.0]]), kind)
     estimate.sum().backward()
@@ -287,7 +287,7 @@ def test_a_token_that_both_hold_impossible_has_no_kl(kind):
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_what_the_mask_hides_has_no_kl_and_no_gradient(kind):
+def test_masked_tokens_have_no_kl_and_no_gradient(kind):
     logprobs = torch.tensor([[-1.0, math.inf, -math.inf]], requires_grad=True)
     estimate = kl_penalty(logprobs, torch.tensor([[-2.0, math.inf, 1.0]]), kind, torch.tensor([[1.0, 0.0, 0.0]]))
     estimate.sum().backward()
@@ -303,7 +303,7 @@ def test_k3_and_k1_estimate_the_same_divergence():
         assert estimate == pytest.approx(exact, abs=1e-9), kind
 
 
-def test_the_adaptive_controller_steers_and_comes_back():
+def test_the_adaptive_controller_steers_and_restores_its_weight():
     controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
     controller.update(0.06, 100)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 0.1))
@@ -342,14 +342,14 @@ def test_correction_weights_are_their_formulas(kind, level, shape, spread, low, 
     assert torch.equal(bound & (mask > 0), (weights == (high if kind == "tis" else 0)) & (mask > 0)) or kind == "tis"
 
 
-def test_one_absurd_token_counts_in_full_in_its_sequence():
+def test_one_extreme_token_counts_fully_in_its_sequence():
     ours, engine, mask = torch.zeros(1, 50), torch.zeros(1, 50), torch.ones(1, 50)
     ours[0, 7] = -60.0
     kept, bound = correction_weights(ours, engine, mask, kind="mis", level="geometric", low=0.5)
     assert bound.all() and not kept.any(), "exp(-60 / 50) = 0.30"
 
 
-def test_mismatch_is_what_numpy_says():
+def test_mismatch_metrics_equal_numpy():
     rng = np.random.default_rng(0)
     engine = rng.normal(size=(20, 30)) - 2
     ours = engine + 0.1 * rng.normal(size=(20, 30))

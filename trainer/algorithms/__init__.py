@@ -1,6 +1,6 @@
 """Pure tensor functions: advantages, policy and value losses, KL, aggregation. Imports torch alone.
 
-One convention everywhere: tensors are `(B, T)`, position t belongs to token t of the sequence (its
+All functions share one convention: tensors are `(B, T)`, position t belongs to token t of the sequence (its
 log-prob, its reward, the value of the state before it), and `mask` is 1 where that token was generated.
 """
 
@@ -14,7 +14,24 @@ from trainer.algorithms.shaping import informative_groups, overlong_penalty, sha
 from trainer.plugins import options_of
 
 __all__ = [
-    "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "LEVELS", "POLICY_LOSSES", "AdaptiveKL", "FixedKL",
-    "Totals", "aggregate", "correction_weights", "importance_weighted_ce", "informative_groups", "kl_penalty",
-    "mismatch", "options_of", "overlong_penalty", "resolve", "shape_rewards", "value_loss",
-]  # fmt: skip
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "KL_ESTIMATORS",
+    "LEVELS",
+    "POLICY_LOSSES",
+    "AdaptiveKL",
+    "FixedKL",
+    "Totals",
+    "aggregate",
+    "correction_weights",
+    "importance_weighted_ce",
+    "informative_groups",
+    "kl_penalty",
+    "mismatch",
+    "options_of",
+    "overlong_penalty",
+    "resolve",
+    "shape_rewards",
+    "value_loss",
+]

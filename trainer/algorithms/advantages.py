@@ -1,10 +1,10 @@
 """Advantage estimators: `ADVANTAGES[name](rewards, mask, group_ids, **options) -> (advantages, returns)`.
 
 `rewards` and `mask` are `(B, T)`, `group_ids` is `(B,)`, equal for completions of one prompt. R_i is the sum of
-completion i's token rewards, g its group, n the size of the group. What is returned is `(B, T)` and 0 where
-`mask` is 0, in float32 at least, and has no gradient. Without a critic nothing regresses on the returns; they equal
-the advantages then. Whitening is (x - mean) / sqrt(variance + eps) over the completion tokens of the batch, with the
-unbiased variance; a single token is left as it is, and equal values become 0.
+completion i's token rewards, g its group, n the size of the group. Both results are `(B, T)`, 0 where `mask` is 0, in
+float32 or wider, and have no gradient. Only a critic is trained on the returns. Whitening is (x - mean) / sqrt(variance
++ eps) over the completion tokens of the batch, with the unbiased variance; a single token keeps its value, and equal
+values become 0.
 """
 
 from __future__ import annotations
@@ -21,21 +21,30 @@ from trainer.algorithms.registry import compares_completions
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0,
-        normalize_std: bool = False, eps: float = 1e-8) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gae(
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    values: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    normalize_std: bool = False,
+    eps: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al., 2015, equations 11 and 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lam A_{t+1}
 
-    where t + 1 is the next completion token: tokens with mask 0 (prompt, tool output, padding) are stepped
-    over, and the value after the last one is 0.
+    where t + 1 is the next completion token: tokens with mask 0 (prompt, tool output, padding) are skipped. The value
+    after the last completion token is 0.
 
     Args:
         values: `(B, T)`; `values[:, t]` is the value of the state before token t.
         normalize_std: whiten the advantages over all completion tokens of the batch.
 
     Returns:
-        advantages, and returns: the advantage before whitening + value.
+        the advantages, and the returns: advantage before whitening + value.
     """
     rewards, values = (masked(tensor, mask) for tensor in at_least_float32(rewards, values))
     active = mask > 0
@@ -70,8 +79,8 @@ def grpo(
 
         A_i = (R_i - mean_g R) / (std_g R + eps)
 
-    with the unbiased standard deviation; without the division when `normalize_std` is false (Dr. GRPO, Liu et
-    al., 2025). A group of one, and a group of equal rewards, has advantage 0.
+    with the unbiased standard deviation. With `normalize_std` false there is no division (Dr. GRPO, Liu et al., 2025).
+    A group of one, and a group of equal rewards, has advantage 0.
     """
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     centered = group.centered(scores)
@@ -87,7 +96,7 @@ def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tens
 
         A_i = R_i - mean of the others of g = n / (n - 1) (R_i - mean_g R)
 
-    A group of one has nothing to leave out, and advantage 0.
+    A group of one has advantage 0.
     """
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     size = group.size[group.index].to(scores)
@@ -103,7 +112,7 @@ def reinforce_plus_plus(
         G_t = r_t + gamma G_{t+1}          A_t = (G_t - mean G) / sqrt(var G + eps)
 
     Returns:
-        advantages, and G.
+        the advantages, and G.
     """
     returns = _reward_to_go(rewards, mask, gamma)
     return _whiten(returns, mask, eps), returns
@@ -125,13 +134,13 @@ def reinforce_plus_plus_baseline(
 def remax(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, baselines: Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al., 2023): the reward to go, less the reward of the prompt's greedy completion.
+    """ReMax (Li et al., 2023): the reward to go minus the reward of the prompt's greedy completion.
 
     Args:
         baselines: `(B,)`, the reward of the greedy completion of each row's prompt.
 
     Returns:
-        advantages, and the reward to go.
+        the advantages, and the reward to go.
     """
     returns, baselines = at_least_float32(_reward_to_go(rewards, mask, gamma), baselines)
     return masked(returns - baselines.unsqueeze(-1), mask), returns
@@ -142,9 +151,9 @@ def remax(
 def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Maximum-likelihood RL (Tajwar et al., 2026): A_i = (R_i - mean_g R) / mean_g R.
 
-    For rewards of 0 and 1 its expectation is the gradient of a truncated expansion of log p(right) instead of
-    p(right): hard prompts weigh more. Made for rewards that are not negative; a group whose mean is not above
-    `eps` has advantage 0.
+    For rewards of 0 and 1 the expected gradient is that of a truncated expansion of log p(right) instead of p(right),
+    so hard prompts weigh more. The estimator expects rewards that are not negative. A group whose mean is at most `eps`
+    has advantage 0.
     """
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     mean = group.mean(scores)[group.index]
@@ -159,7 +168,7 @@ def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tenso
     completion's length. A group of equal rewards, and a group of one, has advantage 0."""
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     lengths = (mask > 0).sum(dim=-1).to(scores.dtype)
-    # Deviations from the mean first: equal rewards then cancel without rounding.
+    # Subtract the mean first: equal rewards then cancel without rounding.
     centered = group.centered(scores)
     baseline = group.sum(lengths * centered) / group.sum(lengths).clamp(min=1)
     return _to_tokens(torch.where(group.flat(scores), torch.zeros_like(scores), centered - baseline[group.index]), mask)
@@ -216,7 +225,7 @@ class _Groups:
         return self.sum(values) / self.size.to(values)
 
     def flat(self, values: Tensor) -> Tensor:
-        """`(B,)`: the row's group has equal values. Told by comparing, which does not round."""
+        """Return `(B,)`, true where all values of the row's group are equal. Comparing does not round."""
         low = torch.full((self.count,), torch.inf, dtype=values.dtype, device=values.device)
         high = -low
         low = low.scatter_reduce(0, self.index, values, "amin")
@@ -224,12 +233,12 @@ class _Groups:
         return (low == high)[self.index]
 
     def centered(self, values: Tensor) -> Tensor:
-        """Differences to the group's mean; exactly 0 in a group of equal values."""
+        """Return the differences to the group's mean, exactly 0 in a group of equal values."""
         difference = values - self.mean(values)[self.index]
         return torch.where(self.flat(values), torch.zeros_like(values), difference)
 
     def std(self, centered: Tensor) -> Tensor:
-        """Unbiased standard deviation of each group, from values that are centred already."""
+        """Return the unbiased standard deviation of each group, from values that are already centred."""
         return (self.sum(centered.square()) / (self.size.to(centered) - 1).clamp(min=1)).sqrt()
 
 
@@ -257,7 +266,7 @@ def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
     kept = values[mask > 0]
     if kept.numel() < 2:
         return values
-    if kept.min() == kept.max():  # the mean of equal values rounds, and eps is no match for what that leaves
+    if kept.min() == kept.max():  # the mean of equal values is rounded, and eps is too small to hide the error
         return torch.zeros_like(values)
     return masked((values - kept.mean()) * torch.rsqrt(kept.var() + eps), mask)
 

@@ -1,6 +1,6 @@
-"""From token losses to one number, so that any split of a batch adds up to the same number.
+"""Reduce token losses to one number that does not depend on how a batch is split.
 
-A mini-batch is cut over ranks and micro-batches; each piece returns its share of the global loss:
+A mini-batch is split over ranks and micro-batches; each piece returns its share of the global loss:
 
     token_mean               sum_it m_it x_it / sum_it m_it
     seq_mean_token_mean      sum_i (sum_t m_it x_it / sum_t m_it) / N
@@ -8,8 +8,8 @@ A mini-batch is cut over ranks and micro-batches; each piece returns its share o
     seq_mean_token_sum_norm  sum_i (sum_t m_it x_it) / (N L)
 
 with i over the global mini-batch's sequences that have a completion token (N of them), m the mask and L
-a constant length. The denominators are `Totals`, known before the first piece is computed, so summing the
-pieces' losses (and gradients) over micro-batches and ranks gives the loss (and gradient) of the whole.
+a constant length. The denominators are `Totals`, known before the first piece is computed. Therefore the losses
+(and gradients) of the pieces, summed over micro-batches and ranks, are the loss (and gradient) of the mini-batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Totals:
 
     @classmethod
     def of(cls, mask: Tensor, max_tokens: float | None = None) -> Totals:
-        """Totals of the batch with this `mask` `(B, T)`; L is T unless given."""
-        active = mask > 0  # summed as integers: a sum of ones in the mask's own type may round
+        """Return the totals of a batch with this `mask` `(B, T)`. L is `max_tokens`, or T if that is None."""
+        active = mask > 0  # sum integers: a sum of ones in the mask's own type may be rounded
         return cls(
             tokens=float(active.sum()),
             sequences=float(active.any(dim=-1).sum()),
@@ -45,17 +45,17 @@ class Totals:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is 1, and 0 elsewhere even if `values` is infinite or NaN there."""
+    """Return `values` where `mask` is 1 and 0 elsewhere, even if `values` is infinite or NaN there."""
     return torch.where(mask > 0, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def aggregate(values: Tensor, mask: Tensor, kind: str = "token_mean", totals: Totals | None = None) -> Tensor:
-    """This piece's share of the global mean of `values` `(B, T)`; a scalar.
+    """Return this piece's share of the global mean of `values` `(B, T)`, a scalar.
 
     Args:
         mask: `(B, T)`, 1 = completion token.
         kind: one of `AGGREGATIONS`.
-        totals: denominators of the global mini-batch; those of this batch when omitted.
+        totals: denominators of the global mini-batch; None: the denominators of this batch.
     """
     if kind not in AGGREGATIONS:
         raise ValueError(f"algorithm.aggregation={kind}: choose one of {', '.join(AGGREGATIONS)}")

@@ -1,4 +1,4 @@
-"""Checks of the functions that a config chooses, against their real signatures and on a small example."""
+"""Check the functions that a config chooses: their signatures, and a call on a small example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.plugins import options_of, takes_any_option, user_code
 
-_NOT_FOR_USERS = {"values", "baselines", "eps", "aggregation", "totals"}  # given by the caller, or fixed
+_NOT_FOR_USERS = {"values", "baselines", "eps", "aggregation", "totals"}  # the caller passes them, or they are fixed
 
 
 def check_functions(config: Config) -> None:
@@ -26,8 +26,8 @@ def check_functions(config: Config) -> None:
     A function that is given by import path is called once, on four short completions.
 
     Raises:
-        UserError: there is no such function, it does not behave like those of `trainer.algorithms`, neither of the
-            two takes an option, or the estimator compares completions that cannot differ.
+        UserError: there is no such function; it does not behave like the functions of `trainer.algorithms`; neither
+            function takes an option that the config sets; or the estimator compares completions that cannot differ.
     """
     algorithm = config.algorithm
     estimator = _resolve(ADVANTAGES, algorithm, "advantage_estimator", _try_estimator)
@@ -56,8 +56,8 @@ def _resolve(
 
 
 def _check_options(algorithm: AlgorithmConfig, *functions: Callable[..., Any]) -> None:
-    own = algorithm.advantage_estimator not in ADVANTAGES or algorithm.policy_loss not in POLICY_LOSSES
-    if algorithm.options and not own:
+    custom = algorithm.advantage_estimator not in ADVANTAGES or algorithm.policy_loss not in POLICY_LOSSES
+    if algorithm.options and not custom:
         raise UserError(f"algorithm.options={algorithm.options}: is for functions given by import path")
     taken = [name for function in functions for name in user_options(function)]
     given = named_options(algorithm)
@@ -75,7 +75,7 @@ def _check_options(algorithm: AlgorithmConfig, *functions: Callable[..., Any]) -
 
 
 def user_options(function: Callable[..., Any]) -> list[str]:
-    """Names of the options of `function` that a config may set."""
+    """Return the names of the options of `function` that a config may set."""
     return [name for name in options_of(function) if name not in _NOT_FOR_USERS]
 
 

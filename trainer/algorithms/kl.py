@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and controllers of its weight."""
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and controllers of the KL weight."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
-    """Per-token estimate of KL(policy || reference), `(B, T)`.
+    """Return an estimate of KL(policy || reference) for each token, `(B, T)`.
 
-    Where `mask` `(B, T)` is 0 the estimate is 0, and so is its gradient, whatever the log-probs are there. Only
-    `logprobs` are differentiated. In k3 the exponent is cut off at 22 (float64: 177).
+    Where `mask` `(B, T)` is 0, the estimate and its gradient are 0 for any log-probs. Only `logprobs` get a gradient.
+    The exponent of k3 is limited to 22 (float64: 177).
 
     With d = log pi(x) - log pi_ref(x) (Schulman, Approximating KL divergence, 2020):
 
         k1 = d                    unbiased, high variance, may be negative
-        k2 = d^2 / 2              biased, low variance; its gradient is the KL's
+        k2 = d^2 / 2              biased, low variance; has the gradient of the KL
         k3 = exp(-d) - 1 + d      unbiased, low variance, never negative
         abs = |d|
-        k1+, k3+                  straight through: the value of k1 or k3, the gradient of k2 (the gradients of k1
-                                  and k3 as losses are not the KL's: Tang and Munos, 2025)
+        k1+, k3+                  straight through: the value of k1 or k3, the gradient of k2 (k1 and k3 as losses do
+                                  not have the gradient of the KL: Tang and Munos, 2025)
     """
     d = log_ratio(logprobs, ref_logprobs.detach(), mask)
     if kind == "k1":
@@ -33,7 +33,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor |
     if kind == "k2":
         return 0.5 * d.square()
     if kind == "k3":
-        # expm1 keeps the small KLs of training that exp(-d) - 1 loses to rounding.
+        # expm1, because exp(-d) - 1 rounds the small KLs of training away.
         return torch.expm1((-d).clamp(max=limit(d.dtype))) + d
     if kind == "abs":
         return d.abs()
@@ -50,13 +50,13 @@ class FixedKL:
         self.coef = coef
 
     def update(self, kl: float, samples: int) -> None:
-        """Nothing changes."""
+        """Do nothing: the weight is constant."""
 
     def state_dict(self) -> dict[str, float | str]:
         return {"kind": "fixed", "coef": self.coef}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing is remembered."""
+        """Do nothing: the weight comes from the config."""
 
 
 class AdaptiveKL:
@@ -67,7 +67,8 @@ class AdaptiveKL:
     Args:
         coef: weight to start with.
         target: KL per token, nats.
-        horizon: completions over which the weight may change by a fifth or so; at least those of one step.
+        horizon: number of completions over which the weight may change by about a fifth; at least as many as one step
+            has.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
@@ -76,7 +77,7 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """A step has ended with this mean KL over this many completions."""
+        """Adapt the weight to a step with the mean KL `kl` over `samples` completions."""
         assert math.isfinite(kl) and samples <= self.horizon, (kl, samples, self.horizon)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef *= 1 + error * samples / self.horizon
@@ -85,6 +86,6 @@ class AdaptiveKL:
         return {"kind": "adaptive", "coef": self.coef}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on with the weight that was steered to; a fixed one, of before the config changed, is not taken over."""
+        """Restore the weight, unless `state` is that of a fixed weight (the config has changed since)."""
         if state["kind"] == "adaptive":
             self.coef = state["coef"]

@@ -1,11 +1,11 @@
-"""Policy losses: `POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask, **options) -> (loss, metrics)`,
-and the critic's.
+"""Policy losses, `POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask, **options) -> (loss, metrics)`,
+and the value loss of the critic.
 
 All tensors are `(B, T)`; `mask` is 1 for completion tokens. r_t = exp(logp_t - old_logp_t), sg[x] is x without its
-gradient; only `logprobs` are differentiated. A log-ratio is cut off at +-22 (float64: +-177) before it is
-exponentiated. The loss is a scalar, this piece's share of the global mini-batch's (see `aggregation`), and so are the
-metrics: `clip_frac` (tokens whose gradient a bound takes away or changes) and `approx_kl` (k3 of old to new).
-Every function takes `aggregation` and `totals`; its other options are its own.
+gradient. Only `logprobs` get a gradient. A log-ratio is limited to +-22 (float64: +-177) before it is exponentiated.
+The loss is a scalar: this piece's share of the loss of the global mini-batch (see `aggregation`). The metrics are
+shares too: `clip_frac` (tokens whose gradient a bound removes or changes) and `approx_kl` (k3 of old to new). Every
+function takes `aggregation` and `totals`, and options of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ from trainer.algorithms.ratios import at_least_float32, beyond, bounded, log_rat
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-def clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-         clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
-         aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+def clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
     """Clipped surrogate (Schulman et al., PPO, 2017, equation 7; separate bounds as in DAPO, Yu et al., 2025).
 
         L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    With `dual_clip` = c, for A_t < 0 no larger than -c A_t (Ye et al., 2020).
+    With `dual_clip` = c, the loss of a token with A_t < 0 is at most -c A_t (Ye et al., 2020).
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     ratio = bounded(log_r).exp()
@@ -43,10 +52,18 @@ def clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, bound | beyond(log_r), mask, totals)
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-         clip_low: float = 3e-4, clip_high: float = 4e-4,
-         aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
-    """Group sequence policy optimisation (Zheng et al., 2025, equations 7 and 13): one ratio a sequence.
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
+    """Group sequence policy optimisation (Zheng et al., 2025, equations 7 and 13): one ratio for each sequence.
 
         s_i = exp(mean_t log r_it)          s_it = sg[s_i] exp(logp_it - sg[logp_it])
         L_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
@@ -62,9 +79,17 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, clipped > unclipped, mask, totals)
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-          clip_low: float = 1.0, clip_high: float = 0.28,
-          aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
     """Clipped importance-sampling weights (MiniMax-M1, Chen et al., 2025, equation 4): no token loses its gradient.
 
         L_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logp_t
@@ -78,14 +103,22 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tens
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, weight != ratio, mask, totals)
 
 
-def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-         tau_pos: float = 1.0, tau_neg: float = 1.05,
-         aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
-    """Soft adaptive policy optimisation (Gao et al., 2025): a sigmoid gate in place of the clip.
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
+    """Soft adaptive policy optimisation (Gao et al., 2025): a sigmoid gate instead of the clip.
 
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = tau_pos if A_t > 0 else tau_neg
 
-    At r_t = 1 its gradient is that of r_t A_t. `clip_frac` counts tokens whose gate has lost half of its slope.
+    At r_t = 1 the gradient equals that of r_t A_t. `clip_frac` counts tokens whose gate has lost half of its slope.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
@@ -95,38 +128,57 @@ def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, slope < 0.5, mask, totals)
 
 
-def clip_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-             clip_low: float = 0.2, clip_high: float = 0.2, cov_frac: float = 2e-4, cov_low: float = 1.0,
-             cov_high: float = 5.0, aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
-    """PPO's clip, and no gradient for a few tokens of high covariance (Cui et al., entropy mechanism, 2025, Clip-Cov).
+def clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    cov_frac: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
+    """PPO's clip, without gradient for a few tokens of high covariance (Cui et al., entropy mechanism, 2025, Clip-Cov).
 
         cov_t = (A_t - mean A) (logp_t - mean logp)
 
-    Of the tokens that the clip leaves alone and whose covariance lies between `cov_low` and `cov_high`, the share
-    `cov_frac` of all tokens, at least one, is detached. The paper picks them at random; here those of highest
-    covariance go, so that a run can be repeated. Means and shares are those of the piece, so this loss depends on how
-    a batch is split.
+    Candidates are the tokens that the clip does not change and whose covariance lies between `cov_low` and `cov_high`.
+    Some of them are detached: the share `cov_frac` of all tokens, at least one. The paper picks them at random; this
+    function picks the highest covariances, so that a run can be repeated. Means and shares are computed over the
+    piece, so this loss depends on how a batch is split.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     ratio = bounded(log_r).exp()
     unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     bound = (clipped > unclipped) | beyond(log_r)
     covariance = _covariance(logprobs, advantages, mask)
-    open_to_it = (covariance > cov_low) & (covariance < cov_high) & ~bound
-    chosen = _highest(torch.where(open_to_it, covariance, -torch.inf), cov_frac, mask) & open_to_it
+    candidates = (covariance > cov_low) & (covariance < cov_high) & ~bound
+    chosen = _highest(torch.where(candidates, covariance, -torch.inf), cov_frac, mask) & candidates
     losses = torch.maximum(unclipped, clipped)
     losses = torch.where(chosen, losses.detach(), losses)
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, bound | chosen, mask, totals)
 
 
-def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-           cov_frac: float = 2e-3, cov_kl_coef: float = 1.0,
-           aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
-    """No clip; a KL penalty on the tokens of highest covariance (Cui et al., entropy mechanism, 2025, KL-Cov).
+def kl_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cov_frac: float = 2e-3,
+    cov_kl_coef: float = 1.0,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
+    """No clip, but a KL penalty on the tokens of highest covariance (Cui et al., entropy mechanism, 2025, KL-Cov).
 
         L_t = -r_t A_t + [t among the share cov_frac of highest cov_t] cov_kl_coef |logp_t - old_logp_t|
 
-    The covariance and the share are those of the piece (see `clip_cov`), and at least one token of it is chosen.
+    The covariance and the share are computed over the piece (see `clip_cov`). At least one token is chosen.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     chosen = _highest(_covariance(logprobs, advantages, mask), cov_frac, mask)
@@ -134,21 +186,35 @@ def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Ten
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, chosen | beyond(log_r), mask, totals)
 
 
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-              aggregation: str = "token_mean", totals: Totals | None = None) -> Loss:  # fmt: skip
-    """REINFORCE (Williams, 1992): L_t = -A_t logp_t. Right for one optimizer step on fresh samples."""
+def reinforce(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
+    """REINFORCE (Williams, 1992): L_t = -A_t logp_t. Unbiased for one optimizer step on fresh samples."""
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     unbound = torch.zeros_like(log_r, dtype=torch.bool)
     return aggregate(-advantages * logprobs, mask, aggregation, totals), _metrics(log_r, unbound, mask, totals)
 
 
-def importance_weighted_ce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-                           max_weight: float = 10.0, aggregation: str = "token_mean",
-                           totals: Totals | None = None) -> Loss:  # fmt: skip
+def importance_weighted_ce(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    max_weight: float = 10.0,
+    aggregation: str = "token_mean",
+    totals: Totals | None = None,
+) -> Loss:
     """Cross-entropy on data of another policy, weighted by importance: L_t = -sg[min(r_t, max_weight)] A_t logp_t.
 
-    `old_logprobs` are the other policy's, `advantages` the weights of the examples (1: plain cross-entropy at r = 1).
-    The truncated weight is that of V-trace (Espeholt et al., 2018).
+    `old_logprobs` are those of the other policy. `advantages` are the weights of the examples (1 is plain cross-entropy
+    at r = 1). V-trace truncates weights in the same way (Espeholt et al., 2018).
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     ratio = bounded(log_r.detach()).exp()
@@ -170,10 +236,10 @@ def value_loss(
         L_t = max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2, mean over tokens
 
     Args:
-        values, old_values, returns, mask: `(B, T)`; only `values` are differentiated.
+        values, old_values, returns, mask: `(B, T)`; only `values` get a gradient.
 
     Returns:
-        the loss (scalar, this piece's share) and metrics: `clip_frac`.
+        the loss (a scalar, this piece's share), and the metric `clip_frac`.
     """
     given = at_least_float32(values, old_values.detach(), returns.detach())
     values, old_values, returns = (masked(tensor, mask) for tensor in given)
@@ -181,14 +247,17 @@ def value_loss(
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), mask, "token_mean", totals)
     with torch.no_grad():
-        # Inside the range both errors are equal but for rounding, which is not clipping.
+        # Inside the range the two errors differ by rounding alone, which must not count as clipping.
         acts = (clipped_error > plain_error) & ((values - old_values).abs() > value_clip)
         metrics = {"clip_frac": aggregate(acts.to(values.dtype), mask, "token_mean", totals)}
     return loss, metrics
 
 
 def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`logprobs`, log r and `advantages`, in float32 at least and 0 outside of the mask; the last has no gradient."""
+    """Return `logprobs`, log r and `advantages`, in float32 or wider and 0 where `mask` is 0.
+
+    The advantages have no gradient.
+    """
     shapes = {tuple(tensor.shape) for tensor in (logprobs, old_logprobs, advantages, mask)}
     if len(shapes) > 1:
         raise ValueError(f"a policy loss takes four tensors of one shape (B, T), not of {sorted(shapes)}")
@@ -215,12 +284,12 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _highest(values: Tensor, share: float, mask: Tensor) -> Tensor:
-    """`(B, T)` true for the `share` of the completion tokens, rounded down but at least one, of the highest values."""
+    """Return `(B, T)`, true for the completion tokens of the highest values: a `share` of them, but at least one."""
     tokens = int((mask > 0).sum())
     count = min(max(1, int(share * tokens)), tokens) if share > 0 else 0
     chosen = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
     if count:
-        # Stable: among equals the first, wherever the batch is computed.
+        # A stable sort takes the first of equal values on every device.
         chosen[torch.argsort(values.flatten(), descending=True, stable=True)[:count]] = True
     return chosen.view_as(values)
 

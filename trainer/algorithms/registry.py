@@ -1,4 +1,4 @@
-"""Functions by name, or by import path."""
+"""Find a function by its name, or by its import path."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compares_completions(function: Function) -> Function:
-    """Decorator of an estimator that compares the completions of a prompt, which must therefore differ."""
+    """Mark an estimator that compares the completions of a prompt. They must be able to differ."""
     function.compares_completions = True  # type: ignore[attr-defined]
     return function
 
 
 def needs_different_completions(function: Callable[..., Any]) -> bool:
-    """Whether `function` was decorated with `compares_completions`."""
+    """Return whether `function` is decorated with `compares_completions`."""
     return getattr(function, "compares_completions", False)
 
 
 def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> Callable[..., Any]:
-    """`registry[name]`, or the function of an import path `package.module:function`.
+    """Return `registry[name]`, or the function at the import path `package.module:function`.
 
     Args:
         key: the config key, for the error.

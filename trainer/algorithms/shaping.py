@@ -1,4 +1,4 @@
-"""What is done to rewards and rows before advantages and losses see them."""
+"""Changes of rewards, and the choice of groups, before advantages are computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft punishment of long completions (DAPO, Yu et al., 2025, equation 13), `(B,)`, to add to the rewards.
+    """Soft penalty of long completions (DAPO, Yu et al., 2025, equation 13), `(B,)`; add it to the rewards.
 
         0                                          if length <= max_length - buffer
         -factor (length - (max_length - buffer)) / buffer     beyond, down to -factor at max_length
@@ -22,12 +22,15 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 
 
 def shape_rewards(rewards: Tensor, lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """The rewards `(B,)` that are trained on: with `overlong_penalty`, unless `buffer` is 0."""
+    """Return the rewards `(B,)` to train on: with `overlong_penalty`, unless `buffer` is 0."""
     return rewards + overlong_penalty(lengths, max_length, buffer, factor) if buffer else rewards
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """`(B,)`, true where the row's group has rewards that differ: the others teach nothing under a group baseline."""
+    """Return `(B,)`, true where the rewards of the row's group differ.
+
+    Under a group baseline, a group of equal rewards has advantage 0 and no gradient.
+    """
     _, index = torch.unique(group_ids, return_inverse=True)
     low = torch.full((int(index.max()) + 1,), torch.inf, dtype=rewards.dtype, device=rewards.device)
     high = (-low).scatter_reduce(0, index, rewards, "amax")

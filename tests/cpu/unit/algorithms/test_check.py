@@ -56,7 +56,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
         {"policy_loss": "own_functions:open_to_any", "options": {"whatever": 3}},
     ],
 )
-def test_functions_that_fit_are_accepted(settings, own_functions):
+def test_valid_functions_are_accepted(settings, own_functions):
     check_functions(Config(algorithm=AlgorithmConfig(**settings)))
 
 
@@ -94,14 +94,14 @@ def test_functions_that_fit_are_accepted(settings, own_functions):
         ({"policy_loss": "clip_cov", "cov_low": 6.0}, "algorithm.cov_low=6.0: leaves no room from cov_low=6.0"),
     ],
 )
-def test_functions_and_options_that_do_not_fit_are_refused(settings, problem, own_functions):
+def test_invalid_functions_and_options_are_refused(settings, problem, own_functions):
     with pytest.raises(UserError, match=problem) as error:
         check_functions(Config(algorithm=AlgorithmConfig(**settings)))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_estimators_that_compare_completions_need_several_that_differ(estimator):
+def test_estimators_that_compare_completions_need_several_different_ones(estimator):
     compares = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "opo", "grpo_passk")
     assert needs_different_completions(ADVANTAGES[estimator]) == (estimator in compares)
     for key, value in (("n", 1), ("temperature", 0.0)):
@@ -133,7 +133,7 @@ def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
         ("rollout_correction_level", LEVELS),
     ],
 )
-def test_the_choices_of_the_schema_are_those_of_the_functions(key, names):
+def test_the_schema_offers_the_registered_functions(key, names):
     rules = {name: rule for name, _, rule in walk_keys(AlgorithmConfig())}
     assert set(rules[key].choices) == set(names)
 
