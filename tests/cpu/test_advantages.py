@@ -116,7 +116,8 @@ def test_advantages_have_no_gradient_and_the_widest_type_of_their_inputs(name):
     for advantages, returns in results:
         assert advantages.dtype == returns.dtype == torch.float32
         assert not advantages.requires_grad and not returns.requires_grad
-        assert advantages[0] > 0 > advantages[1] and torch.equal(advantages, results[-1][0])
-    assert ADVANTAGES[name](torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), **{
-        n: v if n == "pass_k" else torch.zeros(0, 3) if n == "values" else torch.zeros(0) for n, v in given.items()
-    })[0].shape == (0, 3)  # fmt: skip
+        assert advantages[0] > 0 and torch.equal(advantages, results[-1][0])
+        assert advantages[1] == 0 if name == "reward" else advantages[1] < 0  # `reward` has no baseline
+    empty = {"baselines": torch.zeros(0), "values": torch.zeros(0, 3), "pass_k": 1}
+    options = {option: empty[option] for option in given}
+    assert ADVANTAGES[name](torch.zeros(0, 3), torch.zeros(0, 3), empty["baselines"].long(), **options)[0].shape == (0, 3)
