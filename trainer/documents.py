@@ -1,4 +1,4 @@
-"""JSON and YAML from files that may be damaged or hostile: whatever is in them, the only error is a ValueError."""
+"""Parse JSON and YAML from files that may be damaged or hostile. The only error is a ValueError."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 _MAX_DEPTH = 50
 
 Shape = type | Callable[[Any], bool] | dict | list | tuple
-"""What a value must look like: a type; a function that tests the value; `(a, b)`: one of these; `[a]`: a list of these;
+"""The shape of a value: a type; a function that tests the value; `(a, b)`: one of these shapes; `[a]`: a list of `a`;
 `{str: a}`: an object with any names; `{"x": a, …}`: an object with at least these fields."""
 
 
 def is_count(value: Any) -> bool:
-    """A whole number from 0 that fits 63 bits."""
+    """Return whether `value` is a whole number from 0 that fits 63 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_number(value: Any) -> bool:
-    """A finite number."""
+    """Return whether `value` is a finite number."""
     return type(value) is int and abs(value) < 2**63 or type(value) is float and math.isfinite(value)
 
 
@@ -29,7 +29,7 @@ def parse_json(text: bytes | str) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -41,22 +41,22 @@ def parse_object(text: bytes | str, shape: dict[Any, Shape] | None = None) -> di
     """Parse a JSON object.
 
     Args:
-        shape: of the object.
+        shape: the shape that the object must have.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or has another shape.
+        ValueError: the text is not JSON, is nested too deeply, or has another shape.
     """
     return _checked(parse_json(text), shape or {})
 
 
 def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
-    """Parse a YAML mapping. Aliases are refused: with them, a few lines can grow to any size.
+    """Parse a YAML mapping. Aliases are refused, because a few lines with aliases can grow to any size.
 
     Args:
-        shape: of the mapping.
+        shape: the shape that the mapping must have.
 
     Raises:
-        ValueError: it is not YAML, is nested too deeply, or has another shape.
+        ValueError: the text is not YAML, is nested too deeply, or has another shape.
     """
     import yaml
 
@@ -68,13 +68,13 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
 
     try:
         value = yaml.load(text, Loader)
-    except Exception as error:  # the constructors of PyYAML raise anything on a value that they cannot make
+    except Exception as error:  # the constructors of PyYAML raise any exception on a bad value
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return _checked(value, shape or {})
 
 
 def mismatch(value: Any, shape: Shape, where: str = "") -> str | None:
-    """Name the first place in which `value` does not have the `shape`; None: it has it."""
+    """Return a description of the first place where `value` does not have the `shape`, or None if it has the shape."""
     if isinstance(shape, tuple):
         ok = any(mismatch(value, one, where) is None for one in shape)
     elif isinstance(shape, dict):
@@ -84,12 +84,12 @@ def mismatch(value: Any, shape: Shape, where: str = "") -> str | None:
         if missing:
             return f"{_join(where, missing[0])} is missing"
         inner = [(_join(where, n), v, shape.get(n, shape.get(str))) for n, v in value.items()]
-        return next((found for w, v, s in inner if s is not None and (found := mismatch(v, s, w))), None)
+        return next((problem for w, v, s in inner if s is not None and (problem := mismatch(v, s, w))), None)
     elif isinstance(shape, list):
         if not isinstance(value, list):
             return f"{where} is no list"
         inner = (mismatch(v, shape[0], f"{where}[{i}]") for i, v in enumerate(value))
-        return next((found for found in inner if found), None)
+        return next((problem for problem in inner if problem), None)
     elif isinstance(shape, type):
         ok = type(value) is shape
     else:

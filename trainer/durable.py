@@ -1,4 +1,4 @@
-"""Files that outlive a power failure, and their fingerprints."""
+"""Durable files: writes that survive a power failure, safe reads, and content hashes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CHUNK = 8 << 20
 
 
 def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None) -> None:
-    """Write a file that is there whole, or not at all, whenever the process or the machine dies.
+    """Write a file atomically: it is complete or absent, even if the process or the machine dies meanwhile.
 
     Args:
-        fence: called before the file appears; raises when this process may no longer write it.
+        fence: called before the file appears. It raises if this process may no longer write the file.
     """
     staged = f"{path}.tmp"
     with open(staged, "wb") as file:
@@ -30,13 +30,13 @@ def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """The content of a regular file. Follows no link and waits for no pipe.
+    """Return the content of a regular file. Links are not followed, and a pipe does not block.
 
     Args:
         folder: handle of the directory that `path` is relative to.
 
     Raises:
-        OSError: it is missing, cannot be read, or is no regular file.
+        OSError: the file is missing, cannot be read, or is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
@@ -49,7 +49,7 @@ def read_file(path: str, folder: int | None = None) -> bytes:
 
 
 def read_inside(root: str, path: str) -> bytes:
-    """The content of the regular file `path` below the directory `root`. No part of `path` may be a link.
+    """Return the content of the regular file `path` below the directory `root`. No part of `path` may be a link.
 
     Raises:
         OSError: see `read_file`.
@@ -92,7 +92,7 @@ def sync_tree(path: str) -> None:
     """Make every file and directory below `path` durable.
 
     Raises:
-        OSError: one of them is missing or cannot be read.
+        OSError: a file or directory is missing or cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -105,12 +105,12 @@ def sync_tree(path: str) -> None:
 
 
 def digest_bytes(data: bytes) -> str:
-    """xxh3-128 in hexadecimal."""
+    """Return the xxh3-128 of `data` in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_file(path: str) -> str:
-    """xxh3-128 of a file's content. Just after writing it comes from the page cache, at memory speed."""
+    """Return the xxh3-128 of a file's content. Just after a write the content is still in the page cache."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
@@ -121,6 +121,6 @@ def digest_file(path: str) -> str:
 
 
 def digest_weights(directory: str) -> str:
-    """Of the weight files of a model directory."""
+    """Return the xxh3-128 of the names and contents of a model directory's weight files."""
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in glob.glob(os.path.join(directory, kind)))
     return digest_bytes(" ".join(f"{os.path.basename(file)}:{digest_file(file)}" for file in files).encode())

@@ -1,39 +1,39 @@
-"""What goes wrong, in the words a user reads."""
+"""Exceptions of the project, and errors as one line of text."""
 
 _LONGEST_TEXT = 200
 
 
 class UserError(ValueError):
-    """Something the user can mend: bad input, a missing file, a setting that cannot work.
+    """An error that the user can fix: bad input, a missing file, a setting that cannot work.
 
-    The command line prints its message as one sentence (what is wrong, where, what to do) without a
-    traceback and exits with status 2. Every other exception is a bug or a broken machine and keeps its
-    traceback.
+    The message is one sentence that names the problem, its place and the remedy. The command line prints it without a
+    traceback and exits with status 2. Every other exception is a bug or a broken machine and keeps its traceback.
     """
 
 
 class WorkerError(RuntimeError):
-    """A worker process died without an exception of its own (killed, out of memory, node lost)."""
+    """A worker process died without raising an exception (killed, out of memory, node lost)."""
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient norm became NaN or infinite. The weights were not updated with it."""
+    """The loss or the gradient norm is NaN or infinite. The weights were not updated."""
 
 
 class NotSavedError(RuntimeError):
-    """The last state of a process could not be saved: its steps since the last checkpoint must be trained again."""
+    """The last save of a process failed: the steps since the last checkpoint must be trained again."""
 
 
 def memory_ran_out(error: BaseException) -> bool:
-    """Whether `error` says that a process could not get the memory of the machine or of the GPU that it asked for."""
-    is_torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
-    return isinstance(error, MemoryError) or is_torchs  # by name: this module does not import torch
+    """Return whether `error` says that the machine or the GPU is out of memory."""
+    # By name, because this module does not import torch.
+    from_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
+    return isinstance(error, MemoryError) or from_torch
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `Type: text` as one short printable line. Made for errors of user code, whose text may itself raise."""
+    """Return `Type: text` as one short printable line. The error may come from user code, whose `__str__` may raise."""
     try:
-        # The slice also makes a plain str of a subclass, whose methods could do anything.
+        # The slice turns a subclass of str into a plain str, because methods of the subclass could do anything.
         text = str.__getitem__(str(error), slice(10 * _LONGEST_TEXT))
     except BaseException:
         text = "its text cannot be read"

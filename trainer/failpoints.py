@@ -1,8 +1,7 @@
-"""Places at which a test can stop the process, to kill it exactly there.
+"""Named places at which a test can stop the process and kill it.
 
-`TRAINER_FAILPOINT=name,n,path` makes the n-th passing of the place `name` create the file `path` and then
-sleep for ever; whoever set it sees the file and kills the processes. Without the variable a place costs one
-look-up.
+With `TRAINER_FAILPOINT=name,n,path`, the n-th call of `failpoint(name)` creates the file `path` and then sleeps
+forever. The test waits for the file and kills the processes. Without the variable a call costs one look-up.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _passed: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))
 
 
 def failpoint(name: str) -> None:
-    """The place `name` has been reached."""
+    """Stop here if the environment asks for a stop at `name`."""
     spec = os.environ.get("TRAINER_FAILPOINT")
     if not spec:
         return

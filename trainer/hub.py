@@ -25,12 +25,12 @@ def with_retries(call: Callable[[], T]) -> T:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether a failed connection caused `error`. Clients wrap the socket's error in errors of their own."""
+    """Return whether a failed connection caused `error`. Clients wrap the error of the socket in their own errors."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OfflineModeIsEnabled):  # the user asked for it, although it is a ConnectionError
+        if isinstance(seen, OfflineModeIsEnabled):  # a ConnectionError that the user asked for: a retry cannot help
             return False
         if isinstance(seen, (ConnectionError, TimeoutError, socket.gaierror)):
             return True

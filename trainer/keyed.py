@@ -1,6 +1,6 @@
-"""Keyed randomness: every draw is a function of its name, never of what was drawn before.
+"""Keyed randomness: every draw is a function of its name and does not depend on earlier draws.
 
-A resumed run therefore draws what the uninterrupted run would have drawn, on any number of ranks.
+A resumed run therefore draws the same numbers as the uninterrupted run, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import xxhash
 
 
 def key(*parts: int | str) -> int:
-    """A 63-bit number that depends on all parts and their order, the same on every machine."""
+    """Return a 63-bit number that depends on all parts and their order. It is the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def request_seed(run_seed: int, step: int, prompt_uid: str, completion: int) -> int:
-    """Seed of completion number `completion` of a prompt in a step; 63 bits, which torch and vLLM accept."""
+    """Return the seed of completion number `completion` of a prompt in a step: 63 bits, which torch and vLLM accept."""
     return key(run_seed, "completion", step, prompt_uid, completion)
 
 
 def permutation(n: int, *parts: int | str) -> np.ndarray:
-    """A permutation of `range(n)` named by `parts`; int64 `(n,)`.
+    """Return the permutation of `range(n)` that `parts` name, int64 `(n,)`.
 
-    Sorts by Philox's raw 64-bit output, which NumPy guarantees never to change (its `shuffle` is not).
+    It sorts the raw 64-bit output of Philox, because NumPy guarantees that this output never changes. NumPy gives no
+    such guarantee for `shuffle`.
     """
     return np.argsort(np.random.Philox(key=key(*parts)).random_raw(n), kind="stable")

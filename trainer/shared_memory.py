@@ -1,9 +1,8 @@
-"""Directories that belong to one process of one user, in shared memory above all.
+"""Private directories of one process, mostly in shared memory.
 
-Every user of a machine can write to `/dev/shm` and `/tmp`, and containers may share them. So a name that others can
-guess is not safe: they could plant a link or a directory there. A directory made here has a random name, is new, and
-can be entered by this user alone. Files below it need no further care: nobody else can put a link, or anything, into
-it.
+Every user of a machine can write to `/dev/shm` and `/tmp`, and containers may share them. A name that other users can
+guess is not safe, because they could create a link or a directory with that name. `PrivateDirectory` makes a new
+directory with a random name that only this user can enter. Files in it need no further protection.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateDirectory:
-    """A new directory below `base`, there until `close` or the end of this process. A context manager.
+    """A new directory below `base`, which exists until `close` or the end of this process. A context manager.
 
     Its name is `prefix` and `random_bytes` random bytes in hexadecimal. This process holds a lock (flock) on the
-    directory. The kernel drops the lock when the process dies, however it dies, and knows it in all containers that
-    share the file system. So a directory without a lock is abandoned, and `clear_abandoned` deletes it. A process id
-    would prove nothing: each container numbers its own processes.
+    directory. The kernel releases the lock when the process dies, and all containers that share the file system see
+    the lock. A directory without a lock is therefore abandoned, and `clear_abandoned` deletes it. A process id would
+    prove nothing, because each container numbers its own processes.
 
     Raises:
-        FileExistsError: something has the name that was drawn.
+        FileExistsError: the random name is already taken.
     """
 
     def __init__(self, base: str, prefix: str, random_bytes: int):
@@ -48,7 +47,7 @@ class PrivateDirectory:
     def close(self) -> None:
         """Delete the directory."""
         if self._handle >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # before the lock goes: a cleaner must not meet half of it
+            shutil.rmtree(self.path, ignore_errors=True)  # while the lock is held, or a cleaner would interfere
             os.close(self._handle)
             self._handle = -1
 
@@ -63,7 +62,7 @@ class SharedDirectory(PrivateDirectory):
     """A private directory for weights in shared memory.
 
     Raises:
-        UserError: `base` is not there, or does not protect one user's entries from others.
+        UserError: `base` does not exist, or does not protect the entries of one user from other users.
     """
 
     def __init__(self, base: str = SHARED_MEMORY):
@@ -74,7 +73,7 @@ class SharedDirectory(PrivateDirectory):
 def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> list[str]:
     """Delete this user's private directories below `base` whose process is dead; returns their paths.
 
-    Links, other users' directories and directories that a process holds are left alone.
+    Links, directories of other users and locked directories are not touched.
     """
     cleared = []
     with contextlib.suppress(FileNotFoundError):
@@ -88,11 +87,11 @@ def check_room(needed: int, reserved: int, base: str = SHARED_MEMORY) -> None:
     """Check that the policy's weights, `needed` bytes, fit below `base`.
 
     Args:
-        reserved: size of Ray's object store, bytes. Ray puts it here where that much is free, else in its temporary
-            directory. Ray takes the memory as objects come; if none is left then, the kernel kills the process.
+        reserved: size of Ray's object store, bytes. Ray puts the store here if that much is free, else in its temporary
+            directory. Ray takes the memory when objects arrive; if none is left then, the kernel kills the process.
 
     Raises:
-        UserError: they do not fit.
+        UserError: the weights do not fit.
     """
     _check_base(base)
     space = os.statvfs(base)
@@ -108,7 +107,7 @@ def check_room(needed: int, reserved: int, base: str = SHARED_MEMORY) -> None:
 
 
 def place_for(size: int) -> str:
-    """Shared memory, if it is there and has twice `size` bytes free; else the directory for temporary files."""
+    """Return shared memory if it exists and has twice `size` bytes free, else the directory for temporary files."""
     with contextlib.suppress(OSError):
         space = os.statvfs(SHARED_MEMORY)
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > 2 * size:
@@ -120,7 +119,7 @@ def check_own(path: str) -> None:
     """Check that `path` is a directory of this user, not a link.
 
     Raises:
-        UserError: it is not there, or is something else.
+        UserError: `path` does not exist, is a link or no directory, or belongs to another user.
     """
     try:
         info = os.lstat(path)
@@ -156,7 +155,7 @@ def _check_base(base: str) -> None:
 
 
 def _lock_new(path: str) -> int | None:
-    """Lock the directory that was just made; None if another process took it for abandoned before that."""
+    """Lock a new directory. Returns None if another process removed the directory as abandoned before the lock."""
     try:
         handle = os.open(path, _OPEN_DIRECTORY)
     except FileNotFoundError:
@@ -172,7 +171,7 @@ def _lock_new(path: str) -> int | None:
 def _clear(path: str) -> bool:
     try:
         handle = os.open(path, _OPEN_DIRECTORY)
-    except OSError:  # a link, a file, another user's, or gone
+    except OSError:  # a link, a file, a directory of another user, or already removed
         return False
     try:
         if os.fstat(handle).st_uid != os.geteuid():
@@ -180,7 +179,7 @@ def _clear(path: str) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
         return True
-    except BlockingIOError:  # its process lives
+    except BlockingIOError:  # the process of the directory is alive
         return False
     finally:
         os.close(handle)

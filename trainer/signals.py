@@ -2,10 +2,10 @@
 
 The first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and exits with status 75
 (`EX_TEMPFAIL`: the same command continues). A second signal stops the run without a save, which is as safe as a
-kill. A third one ends the process on the spot. Before the first step, and after the last, there is nothing to
+kill. A third signal ends the process immediately. Before the first step, and after the last, there is nothing to
 save, and the first signal stops the run directly.
 
-Nothing here imports more than the standard library: the handlers are installed before anything else is imported.
+This module imports only the standard library, because the handlers are installed before any other import.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: str | None = None
-        """Name of the first signal; None: there was none."""
+        """Name of the first signal; None: no signal has arrived."""
         self._count = 0
         self._raised = 0  # signals that an exception was raised for
         self._held = 0
@@ -43,7 +43,7 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals while the block runs. Only the main thread can; elsewhere this does nothing."""
+        """Handle the signals while the block runs. Does nothing on other threads than the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -56,21 +56,21 @@ class Signals:
             self.first, self._count, self._raised = None, 0, 0
 
     def reinstall(self) -> None:
-        """Install the handlers again, after a library has put its own below Python's."""
+        """Install the handlers again, because a library has installed its own at a level below Python."""
         for number in HANDLED:
             signal.signal(number, signal.getsignal(number))
 
     @staticmethod
     def ignore() -> None:
-        """Ignore the signals from now on: the run has ended, and a late one must not change how."""
+        """Ignore all further signals: the run has ended, and a late signal must not change its exit status."""
         for number in HANDLED:
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While the block runs, a signal is recorded and raises nothing; it is raised after the block.
+        """Record signals that arrive while the block runs, and raise them after the block.
 
-        For calls that an exception must not leave halfway, such as Ray's: there it becomes a SystemError.
+        Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemError.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -84,20 +84,20 @@ class Signals:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """While the block runs, the first signal waits for the end of the step (see `run.stopping.StopRequest`)."""
+        """Let the first signal wait for the end of the step while the block runs (see `run.stopping.StopRequest`)."""
         self._in_steps = True
         try:
             yield
         finally:
             self._in_steps = False
-            self._raised = max(self._raised, min(self._count, 1))  # the steps have dealt with it
+            self._raised = max(self._raised, min(self._count, 1))  # the steps have handled the first signal
 
     def check(self) -> None:
-        """Raise what a signal asks for, once for each signal. Does nothing on other threads.
+        """Raise the exception that a signal asks for, once for each signal. Does nothing on other threads.
 
         Raises:
-            Stopped: a first signal came outside of the steps.
-            KeyboardInterrupt: a second one came.
+            Stopped: the first signal arrived outside of the steps.
+            KeyboardInterrupt: a second signal arrived.
         """
         if self._held or threading.current_thread() is not threading.main_thread():
             return
@@ -123,6 +123,6 @@ SIGNALS = Signals()
 
 
 def _say(text: str) -> None:
-    """Print from a signal handler, where the buffered streams may be in use."""
+    """Print from a signal handler, without the buffered streams, which may be in use."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -1,1 +1,1 @@
-"""Process groups, layout of the ranks, fully_shard, and the split of a batch over ranks and packed rows."""
+"""Process groups, the layout of the ranks, sharding, and the split of a batch over ranks and packed rows."""

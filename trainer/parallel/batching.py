@@ -1,7 +1,7 @@
 """The split of a batch over ranks and micro-batches.
 
-Every rank sees the whole batch's lengths and computes the same plan, so nothing is communicated, and
-losses are normalised over the global batch, so the plan changes speed and never the result.
+Every rank knows the lengths of the whole batch and computes the same plan, so the ranks need not communicate. Losses
+are normalised over the global batch, so the plan changes the speed and never the result.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ padded on the right while they travel; `lengths (B,)` counts their tokens withou
 
 
 def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Row indices for each rank's micro-batches: `plan[rank][i]`.
+    """Return the rows of each rank's micro-batches: `plan[rank][i]`.
 
-    Rows of similar length go together, each micro-batch holds at most `max_tokens` tokens (a longer row goes
-    alone), and every rank gets the same number of micro-batches, because each one is a collective. An empty
-    micro-batch means: take part, contribute nothing.
+    Rows of similar length go together, and each micro-batch holds at most `max_tokens` tokens (a longer row goes
+    alone). Every rank gets the same number of micro-batches, because each one is a collective. A rank with an empty
+    micro-batch takes part in the collective and contributes nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -39,9 +39,9 @@ def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) 
     while len(groups) % num_ranks:
         widest = max(range(len(groups)), key=lambda i: (len(groups[i]) > 1, _cost(groups[i], lengths), -i))
         group = groups[widest]
-        # Every other row, so that both halves cost the same.
+        # Take every other row, so that both halves cost about the same.
         groups[widest : widest + 1] = [group[::2], group[1::2]] if len(group) > 1 else [group, []]
-    # Most expensive first, each to the rank that has done least and still has room.
+    # Assign the most expensive micro-batch first, each to the rank with the least work that still has room.
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for group in sorted(groups, key=lambda g: -_cost(g, lengths)):
@@ -60,11 +60,11 @@ class MicroBatch:
     """Rows of a batch on a device, packed for the model and padded for the loss."""
 
     rows: list[int]
-    """Which rows of the batch; empty: it contributes nothing."""
+    """The rows of the batch; empty: the micro-batch contributes nothing."""
     input_ids: torch.Tensor
     """`(1, N)`: the rows' tokens, one row after another."""
     packing: Packing
-    """Where they begin."""
+    """The boundaries of the rows in `input_ids`."""
     arrays: dict[str, torch.Tensor]
     """The other arrays: `(b, t)` with t the longest row, or `(b,)`."""
 
@@ -76,9 +76,9 @@ class MicroBatch:
 
 
 def take_rows(batch: Batch, rows: Sequence[int], device: str) -> MicroBatch:
-    """The micro-batch of these rows on `device`.
+    """Return the micro-batch of these rows on `device`.
 
-    No rows: one row of the batch whose float arrays, masks among them, are zero.
+    If `rows` is empty, take one row of the batch and set its float arrays, masks included, to zero.
     """
     picked = np.asarray(rows if len(rows) else [0])
     lengths = batch["lengths"][picked]
@@ -93,12 +93,12 @@ def take_rows(batch: Batch, rows: Sequence[int], device: str) -> MicroBatch:
 
 
 def select(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:
-    """The sub-batch of these rows."""
+    """Return the sub-batch of these rows."""
     return {name: array[rows] for name, array in batch.items()}
 
 
 def stack_padded(rows: Sequence[Sequence[float]], dtype: type, length: int, offsets: Sequence[int] | None = None):
-    """Rows of different lengths as one zero-padded `(B, length)` array, row i starting at `offsets[i]`."""
+    """Return rows of different lengths as one zero-padded `(B, length)` array; row i starts at `offsets[i]`."""
     out = np.zeros((len(rows), length), dtype=dtype)
     for i, row in enumerate(rows):
         start = offsets[i] if offsets is not None else 0

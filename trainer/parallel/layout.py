@@ -1,4 +1,4 @@
-"""Which rank computes what: the axes of the mesh, and sums over the ranks that hold different data."""
+"""The axes of the mesh of ranks, the share of the data of each rank, and sums over these shares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """Shares into which a batch is split."""
+        """Number of shares into which a batch is split."""
         return self.sizes["replicate"] * self.sizes["shard"]
 
     @property
@@ -42,11 +42,11 @@ class Layout:
 
     @property
     def reports(self) -> bool:
-        """The driver takes this rank's answer where all ranks have the same."""
+        """Whether the driver uses the result of this rank where all ranks have the same result."""
         return self.rank == 0
 
     def describe(self) -> dict[str, object]:
-        """How weights are sharded, for the checkpoint."""
+        """Return how weights are sharded, for the checkpoint."""
         return {
             "world_size": self.fsdp_mesh.size(),
             "mesh_shape": list(self.fsdp_mesh.mesh.shape),
@@ -54,8 +54,8 @@ class Layout:
         }
 
     def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value summed over the shares of the data. A collective; every rank passes the same names."""
+        """Return each value summed over the shares of the data. A collective; every rank passes the same names."""
         names = sorted(values)
         total = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-        dist.all_reduce(total)  # over all ranks: no two hold the same data while context and tensor have size 1
+        dist.all_reduce(total)  # over all ranks: while context and tensor have size 1, each has different data
         return dict(zip(names, total.tolist(), strict=True))

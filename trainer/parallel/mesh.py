@@ -1,4 +1,4 @@
-"""Stores and process groups of the ranks."""
+"""The devices, stores and process groups of the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def pick_device(device: str) -> str:
-    """`cuda` or `cpu` for the setting `trainer.device`."""
+    """Return `cuda` or `cpu` for the value of `trainer.device`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -23,10 +23,10 @@ _listening: dict[str, socket.socket] = {}
 def listen(host: str, port: int = 0) -> str:
     """Reserve the port on which this process will host a store; returns its address, `host:port`.
 
-    torch alone would listen on all interfaces of the machine; this socket is bound to that of `host`.
+    torch alone would listen on all interfaces of the machine; this socket listens on the interface of `host` alone.
 
     Args:
-        port: 0 takes a free one.
+        port: 0 takes a free port.
 
     Raises:
         OSError: the port cannot be used.
@@ -36,7 +36,7 @@ def listen(host: str, port: int = 0) -> str:
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((host, port))
-        reserved.listen()  # else another process could take it as well; who connects early waits
+        reserved.listen()  # or another process could take the same port; early connections wait in the queue
     except OSError:
         reserved.close()
         raise
@@ -46,11 +46,11 @@ def listen(host: str, port: int = 0) -> str:
 
 
 def open_store(address: str, is_host: bool, world_size: int, timeout_s: float) -> dist.Store:
-    """The key-value store through which the members of a group find each other.
+    """Open the key-value store through which the members of a group find each other.
 
     Args:
-        address: `file:///path`, for members on one machine: it has no port that others could reach; or
-            `host:port`, which the host listens on (`listen` reserves one that is free).
+        address: `file:///path` for members on one machine (no other user can reach a file store through a port), or
+            `host:port`, where the host listens (`listen` reserves a free port).
     """
     if address.startswith("file://"):
         store = dist.FileStore(address.removeprefix("file://"), world_size)
@@ -71,9 +71,9 @@ def open_store(address: str, is_host: bool, world_size: int, timeout_s: float) -
 
 
 def init_process_group(rank: int, world_size: int, address: str, device: str, timeout_s: float) -> None:
-    """Join the ranks' process group, whose store is at `address` (see `open_store`).
+    """Join the process group of the ranks, whose store is at `address` (see `open_store`).
 
-    On CUDA tensors in host memory (offloaded shards, small metrics) go over gloo, the rest over NCCL.
+    With CUDA, tensors in host memory (offloaded shards, small metrics) go over gloo and all others over NCCL.
     """
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -85,20 +85,20 @@ def init_process_group(rank: int, world_size: int, address: str, device: str, ti
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if this process is in one."""
+    """Leave the process group if this process is a member."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class SideGroup:
-    """All ranks of the process group in a gloo group of their own, on which a thread may talk while the ranks train."""
+    """A second gloo group of all ranks, through which a thread can communicate while the ranks train."""
 
     def __init__(self) -> None:
         self.handle = dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.handle)
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank. A collective."""
+        """Return the `value` of every rank. A collective."""
         values: list[Any] = [None] * dist.get_world_size(self.handle)
         dist.all_gather_object(values, value, group=self.handle)
         return values

@@ -1,4 +1,4 @@
-"""Sequences laid one after another in one row, so that no padding goes through the model."""
+"""Packing: sequences follow one another in one row, so that the model computes no padding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Bucket:
     """Neighbouring sequences of similar length, which attention computes together."""
 
     first: int
-    """Its first token in the row."""
+    """Index in the row of the bucket's first token."""
     lengths: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        """Tokens in the row."""
+        """Number of tokens of the bucket."""
         return sum(self.lengths)
 
     @property
@@ -34,19 +34,19 @@ class Bucket:
 
     @property
     def is_even(self) -> bool:
-        """All of its sequences have one length."""
+        """Whether all sequences have the same length."""
         return min(self.lengths) == self.longest
 
 
 class Packing:
     """The boundaries of the sequences in a row of N tokens.
 
-    A model gets the row, the restarting positions and this object; its attention keeps the sequences apart
+    A model gets the row, the restarting positions and this object. Its attention keeps the sequences apart
     (see `trainer.models.attention`).
 
     Args:
-        lengths: tokens of each sequence, none of them 0.
-        device: of the tensors that this object makes.
+        lengths: number of tokens of each sequence, at least 1.
+        device: where this object puts its tensors.
     """
 
     def __init__(self, lengths: Sequence[int], device: str | torch.device):
@@ -57,18 +57,21 @@ class Packing:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """`(1, N)`, from 0 in every sequence."""
+        """`(1, N)`: the position of each token in its sequence, from 0."""
         starts = np.repeat(self._starts, self.lengths)
         return self._tensor((np.arange(self.tokens) - starts)[None])
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """`(B + 1,)` int32: where each sequence begins, and N."""
+        """`(B + 1,)` int32: the index of each sequence's first token, and N."""
         return self._tensor(np.append(self._starts, self.tokens).astype(np.int32))
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Attention pads within a bucket alone, so its cost is close to the sum of the squared lengths."""
+        """Buckets of sequences of similar length.
+
+        Attention pads only within a bucket, so its cost is close to the sum of the squared lengths.
+        """
         buckets: list[Bucket] = []
         first, group = 0, [self.lengths[0]]
         low = high = self.lengths[0]
@@ -82,7 +85,7 @@ class Packing:
 
     @cached_property
     def bucket_places(self) -> list[Tensor]:
-        """Of each bucket: where its tokens are in its padded rows, laid one after another; `(tokens,)`."""
+        """`(tokens,)` for each bucket: the indices of its tokens in its flattened padded rows."""
         places = []
         for bucket in self.buckets:
             real = np.arange(bucket.longest) < np.asarray(bucket.lengths)[:, None]
@@ -90,15 +93,15 @@ class Packing:
         return places
 
     def rows_of_next(self, values: Tensor) -> Tensor:
-        """Values `(1, N)` that belong to the token after each, as padded rows `(B, longest)`.
+        """Return values `(1, N)`, each of which belongs to the next token, as padded rows `(B, longest)`.
 
-        Entry t of a row comes from token t - 1 of its sequence; it is 0 at t = 0 and in the padding.
+        Entry t of a row is the value at token t - 1 of the sequence; it is 0 at t = 0 and in the padding.
         """
         return F.pad(values[0], (0, 1))[self._before]
 
     @cached_property
     def next_places(self) -> Tensor:
-        """`(1, N)`: the place of the token after each; the last token of a sequence has itself."""
+        """`(1, N)`: the index of the next token of each token; for the last token of a sequence, its own index."""
         places = np.arange(self.tokens) + 1
         ends = self._starts + np.asarray(self.lengths) - 1
         places[ends] = ends
@@ -106,7 +109,7 @@ class Packing:
 
     @cached_property
     def _before(self) -> Tensor:
-        """`(B, longest)`: where in the row the token before each is; N where there is none."""
+        """`(B, longest)`: the index in the row of the previous token of each token; N if there is none."""
         columns = np.arange(self.longest)
         inside = (columns > 0) & (columns < np.asarray(self.lengths)[:, None])
         return self._tensor(np.where(inside, self._starts[:, None] + columns - 1, self.tokens))

@@ -1,4 +1,4 @@
-"""The states of a process's random generators."""
+"""Save and restore the states of a process's random generators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from trainer.documents import parse_json
 from trainer.errors import UserError
 
-_TEXT_BYTES = 32768  # one size for every state: DCP loads in place
+_TEXT_BYTES = 32768  # every state has this size, because DCP loads into existing tensors
 
 
 def capture_rng() -> dict[str, Tensor]:
-    """The states of this process's generators as byte tensors, so that loading them unpickles nothing."""
+    """Return the states of this process's generators as byte tensors, so that loading them unpickles nothing."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     others = {
@@ -33,10 +33,10 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor]) -> None:
-    """Put the generators into the states that `capture_rng` returned.
+    """Restore the states of the generators that `capture_rng` returned.
 
     Raises:
-        UserError: these are no such states.
+        UserError: the states are damaged.
     """
     try:
         torch.set_rng_state(state["torch"].cpu())
@@ -52,15 +52,15 @@ def restore_rng(state: dict[str, Tensor]) -> None:
 
 
 def rng_as_text(state: dict[str, Tensor]) -> dict[str, str]:
-    """States of `capture_rng` as text for JSON."""
+    """Return the states of `capture_rng` as text for JSON."""
     return {name: base64.b64encode(tensor.numpy()).decode() for name, tensor in state.items()}
 
 
 def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
-    """States from the text that `rng_as_text` returned.
+    """Return the states whose text `rng_as_text` returned.
 
     Raises:
-        UserError: this is no such text.
+        UserError: the text is damaged.
     """
     try:
         data = {name: bytearray(base64.b64decode(text)) for name, text in texts.items()}

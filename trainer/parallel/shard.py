@@ -1,4 +1,4 @@
-"""How a model is sharded, in the order in which it happens."""
+"""Shard a model with FSDP2."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def param_dtype(config_dtype: str, device: str) -> torch.dtype:
-    """The precision behind `auto`, `float32` or `bfloat16`."""
+    """Return the precision that `auto`, `float32` or `bfloat16` means on `device`."""
     if config_dtype == "auto":
         return torch.bfloat16 if device == "cuda" else torch.float32
     return _DTYPES[config_dtype]
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
-    """Turn `model`'s parameters into DTensors over `mesh`, in place: one unit a block, one for the rest.
+    """Turn `model`'s parameters into DTensors over `mesh`, in place: one FSDP unit for each block, one for the rest.
 
     The model may be on the meta device. Parameters stay float32 (they are the optimizer's master weights)
     and are cast for forward and backward by the mixed-precision policy.
     """
     if config.activation_checkpointing:
-        # Before fully_shard, and non-reentrant, so that recomputation runs inside FSDP's backward hooks.
+        # Before fully_shard, and not reentrant, so that recomputation runs inside FSDP's backward hooks.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     options = {
         "mesh": mesh,
@@ -45,14 +45,16 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make the parameters the shards: with `reshard_after_forward` off, a forward pass without a backward pass leaves
-    whole tensors in their place, which the next use of the module frees."""
+    """Reshard the parameters.
+
+    With `reshard_after_forward=False`, a forward pass without a backward pass leaves them gathered.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the longest `ModuleList` of the model."""
+    """Return the repeated blocks of the model: its longest `ModuleList`."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []

@@ -19,7 +19,7 @@ def send(number: int) -> None:
     signal.raise_signal(number)
 
 
-def test_the_exit_status_tells_schedulers_to_try_again():
+def test_the_exit_status_asks_schedulers_to_retry():
     assert EXIT_STATUS == 75, "EX_TEMPFAIL: scripts of users look for this number"
 
 
@@ -39,7 +39,7 @@ def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
     assert stop.reason is None, "the next run in this process starts without it"
 
 
-def test_a_signal_that_the_steps_have_dealt_with_is_not_raised_after_them():
+def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
     with SIGNALS.listening():
         with SIGNALS.between_steps():
             send(signal.SIGTERM)
@@ -48,12 +48,12 @@ def test_a_signal_that_the_steps_have_dealt_with_is_not_raised_after_them():
         SIGNALS.check()
 
 
-def test_outside_of_the_steps_a_signal_stops_at_once():
+def test_outside_of_the_steps_a_signal_stops_immediately():
     with SIGNALS.listening(), pytest.raises(Stopped, match="SIGTERM"):
         send(signal.SIGTERM)
 
 
-def test_a_stop_is_no_exception_that_libraries_swallow():
+def test_libraries_that_catch_exceptions_do_not_catch_a_stop():
     assert not issubclass(Stopped, Exception)
 
 
@@ -88,7 +88,7 @@ def test_other_threads_hold_nothing_and_raise_nothing():
         assert outcome == ["went on"]
 
 
-def test_a_third_signal_ends_a_process_that_does_not_come_back():
+def test_a_third_signal_ends_a_process_that_does_not_respond():
     code = (
         "import time, signal\n"
         "from trainer.signals import SIGNALS\n"

@@ -75,7 +75,7 @@ def test_valid_functions_are_accepted(settings, own_functions):
         ({"policy_loss": "own_functions:detached"}, "its loss does not depend on the log-probs"),
         ({"policy_loss": "math:sqrt"}, "algorithm.policy_loss=math:sqrt: on four completions .* TypeError"),
         ({"policy_loss": "magic"}, "algorithm.policy_loss=magic: choose one of clip, gspo"),
-        ({"advantage_estimator": "magic"}, "algorithm.advantage_estimator=magic: choose one of gae, reward, grpo, rloo"),
+        ({"advantage_estimator": "magic"}, "algorithm.advantage_estimator=magic: choose one of gae, reward, grpo"),
         ({"options": {"x": 1}}, "algorithm.options={'x': 1}: is for functions given by import path"),
         (
             {"tau_pos": 1.0},

@@ -7,7 +7,7 @@ import numpy as np
 from trainer.parallel.batching import plan_micro_batches, take_rows
 
 
-def test_plan_takes_every_row_once_and_gives_every_rank_as_many_micro_batches():
+def test_plan_contains_every_row_once_and_as_many_micro_batches_for_each_rank():
     rng = np.random.default_rng(1)
     for _ in range(200):
         lengths = rng.integers(1, 100, rng.integers(1, 60)).tolist()
@@ -24,7 +24,7 @@ def test_plan_spreads_the_long_rows_over_the_ranks():
     assert plan_micro_batches([8, 1, 8, 1], num_ranks=2, max_tokens=8) == [[[0], [1]], [[2], [3]]]
 
 
-def test_a_group_that_must_be_split_gives_both_ranks_as_much_to_do():
+def test_a_split_group_gives_both_ranks_equal_work():
     assert plan_micro_batches([9, 8, 7, 6, 5, 4], num_ranks=2, max_tokens=99) == [[[0, 2, 4]], [[1, 3, 5]]]
 
 

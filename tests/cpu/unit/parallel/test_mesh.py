@@ -19,7 +19,7 @@ def listening() -> set[tuple[str, int]]:
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_store_listens_on_the_given_interface_alone():
+def test_a_store_listens_only_on_the_given_interface():
     before = listening()
     address = listen("127.0.0.1")
     with pytest.raises(OSError):
@@ -31,7 +31,7 @@ def test_a_store_listens_on_the_given_interface_alone():
     assert host.get("name") == b"value"
 
 
-def test_on_one_machine_a_store_is_a_file_and_listens_nowhere(tmp_path):
+def test_a_file_store_opens_no_port(tmp_path):
     before = listening()
     stores = [open_store(f"file://{tmp_path}/store", is_host, 2, timeout_s=30) for is_host in (True, False)]
     stores[1].set("name", "value")

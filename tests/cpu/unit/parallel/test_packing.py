@@ -24,7 +24,7 @@ def test_positions_and_boundaries_restart_with_each_sequence(lengths):
 
 @settings(deadline=None)
 @given(lengths=LENGTHS)
-def test_values_go_to_the_token_after_and_stay_within_their_sequence(lengths):
+def test_values_move_to_the_next_token_and_stay_in_their_sequence(lengths):
     packing = Packing(lengths, "cpu")
     values = torch.arange(1.0, packing.tokens + 1)[None]
     rows = packing.rows_of_next(values)
