@@ -16,7 +16,7 @@ from trainer.config import Config, TrainerConfig
 from trainer.data.datasets import check_files
 from trainer.data.examples import load_train, load_val
 from trainer.errors import UserError
-from trainer.generation.launch import Rollout
+from trainer.generation.fleet import Fleet
 from trainer.keyed import key
 from trainer.learner.learner import Learner
 from trainer.metrics.report import final_report
@@ -83,7 +83,7 @@ def rollout_trainer(
     timer, path = Timer(), resolve_model_path(model_path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(cfg, cluster, timer)
-    fleet = Rollout(cfg, cluster, learner.ranks, path)
+    fleet = Fleet(cfg, cluster, learner.ranks, path)
     tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
     source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
     learner.build(path)

@@ -5,7 +5,8 @@ Whatever depends on the engine asks this table, so that a new engine is one more
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,18 @@ class EngineSpec:
     """One engine can run on several GPUs."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its processes."""
+    cpu_environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of its processes on CPU."""
+
+    def environment_on(self, device: str) -> dict[str, str]:
+        """Variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""
+        return {**self.environment, **(self.cpu_environment if device == "cpu" else {})}
+
+
+# More threads sum in another order, and the log-probs of a resumed run would differ.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -31,8 +44,21 @@ ENGINES: dict[str, EngineSpec] = {
         max_lora_rank=512,
         tensor_parallel=True,
         engine_args=True,
+        environment={
+            # The scheduler in this process: an engine is one process to start, watch and kill.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        },
+        cpu_environment={
+            **_ONE_THREAD,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",  # compiling takes seconds before the first batch and gives the same bits
+        },
     ),
-    "transformers": EngineSpec(path="trainer.generation.transformers_engine:TransformersEngine"),
+    "transformers": EngineSpec(
+        path="trainer.generation.transformers_engine:TransformersEngine", cpu_environment=_ONE_THREAD
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What an inference engine is to the rest of the system."""
+"""The protocol of an inference engine: what goes in, what comes out, and what it must do."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens; the same for all requests of a call."""
+    """How tokens are drawn, for all requests of a call."""
 
     temperature: float
-    """0: greedy."""
+    """0 means greedy."""
     top_p: float
     top_k: int
-    """-1: all tokens."""
+    """-1 means all tokens."""
     max_tokens: int
-    """Completions are cut here."""
+    """Longest completion; longer ones are cut."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a completion; they are part of it."""
+    """Tokens that end a completion. They belong to it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to generate. Its tokens depend on prompt, seed and weights, not on its company."""
+    """One completion to generate. Its tokens depend on prompt, seed and weights, not on other requests."""
 
     prompt_token_ids: Sequence[int]
     seed: int
@@ -35,42 +35,42 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine made of a request."""
+    """The answer to a request."""
 
     token_ids: list[int]
-    """With the stop token, when there was one."""
+    """Includes the stop token, if there was one."""
     logprobs: list[float]
-    """Of each token under the distribution it was drawn from: log_softmax(logits / temperature), over the tokens
-    that top-k and top-p keep. For greedy, log_softmax(logits)."""
+    """Log-prob of each token under the distribution from which it was drawn: log_softmax(logits / temperature) over
+    the tokens that top-k and top-p keep. Greedy: log_softmax(logits)."""
     finish_reason: str
     """`stop` or `length`."""
     weight_version: int
-    """The version of the weights that generated it."""
+    """Version of the weights that generated it."""
 
 
 class Engine(Protocol):
-    """One copy of the policy that generates. It is built awake."""
+    """One copy of the policy that generates. It is awake when it is built."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests. The engine must be awake."""
+        """Return completions in the order of the requests. The engine must be awake."""
         ...
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Take the weights of `source`, awake or asleep; completions carry `version` from now on."""
+        """Load the weights of `source`, awake or asleep. Completions carry `version` from now on."""
         ...
 
     def set_version(self, version: int) -> None:
-        """Name the weights that are already loaded."""
+        """Set the version of the weights that are loaded."""
         ...
 
     def sleep(self) -> None:
-        """Give back the GPU memory, where the engine shares its GPU, until `wake`."""
+        """Release the GPU memory until `wake`, if the engine shares its GPU."""
         ...
 
     def wake(self) -> None:
-        """Be ready to generate, with the weights held before `sleep` or synced since."""
+        """Get ready to generate, with the weights from before `sleep`, or those synced since."""
         ...
 
     def shutdown(self) -> None:
-        """End for good."""
+        """End the engine."""
         ...

@@ -1,4 +1,4 @@
-"""transformers' `generate` as an engine: slower than vLLM, and everywhere where transformers runs."""
+"""transformers' `generate` as an engine: slower than vLLM, but it runs wherever transformers runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
-from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
+from trainer.generation.weight_sync import SharedMemory
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import check_own
 
 
 class KeyedSampler(LogitsProcessor):
-    """Draws each row's next token with the row's own generator and leaves `generate` no other choice.
+    """Draws each row's next token with the row's own generator, and makes `generate` choose it.
 
     The arg max of log-probabilities plus Gumbel noise is a sample of the distribution. A row's draws depend on
-    its seed alone: not on the rows beside it, nor on the global generator.
+    its seed only, not on other rows or on the global generator.
     """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int]):
@@ -38,10 +37,10 @@ class KeyedSampler(LogitsProcessor):
                 self._warpers.append(TopPLogitsWarper(sampling.top_p))
             self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
-        """Of the tokens drawn, `(B, 1)` for each call."""
+        """Log-probs of the tokens drawn, `(B, 1)` for each call."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits `(B, V)` to scores `(B, V)` that are 0 for the token drawn and -inf for all others."""
+        """Turn logits `(B, V)` into scores `(B, V)`: 0 for the token drawn, -inf for all others."""
         logprobs = self._warpers(input_ids, scores.float() / (self._temperature or 1.0)).log_softmax(dim=-1)
         tokens = (logprobs + self._gumbel(logprobs)).argmax(dim=-1, keepdim=True)
         self.logprobs.append(logprobs.gather(-1, tokens).cpu())
@@ -57,21 +56,29 @@ class KeyedSampler(LogitsProcessor):
 class TransformersEngine:
     """See `trainer.generation.engine.Engine`, and `trainer.generation.vllm_engine.VLLMEngine` for the arguments."""
 
-    def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
-                 weight_version: int = 0, trust_remote_code: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        seed: int,
+        rollout: RolloutConfig,
+        device: str,
+        trust_remote_code: bool = False,
+    ):
         self._device = device
         self._max_num_seqs = rollout.max_num_seqs
-        self._version = weight_version
+        self._version = 0
         self._asleep = False
         self._model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=param_dtype(dtype, device), trust_remote_code=trust_remote_code
         ).to(device)
         self._model.eval()
-        # The model directory may ask for penalties or sampling of its own.
+        # The generation config of the model directory may set penalties or sampling.
         self._model.generation_config = GenerationConfig()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests; requests of similar length run together."""
+        """Return completions in the order of the requests. Requests of similar length run together."""
         assert not self._asleep, "wake the engine before generating"
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
         completions: dict[int, Completion] = {}
@@ -112,11 +119,8 @@ class TransformersEngine:
         return Completion(tokens, logprobs, "length", self._version)
 
     @torch.no_grad()
-    def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Copy the weights of `source` over the old ones, tensor by tensor."""
-        assert not isinstance(source, Adapter), "it serves no adapters"
-        if not isinstance(source, SharedMemory):
-            raise UserError("rollout.weight_sync=broadcast: rollout.engine=transformers takes shared_memory only")
+    def sync_weights(self, source: SharedMemory, version: int) -> None:
+        """Copy the weights of `source`, the only kind that it takes, over the old ones, tensor by tensor."""
         check_own(source.path)
         own = self._model.state_dict()  # tied weights are there under both names
         renewed = set()
@@ -130,7 +134,7 @@ class TransformersEngine:
         self._version = version
 
     def set_version(self, version: int) -> None:
-        """Name the weights that are loaded."""
+        """Set the version of the weights that are loaded."""
         self._version = version
 
     def sleep(self) -> None:

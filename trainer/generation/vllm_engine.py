@@ -1,4 +1,4 @@
-"""vLLM as an engine: in the process that builds it, so that a Ray actor is the whole engine."""
+"""vLLM as an engine. It runs in the process that builds it, so that one process is the whole engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
+from trainer.config.engines import ENGINES
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
@@ -24,42 +25,32 @@ _CPU_BLOCK = 32  # tokens a block of the KV cache; the CPU attention wants multi
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
 
 
-def engine_environment(device: str) -> dict[str, str]:
-    """Environment of an engine's process; must be set before vLLM is imported."""
-    env = {
-        # The scheduler in this process: an actor is one process to start, watch and kill.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    if device == "cpu":
-        env |= {
-            # More threads sum in another order, and the log-probs of a resumed run would differ.
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling for the first batch costs seconds and gives the same bits
-        }
-    return env
-
-
 class VLLMEngine:
     """See `trainer.generation.engine.Engine`.
 
     Args:
         model_path: directory or Hub id of the start weights.
         dtype: `auto`, `bfloat16` or `float32`.
-        seed: of what vLLM draws besides requests, which have their own.
+        seed: for what vLLM draws outside of requests, which have their own seeds.
         device: `cpu` or `cuda`.
-        weight_version: the version of the start weights.
-        lora_rank: of the adapters that `sync_weights` will bring in place of weights.
+        lora_rank: rank of the adapters that `sync_weights` will bring; None: it will bring weights.
 
     Raises:
         UserError: vLLM is not installed, or refuses the model or the settings.
     """
 
-    def __init__(self, model_path: str, *, dtype: str, seed: int, rollout: RolloutConfig, device: str,
-                 weight_version: int = 0, trust_remote_code: bool = False, lora_rank: int | None = None):  # fmt: skip
-        for name, value in engine_environment(device).items():
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        seed: int,
+        rollout: RolloutConfig,
+        device: str,
+        trust_remote_code: bool = False,
+        lora_rank: int | None = None,
+    ):
+        for name, value in ENGINES["vllm"].environment_on(device).items():
             os.environ.setdefault(name, value)
         try:
             from vllm import LLM
@@ -71,7 +62,7 @@ class VLLMEngine:
                 "install one, or choose rollout=transformers"
             ) from error
 
-        self._version = weight_version
+        self._version = 0
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.share_gpus
         self._group: Broadcast | None = None
@@ -87,19 +78,19 @@ class VLLMEngine:
         }
         try:
             self._llm = LLM(**options)
-        except (TypeError, ValueError) as error:  # the former of a name in engine_args that it does not know
+        except (TypeError, ValueError) as error:  # TypeError: engine_args has a name that vLLM does not know
             reason = " ".join(str(error).split())
             raise UserError(
                 f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}"
             ) from error
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests."""
+        """Return completions in the order of the requests."""
         from vllm import SamplingParams
 
         assert not self._asleep, "wake the engine before generating"
-        # Nothing carries over from earlier calls: neither keys and values of older weights, nor of other prompts,
-        # with which a run that did not stop could differ in its last bits from one that was resumed.
+        # Drop the keys and values of earlier calls. They may be of older weights; and with those of other prompts, an
+        # uninterrupted run could differ in its last bits from a resumed one.
         cleared = self._llm.reset_prefix_cache()
         assert cleared, "the prefix cache is in use"
         params = [
@@ -131,16 +122,15 @@ class VLLMEngine:
         """Load the weights of `source` in place."""
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
-        if isinstance(source, SharedMemory):
-            check_own(source.path)
-            self._llm.collective_rpc("load_shared", args=(source.path,))
-        elif isinstance(source, Adapter):
-            self._load(source)
-        else:
-            self._receive(source)
+        loaders = {SharedMemory: self._load_shared, Adapter: self._load_adapter, Broadcast: self._receive}
+        loaders[type(source)](source)
         self._version = version
 
-    def _load(self, adapter: Adapter) -> None:
+    def _load_shared(self, source: SharedMemory) -> None:
+        check_own(source.path)
+        self._llm.collective_rpc("load_shared", args=(source.path,))
+
+    def _load_adapter(self, adapter: Adapter) -> None:
         from vllm.lora.request import LoRARequest
 
         with SharedDirectory(place_for(len(adapter.weights) + len(adapter.config))) as shared:
@@ -155,9 +145,10 @@ class VLLMEngine:
                 raise UserError(f"rollout.lora_sync: vLLM refuses the adapters ({error}); choose merged") from error
             unserved = self._llm.collective_rpc("unserved_layers", args=(1,))[0]
             if unserved:
-                raise UserError(f"rollout.lora_sync: vLLM's model has no {unserved[0]} that could serve an adapter; "
-                                "choose merged")  # fmt: skip
-            # Requests name it without `load_inplace`: it is there, and not read again.
+                raise UserError(
+                    f"rollout.lora_sync: vLLM's model has no {unserved[0]} that could serve an adapter; choose merged"
+                )
+            # Without `load_inplace`: the adapter is loaded already, and requests must not read it again.
             self._adapter = LoRARequest(_ADAPTER, 1, directory)
 
     def _receive(self, group: Broadcast) -> None:
@@ -169,11 +160,11 @@ class VLLMEngine:
         self._llm.finish_weight_update()
 
     def set_version(self, version: int) -> None:
-        """Name the weights that are loaded."""
+        """Set the version of the weights that are loaded."""
         self._version = version
 
     def sleep(self) -> None:
-        """Give back the GPU memory of weights and KV cache, when the engine shares its GPU.
+        """Release the GPU memory of weights and KV cache, if the engine shares its GPU.
 
         The weights wait in host memory (vLLM's level 1), so that waking does not depend on a sync.
         """
@@ -182,7 +173,7 @@ class VLLMEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Take the memory back."""
         if self._can_sleep and self._asleep:
             self._llm.wake_up()
         self._asleep = False
@@ -200,7 +191,7 @@ def _lora_options(rank: int | None) -> dict[str, Any]:
 
 
 def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that follow from the config, those of the model aside."""
+    """Return the arguments of `vllm.LLM` that follow from the config, without those of the model."""
     from vllm.config import WeightTransferConfig
 
     from trainer.generation.vllm_worker import BACKEND

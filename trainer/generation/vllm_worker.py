@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers. vLLM imports this module there as its `worker_extension_cls`."""
+"""Code that runs inside vLLM's workers, which import this module as their `worker_extension_cls`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class WeightReceiver:
             repack_tied_head(self.model_runner.get_model())
 
     def unserved_layers(self, adapter: int) -> list[str]:
-        """Layers of a loaded adapter that this worker's model has under no such name. vLLM passes over them."""
+        """Return the layers of a loaded adapter that this worker's model does not have. vLLM ignores them."""
         manager = self.model_runner.lora_manager._adapter_manager
         return sorted(set(manager.list_adapters()[adapter].loras) - set(manager.modules))
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
-    """Bring the packed weights of a tied output head to the embedding's.
+    """Pack the weights of a tied output head again.
 
-    On CPU, layers compute with packed copies of their weights. A reload packs them anew, but not those of an
-    output head tied to the embedding: it has no tensor of its own among the weights, and would go on with the
-    old ones, silently.
+    On CPU, layers compute with packed copies of their weights. A reload packs them again, but not those of an
+    output head tied to the embedding: it has no tensor of its own among the weights, and would silently compute
+    with the old ones.
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":
@@ -59,7 +59,7 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PassInfo(WeightTransferUpdateInfo):
-    """Nothing: the channel carries names and shapes."""
+    """Empty: names and shapes travel in the channel."""
 
 
 class BroadcastReceiver(WeightTransferEngine[JoinInfo, PassInfo]):

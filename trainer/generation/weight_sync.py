@@ -1,9 +1,9 @@
-"""How the policy's weights reach the engines: through shared memory on one node, or by broadcast.
+"""How the policy's weights reach the engines: through shared memory on one node, by broadcast, or as adapters.
 
 Shared memory: the ranks write safetensors to `/dev/shm`, each its own shards, and engines read them tensor by
 tensor. Broadcast: rank 0 and the engines' workers form a group; the ranks gather one tensor at a time and
-rank 0 sends it (NCCL on GPUs, gloo on CPUs). Neither way puts a second full copy of the model on a GPU. Adapters
-(LoRA) are small, and travel as they are to engines that serve them.
+rank 0 sends it (NCCL on GPUs, gloo on CPUs). Neither puts a second full copy of the model on a GPU. Adapters
+(LoRA) are small, and travel in one piece to engines that serve them.
 """
 
 from __future__ import annotations
@@ -19,33 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import UserError
 from trainer.parallel.mesh import open_store
-
-
-def choose(weight_sync: str, engine: str, same_node: bool, colocate: bool = False) -> str:
-    """`shared_memory` or `broadcast`, for the setting `rollout.weight_sync`.
-
-    Args:
-        weight_sync: the setting; may be `auto`.
-        engine: `rollout.engine`.
-        same_node: all ranks and engines are on one node.
-        colocate: engines share the GPUs of ranks.
-
-    Raises:
-        UserError: the way cannot work for this engine or placement.
-    """
-    if weight_sync == "auto":
-        weight_sync = "shared_memory" if same_node else "broadcast"
-    if weight_sync == "shared_memory" and not same_node:
-        raise UserError("rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose broadcast")
-    if weight_sync == "broadcast" and engine != "vllm":
-        raise UserError(f"rollout.weight_sync=broadcast: rollout.engine={engine} takes weights through shared memory "
-                        "only; use one node, or choose rollout=vllm")  # fmt: skip
-    if weight_sync == "broadcast" and colocate:
-        raise UserError("rollout.weight_sync=broadcast: NCCL cannot join a rank and an engine on one GPU; use one "
-                        "node, or choose rollout.share_gpus=false")  # fmt: skip
-    return weight_sync
 
 
 @dataclass(frozen=True)
@@ -61,13 +35,13 @@ class Broadcast:
     """Weights sent by rank 0. Ranks get this object to `send`, engines to receive, at the same time."""
 
     address: str
-    """Where the group's store is (see `trainer.parallel.mesh.open_store`); rank 0 hosts it."""
+    """Address of the group's store, which rank 0 hosts (see `trainer.parallel.mesh.open_store`)."""
     receivers: int
-    """Workers of all engines together, each of which takes one place in the group."""
+    """Number of workers of all engines. Each is a member of the group."""
     device: str
-    """`cuda` or `cpu`: where the tensors are."""
+    """Device of the tensors: `cuda` or `cpu`."""
     timeout_s: float
-    """How long one tensor, or the slowest member's arrival, may take."""
+    """Longest time for one tensor, and for all members to join."""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], rank: int) -> None:
         """Send every (Hugging Face name, full tensor). A collective over the ranks.
@@ -83,7 +57,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the engine is to add to the weights that it was started with: peft's two files."""
+    """peft's two files. The engine adds the adapter to the weights that it was started with."""
 
     config: str
     weights: bytes
@@ -93,10 +67,10 @@ WeightSource = SharedMemory | Broadcast | Adapter
 
 
 class Channel:
-    """One member's end of a broadcast group; opening it waits for nobody but rank 0.
+    """One member's end of a broadcast group. Opening it waits for rank 0 only.
 
-    The receivers' ranks in the group are given out in order of arrival. Names and shapes travel through the
-    group's key-value store, once: they are the same in every sync.
+    Receivers get their ranks in the group in the order in which they join. Names and shapes are written to the
+    group's key-value store once, because they are the same in every sync.
     """
 
     def __init__(self, group: Broadcast, sender: bool):
@@ -123,7 +97,7 @@ class Channel:
         self._announce(count, "null")
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) as they come in, until all of one `send` are there."""
+        """Yield each (name, tensor) of one `send` as it arrives."""
         for i in itertools.count():
             header = json.loads(self._header(i))
             if header is None:
@@ -147,5 +121,5 @@ class Channel:
 
 @functools.cache
 def _sending_end(group: Broadcast) -> Channel:
-    """Opened at the first sync and kept: `group` itself reaches the process as a new copy at each sync."""
+    """Open the sending end at the first sync and keep it. `group` is a new copy in each sync."""
     return Channel(group, sender=True)

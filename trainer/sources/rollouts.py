@@ -18,7 +18,7 @@ from trainer.data.ledger import Draw, Ledger
 from trainer.data.rollouts import write_rollouts
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.launch import Rollout
+from trainer.generation.fleet import Fleet
 from trainer.keyed import key
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
@@ -53,7 +53,7 @@ class RolloutSource:
     """
 
     def __init__(
-        self, cfg: Config, fleet: Rollout, model_path: str, tokenizer: Any, timer: Timer, fence: Callable[[], None]
+        self, cfg: Config, fleet: Fleet, model_path: str, tokenizer: Any, timer: Timer, fence: Callable[[], None]
     ):
         self.cfg = cfg
         self.fleet = fleet

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
+from trainer.cluster.launcher import HOST
+
 _engines: dict[int, Any] = {}
 
 
@@ -67,6 +69,9 @@ class LocalGroup:
 
     def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
         return [getattr(engine, method)(*own) for engine, own in zip(self._engines, args, strict=True)]
+
+    def where(self) -> list[dict[str, Any]]:
+        return [{"host": HOST}] * len(self)
 
 
 class LocalPending:

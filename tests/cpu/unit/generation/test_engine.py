@@ -1,0 +1,328 @@
+"""The contract of an engine, for both kinds, and what only vLLM has. All tests that start vLLM are in this file."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.cpu.unit.generation.conftest import build
+from tests.support.engines import LocalGroup
+from tests.support.generation import (
+    GREEDY,
+    ROLLOUT,
+    SAMPLED,
+    assert_agrees,
+    assert_same,
+    logits_of,
+    make_requests,
+    tokens_of,
+)
+from trainer.cluster.local import LocalCluster
+from trainer.config import Config, RolloutConfig
+from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.fleet import Fleet
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.generation.vllm_engine import VLLMEngine
+from trainer.generation.weight_sync import Adapter, SharedMemory
+from trainer.keyed import key
+from trainer.learner.ranks import Ranks
+from trainer.parallel.batching import Batch
+
+pytestmark = pytest.mark.early
+
+
+@pytest.fixture(scope="module")
+def trained(model_paths):
+    """The tied model's start weights, as the trainer sees them."""
+    return AutoModelForCausalLM.from_pretrained(model_paths[True], dtype=torch.float32).eval()
+
+
+def test_greedy_follows_the_trainer(engine, trained):
+    requests = make_requests(8)
+    completions = engine.generate(requests, GREEDY)
+    assert_agrees(trained, requests, completions, temperature=0.0)
+    assert {c.finish_reason for c in completions} == {"length"}
+    assert {len(c.token_ids) for c in completions} == {GREEDY.max_tokens}
+
+
+def test_logprobs_are_of_the_tempered_distribution(engine, trained):
+    requests = make_requests(8)
+    assert_agrees(trained, requests, engine.generate(requests, SAMPLED), SAMPLED.temperature)
+
+
+def test_a_completion_does_not_depend_on_its_company(engine):
+    requests = make_requests(12)
+    together = engine.generate(requests, SAMPLED)
+    order = random.Random(0).sample(range(12), 12)
+    shuffled = engine.generate([requests[i] for i in order], SAMPLED)
+    assert_same([together[i] for i in order], shuffled)
+    assert_same(together[:5], engine.generate(requests[:5], SAMPLED))
+    assert_same(together[7:8], engine.generate(requests[7:8], SAMPLED))
+    assert engine.generate([], SAMPLED) == []
+
+
+def test_a_new_engine_generates_the_same(engine, vllm_engines, model_paths):
+    requests = make_requests(6)
+    if isinstance(engine, TransformersEngine):
+        other = TransformersEngine(model_paths[True], dtype="auto", seed=2, rollout=ROLLOUT, device="cpu")
+    else:
+        other = vllm_engines[True][1]
+        other.sync_weights(SharedMemory(model_paths[True]), 0)
+    assert_same(engine.generate(requests, SAMPLED), other.generate(requests, SAMPLED))
+
+
+def test_another_seed_draws_other_tokens(engine):
+    prompt = make_requests(1)[0].prompt_token_ids
+    completions = engine.generate([Request(prompt, seed) for seed in (1, 2, 2, 2**63 - 1)], SAMPLED)
+    assert completions[1] == completions[2]
+    assert len({tuple(c.token_ids) for c in completions}) == 3
+
+
+def test_frequencies_follow_the_distribution(engine, trained):
+    draws, bins = 3000, 20
+    prompt = make_requests(1)[0].prompt_token_ids
+    requests = [Request(prompt, key(1, "completion", 1, "prompt", j)) for j in range(draws)]
+    sampling = Sampling(1.0, 1.0, -1, 1, ())
+    tokens = np.array([c.token_ids[0] for c in engine.generate(requests, sampling)])
+
+    with torch.no_grad():
+        probabilities = trained(torch.tensor([prompt])).logits[0, -1].softmax(-1).double().numpy()
+    order = np.argsort(probabilities)
+    bin_of = np.empty(len(order), dtype=int)  # tokens of like probability together: bins of like mass
+    bin_of[order] = np.minimum(np.cumsum(probabilities[order]) * bins, bins - 1e-9).astype(int)
+    expected = np.bincount(bin_of, probabilities, minlength=bins) * draws
+    observed = np.bincount(bin_of[tokens], minlength=bins)
+    used = expected > 0
+    assert expected[used].min() > 5
+    assert ((observed - expected)[used] ** 2 / expected[used]).sum() < 45.3  # 99.9% quantile, 20 degrees of freedom
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.5, -1), (1.0, 4), (0.8, 6)])
+def test_top_p_and_top_k_cut_the_distribution(engine, trained, top_p, top_k):
+    requests = make_requests(6)
+    completions = engine.generate(requests, Sampling(0.9, top_p, top_k, 16, ()))
+    for request, completion in zip(requests, completions, strict=True):
+        for logits, token, logprob in zip(
+            logits_of(trained, request, completion), completion.token_ids, completion.logprobs, strict=True
+        ):
+            kept = kept_tokens(logits / 0.9, top_p, top_k)
+            assert token in kept
+            others = torch.tensor(sorted(kept))
+            expected = (logits[token] - torch.logsumexp(logits[others] / 0.9, 0) * 0.9) / 0.9
+            assert logprob == pytest.approx(float(expected), abs=1e-4)
+
+
+def kept_tokens(logits: Tensor, top_p: float, top_k: int) -> set[int]:
+    """The `top_k` most likely tokens, and of these the fewest that hold `top_p` of their probability."""
+    order = logits.argsort(descending=True)[: top_k if top_k > 0 else None]
+    mass = logits[order].softmax(0).cumsum(0)
+    return set(order[: int((mass < top_p).sum()) + 1].tolist())
+
+
+def test_stop_token_ends_a_completion_and_belongs_to_it(engine):
+    requests = make_requests(4)
+    free = engine.generate(requests, SAMPLED)
+    stops = (free[2].token_ids[5], free[3].token_ids[9])
+    stopped = engine.generate(requests, dataclasses.replace(SAMPLED, stop_token_ids=stops))
+    for before, after in zip(free, stopped, strict=True):
+        ends = [i + 1 for i, token in enumerate(before.token_ids) if token in stops]
+        length = ends[0] if ends else 16
+        assert after.token_ids == before.token_ids[:length]
+        assert len(after.logprobs) == length
+        assert after.finish_reason == ("stop" if ends else "length")
+
+
+def test_only_the_callers_stop_tokens_stop(engine, trained):
+    sampling = Sampling(2.0, 1.0, -1, 64, ())
+    completions = engine.generate(make_requests(40), sampling)
+    assert any(trained.config.eos_token_id in c.token_ids for c in completions), "draw more"
+    assert {(c.finish_reason, len(c.token_ids)) for c in completions} == {("length", 64)}
+
+
+def test_completions_carry_the_version_of_the_weights(engine, model_paths):
+    request = make_requests(1)
+    engine.set_version(7)
+    assert engine.generate(request, GREEDY)[0].weight_version == 7
+    engine.sync_weights(SharedMemory(model_paths[True]), 8)
+    assert engine.generate(request, GREEDY)[0].weight_version == 8
+
+
+def test_a_sleeping_engine_must_be_woken(engine, model_paths):
+    requests = make_requests(3)
+    before = engine.generate(requests, GREEDY)
+    engine.sleep()
+    with pytest.raises(AssertionError, match="wake the engine"):
+        engine.generate(requests, GREEDY)
+    engine.wake()
+    assert engine.generate(requests, GREEDY) == before
+    engine.sleep()
+    engine.sync_weights(SharedMemory(model_paths[True]), 3)
+    engine.wake()
+    assert tokens_of(engine.generate(requests, GREEDY)) == tokens_of(before)
+
+
+# --------------------------------------------------------------------------------------------------------
+# What only vLLM has: a bounded cache and a scheduler
+
+
+def test_more_work_than_the_engine_can_hold(processes, model_paths, vllm_engines):
+    """Prefill in parts, and requests thrown out of the cache and begun again, give the same completions."""
+    requests = make_requests(64, longest=300)  # more than one prefill batch
+    sampling = Sampling(0.7, 1.0, -1, 64, ())
+    roomy = vllm_engines[True][0]
+    roomy.sync_weights(SharedMemory(model_paths[True]), 0)
+    expected = roomy.generate(requests, sampling)
+    cramped = build(processes[0], model_paths[True], RolloutConfig(
+        max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=16, kv_cache_mb=1))  # fmt: skip
+    assert_same(expected, cramped.generate(requests, sampling))
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"max_prompt_tokens": 5000}, "4096"),
+    ({"engine_args": {"no_such_setting": 1}}, "no_such_setting"),
+])  # fmt: skip
+def test_settings_that_vllm_refuses_are_the_users(processes, model_paths, settings, reason):
+    with pytest.raises(UserError, match=f"rollout.engine=vllm .*{reason}"):
+        build(processes[0], model_paths[True], RolloutConfig(**settings)).generate([], GREEDY)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Weight sync
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tied(request) -> bool:
+    return request.param
+
+
+class RunningEngines(LocalCluster):
+    """A cluster whose engines are there before the job."""
+
+    engines: LocalGroup
+
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Any) -> LocalGroup:
+        return self.engines
+
+
+@pytest.fixture(scope="module")
+def cluster(tied, model_paths, vllm_engines) -> Iterator[RunningEngines]:
+    """Two running engines, and a cluster for ranks."""
+    cfg = Config(rollout=dataclasses.replace(ROLLOUT, temperature=SAMPLED.temperature, num_engines=2))
+    cfg.trainer.num_workers = 2
+    cfg.trainer.mini_batch_size = 4
+    cfg.trainer.policy.optimizer.lr = 3e-3  # large enough that old weights would show
+    with RunningEngines(cfg, "cpu") as cluster:
+        cluster.engines = LocalGroup(vllm_engines[tied])
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster, tied, model_paths) -> Ranks:
+    """Two ranks that hold a policy, sharded."""
+    ranks = Ranks(cluster.cfg, cluster)
+    ranks.connect()
+    ranks.build(model_paths[tied])
+    return ranks
+
+
+def experience(step: int) -> Batch:
+    """Two mini-batches of four groups with random tokens and advantages."""
+    rng = np.random.default_rng(step)
+    size, width = 16, 64
+    return {
+        "input_ids": rng.integers(0, 256, (size, width)),
+        "mask": np.ones((size, width), np.float32),
+        "lengths": np.full(size, width),
+        "group_ids": np.repeat(np.arange(8), 2),
+        "advantages": rng.normal(size=(size, width)).astype(np.float32),
+        "old_logprobs": np.full((size, width), -5.0, np.float32),
+    }
+
+
+def assert_same_as_old_logprobs(ranks: Ranks, requests: list[Request], completions: list[Completion]) -> None:
+    """The engine's log-probs are those that the ranks compute for the update."""
+    rows = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    logprobs = ranks.logprobs("policy", {"input_ids": ids, "lengths": np.array([*map(len, rows)])}, ids.shape)
+    for values, row, request, completion in zip(logprobs, rows, requests, completions, strict=True):
+        sampled = values[len(request.prompt_token_ids) : len(row)]
+        np.testing.assert_allclose(sampled, completion.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "broadcast"])
+def test_engines_follow_the_ranks_through_optimizer_steps(tied, cluster, ranks, way, model_paths, tmp_path):
+    """A fleet of two engines of vLLM, and one of transformers. Prompts of several cache blocks, the same before and
+    after each sync, as a stale cache would show."""
+    cfg = dataclasses.replace(cluster.cfg, rollout=dataclasses.replace(cluster.cfg.rollout, weight_sync=way))
+    fleet = Fleet(cfg, cluster, ranks, model_paths[tied])
+    fallback = TransformersEngine(model_paths[tied], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32).eval()
+    rng = random.Random(3)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in (5, 31, 210, 230, 260, 290)]
+    requests = [Request(prompt, seed) for prompt in prompts for seed in (1, 2)]
+
+    before: list[Completion] = []
+    for version in (1, 2, 3):
+        if before:
+            ranks.call("policy", "update", experience(version), version)
+            fleet.sync_weights(version)
+        else:
+            fleet.start(version, fresh=False)
+        ranks.call("policy", "write_weights", str(tmp_path), "float32")
+        fallback.sync_weights(SharedMemory(str(tmp_path)), version)
+        written = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
+        assert set(model.load_state_dict(written, strict=False).missing_keys) <= {"lm_head.weight"}
+        assert_agrees(model, requests[::4], fallback.generate(requests[::4], GREEDY), temperature=0.0)
+        after = fleet.generate(requests, GREEDY)
+        assert_agrees(model, requests, after, temperature=0.0)
+        assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
+        assert_same_as_old_logprobs(ranks, requests, fleet.generate(requests, SAMPLED))
+        before = after
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+def test_vllm_serves_the_adapters_it_is_given_in_place(processes, model_paths, tmp_path, targets):
+    """With an engine that was started for adapters, asleep in between as it would be beside ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_paths[True], dtype=torch.float32),
+        LoraConfig(r=5, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"),
+    )
+    engine = processes[0].build(VLLMEngine, model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu",
+                                lora_rank=5)  # fmt: skip
+    requests = make_requests(20)
+    with model.disable_adapter():
+        assert_agrees(model, requests, engine.generate(requests, SAMPLED), SAMPLED.temperature)
+    completions = []
+    for version, scale in ((1, 0.1), (2, 0.3), (3, 0.1)):
+        torch.manual_seed(round(scale * 10))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=scale)
+        model.save_pretrained(tmp_path)
+        files = [tmp_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+        engine.sleep()
+        engine.sync_weights(Adapter(files[0].read_text(), files[1].read_bytes()), version)
+        engine.wake()
+        completions.append(engine.generate(requests, SAMPLED))
+        assert {c.weight_version for c in completions[-1]} == {version}
+        assert_agrees(model, requests, completions[-1], SAMPLED.temperature)
+    tokens = [[(c.token_ids, c.logprobs) for c in drawn] for drawn in completions]
+    assert tokens[0] == tokens[2] != tokens[1]
+    elsewhere = {name.replace("layers.0", "layers.7"): tensor for name, tensor in load_file(files[1]).items()}
+    with pytest.raises(UserError, match=r"rollout.lora_sync: vLLM's model has no model.layers.7.*choose merged"):
+        engine.sync_weights(Adapter(files[0].read_text(), save(elsewhere)), 4)
+    engine.shutdown()  # ends what the process's other engines share: this is the file's last test

@@ -1,0 +1,177 @@
+"""The fleet: who gets which request, which weights answer, and who holds the memory of a shared GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.support import plain_engine
+from tests.support.generation import SAMPLED
+from tests.support.plain_engine import PlainRank, PlainRanks
+from trainer.cluster.launcher import Launcher
+from trainer.cluster.local import LocalCluster
+from trainer.config import Config, LoraConfig, RolloutConfig
+from trainer.config.engines import ENGINES
+from trainer.errors import UserError
+from trainer.generation.engine import Request
+from trainer.generation.fleet import Fleet, choose_transport, split
+
+Start = Callable[..., tuple[Fleet, PlainRanks]]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with Launcher([plain_engine.__name__]) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
+    """Starts a fleet of plain engines and the ranks of their policy."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setitem(ENGINES, "plain", plain_engine.SPEC)
+    with ExitStack() as clusters:
+
+        def start(device: str = "cpu", lora: bool = False, **rollout) -> tuple[Fleet, PlainRanks]:
+            cfg = Config(rollout=RolloutConfig(engine="plain", **rollout))
+            if lora:
+                cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
+            cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
+            ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
+            return Fleet(cfg, cluster, ranks, str(tmp_path)), ranks
+
+        yield start
+
+
+def answers(fleet: Fleet, count: int = 2) -> list[list[int]]:
+    return [c.token_ids for c in fleet.generate([Request([i], seed=7) for i in range(count)], SAMPLED)]
+
+
+# --------------------------------------------------------------------------------------------------------
+# Requests
+
+
+def test_completions_come_in_order_and_prompts_stay_together(start):
+    fleet, _ = start(num_engines=3)
+    fleet.start(version=1, fresh=True)
+    requests = [Request([p, p + 1], seed=j) for j in range(4) for p in range(7)]
+    completions = fleet.generate(requests, SAMPLED)
+    assert [c.token_ids for c in completions] == [[*r.prompt_token_ids, r.seed, 0] for r in requests]
+    homes: dict[float, set[tuple]] = {}
+    for request, completion in zip(requests, completions, strict=True):
+        homes.setdefault(completion.logprobs[0], set()).add(tuple(request.prompt_token_ids))
+    assert sorted(len(prompts) for prompts in homes.values()) == [2, 2, 3]
+    fleet.shutdown()
+    with pytest.raises(AssertionError, match="asleep"):
+        answers(fleet)
+
+
+def test_split_balances_tokens():
+    long, short = list(range(300)), [[i] for i in range(6)]
+    requests = [Request(long, 0), *(Request(prompt, 0) for prompt in short)]
+    shares = split(requests, 2, max_tokens=60)
+    assert sorted(map(len, shares)) == [1, 6]
+    assert split(requests[:1], 3, max_tokens=60) == [[0], [], []]
+
+
+# --------------------------------------------------------------------------------------------------------
+# Weights
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "adapter"])
+def test_engines_answer_with_the_weights_of_the_last_sync(start, tmp_path, transport):
+    setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
+    fleet, ranks = start(num_engines=2, **setting)
+    fleet.start(version=1, fresh=True)
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    ranks.call("policy", "train")
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    fleet.sync_weights(2)
+    assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
+    assert not (tmp_path / "weights").exists(), "the shared copy of the weights is still there"
+    assert {c.weight_version for c in fleet.generate([Request([1], 1)], SAMPLED)} == {2}
+
+
+def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
+    fleet, ranks = start()
+    ranks.call("policy", "train")
+    fleet.start(version=5, fresh=False)
+    assert answers(fleet, 1) == [[0, 7, 1]]
+
+
+def test_completions_of_other_weights_are_refused(start, monkeypatch):
+    path = plain_engine.SPEC.path.replace("PlainEngine", "ForgetfulEngine")
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, path=path))
+    fleet, _ = start()
+    fleet.start(version=4, fresh=True)
+    with pytest.raises(AssertionError, match="completions of weights .0., expected 4"):
+        answers(fleet)
+
+
+def test_a_failed_sender_is_heard_while_engines_still_wait(start):
+    fleet, ranks = start(weight_sync="broadcast")
+    fleet.start(version=1, fresh=True)
+    for _ in range(2):
+        ranks.call("policy", "train")
+    with pytest.raises(ValueError, match="cannot be sent"):
+        fleet.sync_weights(2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "engine", "same_node", "transport"),
+    [
+        ("auto", "vllm", True, "shared_memory"),
+        ("auto", "transformers", True, "shared_memory"),
+        ("auto", "vllm", False, "broadcast"),
+        ("broadcast", "vllm", True, "broadcast"),
+        ("shared_memory", "vllm", True, "shared_memory"),
+    ],
+)
+def test_the_transport_follows_from_setting_and_place(setting, engine, same_node, transport):
+    assert choose_transport(RolloutConfig(engine=engine, weight_sync=setting), same_node) == transport
+
+
+@pytest.mark.parametrize(
+    ("setting", "engine", "same_node", "share_gpus"),
+    [
+        ("shared_memory", "vllm", False, False),
+        ("auto", "transformers", False, False),
+        ("broadcast", "transformers", True, False),
+        ("broadcast", "vllm", True, True),
+    ],
+)
+def test_transports_that_cannot_work_are_refused(setting, engine, same_node, share_gpus):
+    rollout = RolloutConfig(engine=engine, weight_sync=setting, share_gpus=share_gpus)
+    with pytest.raises(UserError, match="rollout.weight_sync="):
+        choose_transport(rollout, same_node)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Shared GPUs
+
+
+def test_engines_and_ranks_take_turns_with_the_memory_of_a_shared_gpu(start):
+    """The file of the GPU's memory refuses more than there is."""
+    fleet, ranks = start("cuda", share_gpus=True)
+    ranks.call("policy", "compute")
+    fleet.start(version=1, fresh=False)
+    for version in (2, 3):
+        ranks.call("policy", "compute")  # with 90 percent of the memory
+        assert answers(fleet, 1) == [[0, 7, version - 2]]
+        ranks.call("policy", "train")
+        fleet.sync_weights(version)
+    ranks.call("policy", "compute")
+
+
+@pytest.mark.parametrize(("device", "share_gpus"), [("cuda", False), ("cpu", True), ("cpu", False)])
+def test_engines_with_memory_of_their_own_stay_awake(start, device, share_gpus):
+    fleet, ranks = start(device, share_gpus=share_gpus)
+    fleet.start(version=1, fresh=False)
+    ranks.call("policy", "train")
+    assert answers(fleet, 1) == [[0, 7, 0]]  # they refuse to sleep
+    fleet.sync_weights(2)
+    assert answers(fleet, 1) == [[0, 7, 1]]

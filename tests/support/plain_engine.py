@@ -1,0 +1,170 @@
+"""An engine and ranks without a model, in processes of their own: the weights are a number, and a GPU is a file."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster.groups import Group, Pending
+from trainer.config import RolloutConfig
+from trainer.config.engines import EngineSpec
+from trainer.durable import write_file
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
+
+SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "broadcast"), max_lora_rank=8,
+                  environment={"PLAIN": "1"}, cpu_environment={"PLAIN_CPU": "1"})  # fmt: skip
+
+
+class Gpu:
+    """The memory of a GPU, of which each holder has a share; more than 100 percent is an error."""
+
+    def __init__(self, path: Path, holder: str):
+        self._path, self._holder = path, holder
+
+    def hold(self, percent: int) -> None:
+        """Hold this much, instead of what this holder has held."""
+        with open(self._path, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            held = {**json.loads(file.read() or "{}"), self._holder: percent}
+            if sum(held.values()) > 100:
+                raise MemoryError(f"CUDA out of memory: {held}")
+            file.truncate(0)
+            file.write(json.dumps(held))
+
+
+class PlainEngine:
+    """Answers each request with its prompt, its seed, the weights, and the process that has answered."""
+
+    def __init__(self, model_path: str, *, rollout: RolloutConfig, device: str, lora_rank: int | None = None, **_: Any):
+        assert os.environ["PLAIN"] == "1" and os.environ.get("PLAIN_CPU") == ("1" if device == "cpu" else None)
+        self._directory = Path(model_path)
+        self._shares = rollout.share_gpus and device == "cuda"
+        self._gpu = Gpu(self._directory / "gpu", f"engine {os.getpid()}" if self._shares else "")
+        self._lora_rank = lora_rank
+        self._weights, self._version, self._asleep = 0, 0, False
+        self._take(60)
+
+    def _take(self, percent: int) -> None:
+        if self._shares:
+            self._gpu.hold(percent)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        assert not self._asleep, "asleep"
+        return [
+            Completion([*r.prompt_token_ids, r.seed, self._weights], [float(os.getpid())], "length", self._version)
+            for r in requests
+        ]
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        if self._asleep:
+            self._take(20)
+        match source:
+            case SharedMemory(path):
+                self._weights = int((Path(path) / "weights").read_text())
+            case Adapter(config, weights):
+                assert self._lora_rank is not None and config == str(self._directory)
+                self._weights = int(weights)
+            case Broadcast():
+                while not (self._directory / "sent").exists():
+                    threading.Event().wait(0.01)
+                self._weights = int((self._directory / "sent").read_text())
+        self._version = version
+        if self._asleep:
+            self._take(0)
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def sleep(self) -> None:
+        assert self._shares, "nobody needs its memory"
+        self._take(0)
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._take(60)
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        self._asleep = True
+
+
+class ForgetfulEngine(PlainEngine):
+    """Keeps the version that it has."""
+
+    def set_version(self, version: int) -> None:
+        pass
+
+
+class PlainRank:
+    """Holds the policy, a number, and after a step the memory that the step took, as torch does."""
+
+    def __init__(self, directory: str, rank: int, world_size: int, device: str):
+        self._directory = Path(directory)
+        self._gpu = Gpu(self._directory / "gpu", f"rank {rank}")
+        self._weights = 0
+
+    def compute(self) -> None:
+        self._gpu.hold(90)
+
+    def train(self) -> None:
+        self.compute()
+        self._weights += 1
+
+    def release_memory(self) -> None:
+        self._gpu.hold(20)
+
+    def write_weights(self) -> str:
+        (self._directory / "weights").write_text(str(self._weights))
+        return str(self._directory)
+
+    def drop_weights(self) -> None:
+        (self._directory / "weights").unlink()
+
+    def call(self, role: str, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    def send_weights(self, group: Broadcast, dtype: str) -> None:
+        if self._weights > 1:
+            raise ValueError("cannot be sent")
+        write_file(str(self._directory / "sent"), str(self._weights))
+
+    def adapter_config(self, base_model: str) -> str:
+        return base_model
+
+    def adapter_weights(self) -> bytes:
+        return str(self._weights).encode()
+
+
+class PlainRanks:
+    """The ranks of a policy (see `trainer.generation.fleet.PolicyRanks`)."""
+
+    def __init__(self, policy: Group):
+        self.policy = policy
+
+    def call(self, role: str, method: str, *args: Any) -> Any:
+        return self.policy.call("call", role, method, *args)[0]
+
+    def call_one(self, role: str, method: str, *args: Any) -> Any:
+        return self.policy.call_one(0, "call", role, method, *args)
+
+    def start(self, role: str, method: str, *args: Any) -> Pending:
+        return self.policy.start("call", role, method, *args)
+
+    def release_memory(self) -> None:
+        self.policy.call("release_memory")
+
+    def check_shared(self, dtype: str) -> None:
+        pass
+
+    def share_weights(self, dtype: str) -> str:
+        return self.policy.call("write_weights")[0]
+
+    def drop_shared(self) -> None:
+        self.policy.call_one(0, "drop_weights")

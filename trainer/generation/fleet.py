@@ -1,0 +1,234 @@
+"""The engines of a run: started, given requests, and kept at the policy's weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainer.config import Config, RolloutConfig
+from trainer.config.engines import ENGINES
+from trainer.errors import UserError
+from trainer.generation.engine import Completion, Engine, Request, Sampling
+from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
+
+if TYPE_CHECKING:
+    from trainer.cluster.groups import Group, Pending
+    from trainer.cluster.runtime import Cluster
+
+
+class PolicyRanks(Protocol):
+    """The ranks of the policy, as far as engines need them (see `trainer.learner.ranks.Ranks`)."""
+
+    @property
+    def policy(self) -> Group: ...
+
+    def call(self, role: str, method: str, *args: Any) -> Any: ...
+
+    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
+
+    def start(self, role: str, method: str, *args: Any) -> Pending: ...
+
+    def release_memory(self) -> None: ...
+
+    def check_shared(self, dtype: str) -> None: ...
+
+    def share_weights(self, dtype: str) -> str: ...
+
+    def drop_shared(self) -> None: ...
+
+
+class Fleet:
+    """Engines on `cluster` that share out the requests and hold one version of the policy's weights.
+
+    Construction returns while the engines start, unless they share the GPUs of the ranks.
+
+    Args:
+        ranks: those that train the policy.
+        model_path: the start weights of the engines, a local directory or Hub id.
+    """
+
+    def __init__(self, cfg: Config, cluster: Cluster, ranks: PolicyRanks, model_path: str):
+        self._cfg = cfg
+        self._cluster = cluster
+        self._ranks = ranks
+        self._model_path = model_path
+        self._version = 0
+        self._transports = {
+            "adapter": self._offer_adapter,
+            "broadcast": self._offer_broadcast,
+            "shared_memory": self._offer_shared_memory,
+        }
+        spec = ENGINES[cfg.rollout.engine]
+        build = functools.partial(
+            _build_engine,
+            spec.path,
+            model_path,
+            dtype=cfg.rollout.dtype,
+            seed=cfg.trainer.seed,
+            rollout=cfg.rollout,
+            device=cluster.device,
+            trust_remote_code=cfg.model.trust_remote_code,
+            **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
+        )
+        self._engines = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
+        self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
+        if self._shares_gpus:
+            # An engine measures what is free while it starts, and takes its share: the ranks must not load
+            # anything before it is done, and need the room afterwards.
+            self._engines.call("sleep")
+
+    def start(self, version: int, fresh: bool) -> None:
+        """Wait for the engines, and bring them to the policy's weights.
+
+        Args:
+            version: of the policy's weights.
+            fresh: these are the start weights, which the engines hold already.
+
+        Raises:
+            UserError: weights cannot reach the engines in the way that the config says.
+        """
+        self._transport = self._choose_transport()
+        if self._transport == "broadcast":
+            r = self._cfg.rollout
+            self._broadcast = Broadcast(
+                self._cluster.meeting_place(self._ranks.policy),
+                receivers=r.num_engines * (r.tensor_parallel_size if self._cluster.device == "cuda" else 1),
+                device=self._cluster.device,
+                timeout_s=self._cfg.trainer.worker_timeout_s,
+            )
+        elif self._transport == "shared_memory":
+            self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
+        if fresh and self._transport != "adapter":  # adapters that vLLM cannot serve must fail before the first step
+            self._engines.call("set_version", version)
+            self._version = version
+        else:
+            self.sync_weights(version)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Return completions in the order of the requests. Engines that share GPUs are awake only meanwhile."""
+        if self._shares_gpus:
+            self._ranks.release_memory()
+            self._engines.call("wake")
+        shares = split(requests, len(self._engines), sampling.max_tokens)
+        results = self._engines.call_each("generate", [([requests[i] for i in rows], sampling) for rows in shares])
+        if self._shares_gpus:
+            self._engines.call("sleep")
+        completions: dict[int, Completion] = {}
+        for rows, part in zip(shares, results, strict=True):
+            completions.update(zip(rows, part, strict=True))
+        stale = {c.weight_version for c in completions.values()} - {self._version}
+        assert not stale, f"completions of weights {stale}, expected {self._version}"
+        return [completions[i] for i in range(len(requests))]
+
+    def sync_weights(self, version: int) -> None:
+        """Give all engines the policy's weights, and call them `version`."""
+        if self._shares_gpus:
+            self._ranks.release_memory()  # sleeping engines wake their weights to take new ones
+        with self._transports[self._transport]() as (source, sending):
+            receiving = self._engines.start("sync_weights", source, version)
+            if sending is None:
+                receiving.result()
+            else:  # when one side fails, the other may wait for it in vain
+                _first_failure(receiving.result, sending.result)
+        self._version = version
+
+    def shutdown(self) -> None:
+        """End the engines."""
+        self._engines.call("shutdown")
+
+    def _choose_transport(self) -> str:
+        if self._cfg.syncs_adapter:
+            return "adapter"
+        places = [*self._ranks.policy.where(), *self._engines.where()]
+        same_node = len({place["host"] for place in places}) == 1
+        return choose_transport(self._cfg.rollout, same_node)
+
+    # What engines load, and the sending side that must run at the same time, if there is one.
+
+    @contextmanager
+    def _offer_shared_memory(self) -> Iterator[tuple[WeightSource, None]]:
+        path = self._ranks.share_weights(self._cfg.rollout.dtype)
+        try:
+            yield SharedMemory(path), None
+        finally:
+            self._ranks.drop_shared()
+
+    @contextmanager
+    def _offer_broadcast(self) -> Iterator[tuple[WeightSource, Pending]]:
+        yield self._broadcast, self._ranks.start("policy", "send_weights", self._broadcast, self._cfg.rollout.dtype)
+
+    @contextmanager
+    def _offer_adapter(self) -> Iterator[tuple[Any, None]]:
+        adapter = Adapter(self._adapter_config, self._ranks.call("policy", "adapter_weights"))
+        yield self._cluster.put(adapter), None  # stored once for all engines
+
+    @functools.cached_property
+    def _adapter_config(self) -> str:
+        return self._ranks.call_one("policy", "adapter_config", self._model_path)
+
+
+def _build_engine(path: str, *args: Any, **kwargs: Any) -> Engine:
+    """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+def choose_transport(rollout: RolloutConfig, same_node: bool) -> str:
+    """Return how weights reach the engines: `shared_memory` or `broadcast`.
+
+    Args:
+        same_node: all ranks and engines are on one node.
+
+    Raises:
+        UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
+    """
+    weight_sync = rollout.weight_sync
+    if weight_sync == "auto":
+        weight_sync = "shared_memory" if same_node else "broadcast"
+    if weight_sync == "shared_memory" and not same_node:
+        raise UserError("rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose broadcast")
+    if weight_sync not in ENGINES[rollout.engine].transports:
+        able = " or ".join(name for name, spec in ENGINES.items() if weight_sync in spec.transports)
+        raise UserError(
+            f"rollout.weight_sync={weight_sync}: rollout.engine={rollout.engine} takes weights through "
+            f"{' or '.join(ENGINES[rollout.engine].transports)} only; use one node, or choose rollout={able}"
+        )
+    if weight_sync == "broadcast" and rollout.share_gpus:
+        raise UserError(
+            "rollout.weight_sync=broadcast: NCCL cannot join a rank and an engine on one GPU; use one node, or choose "
+            "rollout.share_gpus=false"
+        )
+    return weight_sync
+
+
+def split(requests: Sequence[Request], engines: int, max_tokens: int) -> list[list[int]]:
+    """Return the indices of the requests for each engine, balanced by the most tokens that they can take.
+
+    Requests of one prompt stay together, so that its prefix is computed once.
+    """
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for i, request in enumerate(requests):
+        prompts.setdefault(tuple(request.prompt_token_ids), []).append(i)
+    cost = {prompt: len(prompt) + len(rows) * max_tokens for prompt, rows in prompts.items()}
+    shares: list[list[int]] = [[] for _ in range(engines)]
+    loads = [0] * engines
+    for prompt in sorted(prompts, key=lambda prompt: (-cost[prompt], prompts[prompt][0])):
+        least = loads.index(min(loads))
+        shares[least].extend(prompts[prompt])
+        loads[least] += cost[prompt]
+    return shares
+
+
+def _first_failure(*waits: Callable[[], Any]) -> None:
+    """Wait for all, or for the first that raises, and raise that."""
+    threads = ThreadPoolExecutor(len(waits))
+    try:
+        done, _ = wait([threads.submit(one) for one in waits], return_when=FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+    finally:
+        threads.shutdown(wait=False)
