@@ -32,10 +32,10 @@ jobs with vLLM, once a seed. Accuracy is the share of 256 held-out words whose g
 
 ![Held-out accuracy against samples, a panel a preset, a line a seed; in grey those of all presets](images/learning.png)
 
-All presets have the same budget of optimizer steps, and learning rates of the embedded model (`conf/model/tiny.yaml`)
-that were chosen once, for GRPO: this says that each of them learns, not which is best. `dapo` sees more samples than it
-trains on, since it draws others in place of those that teach nothing. Gains are in points, from the start to the last
-step; samples are completions trained on.
+All presets have the same number of optimizer steps, and the learning rates of the embedded model
+(`conf/model/tiny.yaml`), which were chosen once, for GRPO. So the table shows that each preset learns, not which one
+is best. `dapo` samples more completions than it trains on, because it replaces prompts that teach nothing. Gains are
+in points, from the start to the last step; samples are completions trained on.
 """
 Rows = list[dict[str, Any]]
 

@@ -13,8 +13,8 @@ from trainer.models import lora
 
 INTRO = """# Algorithms
 
-Generated from the docstrings of `trainer/algorithms/` and the schema by `make docs`. Tests hold every function here
-against a second implementation in plain Python loops, to 1e-9 in float64.
+Generated from the docstrings of `trainer/algorithms/` and the schema by `make docs`. Tests compare every function with
+a second implementation in plain Python loops, to 1e-9 in float64.
 
 Symbols: B completions of T positions, mask m (1 = completion token), r_t the token reward (and, in losses, the ratio
 exp(logp_t - old_logp_t)), R_i the sum of completion i's token rewards, g its group (the completions of one prompt),
@@ -23,21 +23,8 @@ n the size of the group, A the advantage, V the value, sg[x] x without its gradi
 A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that cites its paper. Any function below can be
 combined with any other by its key; an option that the chosen function does not take is an error.
 
-A function of your own goes in by import path, with the signature of those here: `algorithm.policy_loss=losses:mine`
-with `losses.py` in the working directory, for example
-
-```python
-from trainer.algorithms import POLICY_LOSSES
-
-
-def mine(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, sharpness=1.0):
-    bounded = (sharpness * advantages).tanh() / sharpness
-    return POLICY_LOSSES["clip"](logprobs, old_logprobs, bounded, mask, aggregation=aggregation, totals=totals)
-```
-
-Its options are its parameters that have a default or are keyword-only. Those that the schema does not know are written
-`+algorithm.options.sharpness=2`. Before anything starts it is called once, on four short completions; what it raises,
-and an option that nobody takes, end the job in a sentence."""
+An advantage estimator or policy loss of your own is given by import path, with the signature of those here:
+[extending.md](extending.md) has an example of each."""
 
 LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
 nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its

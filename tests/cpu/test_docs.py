@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.cpu.test_architecture import ALLOWED
 from tools.algorithms_doc import page
 from trainer.algorithms.check import check_functions
 from trainer.config import Config, compose, valid_keys
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / p for p in ("README.md", "examples/README.md", "benchmarks/RESULTS.md", "docs/supervised.md")]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md"))]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
@@ -59,10 +62,14 @@ def check(arguments: list[str]) -> None:
                 check_functions(compose([*fixed, f"{override.key_or_group}={value}"]))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if path.stem != "extending"],  # see test_extending_docs.py
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_commands_in_the_documents_compose(document, tmp_path):
     lines = commands(document)
-    if document.name == "README.md" and document.parent == ROOT:
+    if document == README:
         assert len(lines) > 8, "the commands are no longer found"
     if lines:
         made = calls(tmp_path, "-c", "\n".join(lines))
@@ -89,7 +96,8 @@ def test_keys_named_in_the_documents_exist(document):
     sections = "|".join(key for key in valid_keys())
     for key in re.findall(rf"`\+*((?:{sections})(?:\.[a-z_]+)+)(?:=[^`]*)?`", document.read_text()):
         value = Config()
-        if not (ROOT / key.replace(".", "/")).with_suffix(".py").exists():  # trainer.main is a module
+        is_module = (ROOT / key.replace(".", "/")).with_suffix(".py").exists()
+        if not is_module and not key.endswith((".py", ".json")):
             for part in key.split("."):
                 assert hasattr(value, part), key
                 value = getattr(value, part)
@@ -102,16 +110,53 @@ def test_links_lead_somewhere(document):
             assert (document.parent / target.partition("#")[0]).exists(), target
 
 
-def test_every_place_in_the_readme_exists():
-    for path in re.findall(
-        r"`((?:trainer|conf|tests|docs|examples|benchmarks|tools)/[\w./]*)`", DOCUMENTS[0].read_text()
-    ):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_place_named_in_the_documents_exists(document):
+    text = document.read_text()
+    for path in re.findall(r"`((?:trainer|conf|tests|docs|examples|benchmarks|tools)/[\w./]*)`", text):
         assert (ROOT / path).exists(), path
+    for name in re.findall(r"\b(test_\w+\.py)\b", text):
+        assert list((ROOT / "tests").rglob(name)), name
+    for module in re.findall(r"python -m ((?:trainer|tests|tools|benchmarks)[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_every_file_named_in_the_architecture_page_exists():
+    names = re.findall(r"`([a-z_]+/(?:[a-z_]+\.py)?|[a-z_]+\.py)`", (ROOT / "docs/architecture.md").read_text())
+    assert len(names) > 50, "the names are no longer found"
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    elsewhere = {"trainer/", "environments/"}
+    for name in set(names) - tests - elsewhere:
+        assert (ROOT / "trainer" / name).exists(), name
+
+
+def test_the_architecture_page_lists_every_room_from_top_to_bottom():
+    """Each room stands above the rooms that it imports."""
+    page = (ROOT / "docs/architecture.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| (`.*?`) \|", page, flags=re.MULTILINE)
+    rooms = [name.removesuffix("/").removesuffix(".py") for cell in listed for name in re.findall(r"`(.*?)`", cell)]
+    rooms = [room for room in rooms if room in ALLOWED]
+    assert sorted(rooms) == sorted(ALLOWED)
+    order = {room: place for place, room in enumerate(rooms)}
+    for room, below in ALLOWED.items():
+        assert all(order[room] < order[other] or {room, other} == {"main", "sft"} for other in below), room
+
+
+def test_the_readme_links_to_every_page():
+    linked = set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text()))
+    assert linked >= {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_example_is_listed():
+    text = (ROOT / "examples/README.md").read_text()
+    for script in [*SCRIPTS, *(ROOT / "examples").rglob("*.sbatch")]:
+        assert f"({script.relative_to(ROOT / 'examples')})" in text, script
 
 
 def test_every_make_target_in_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text()
-    named = set(re.findall(r"\bmake ([a-z-]+)\b(?=`|$|\s+#)", DOCUMENTS[0].read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)\b(?=`|$|\s+#)", README.read_text(), flags=re.MULTILINE))
     assert {"demo", "test"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ from trainer.config import AlgorithmConfig, Config, chosen_options, compose
 from trainer.config.fields import rule_of, walk_keys
 from trainer.errors import UserError
 
-ROOT = Path(__file__).parents[4]
 FUNCTIONS = """
 import torch
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
@@ -146,11 +143,3 @@ def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):
     algorithm = compose([f"algorithm.policy_loss={path}", *options]).algorithm
     function = resolve(POLICY_LOSSES, path, "algorithm.policy_loss")
     assert chosen_options(function, algorithm) == {"clip_low": 0.1, "sharpness": 3}
-
-
-def test_the_function_in_the_documents_works(tmp_path, monkeypatch):
-    text = (ROOT / "docs/algorithms.md").read_text()
-    (tmp_path / "losses.py").write_text(re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["algorithm.clip_high=null", "+algorithm.options.sharpness=2"]
-    check_functions(compose(["algorithm.policy_loss=losses:mine", *options]))

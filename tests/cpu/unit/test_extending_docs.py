@@ -1,0 +1,156 @@
+"""The examples of docs/extending.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.jobs import comparable, metrics
+from tests.support.toy import toy_config, toy_trainer
+from trainer.algorithms import Totals
+from trainer.algorithms.check import check_functions
+from trainer.config import RolloutConfig, compose
+from trainer.config.engines import EngineSpec
+from trainer.generation.engine import Engine, Request, Sampling
+from trainer.generation.weight_sync import SharedMemory
+from trainer.plugins import import_function
+from trainer.rewards.pool import RewardPool
+from trainer.run.directory import RunDirectory
+from trainer.sources.base import EpisodeSource
+
+PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+
+
+def examples(heading: str) -> list[str]:
+    """The Python code of one section, a text for each block."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+
+
+def overrides(heading: str) -> list[str]:
+    """The overrides of a section's command."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.search(r"^python -m trainer.main (.*)$", section, flags=re.MULTILINE)[1].split()
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_") or name in ("__enter__", "__exit__")}
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes an example to a file that can be imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, code: str) -> None:
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+def test_the_advantage(module):
+    module("my_advantages", examples("An advantage")[0])
+    cfg = compose(overrides("An advantage"))
+    check_functions(cfg)
+    median = import_function(cfg.algorithm.advantage_estimator, "algorithm.advantage_estimator")
+    rewards, mask = torch.zeros(6, 2), torch.ones(6, 2)
+    rewards[:, 1] = torch.tensor([1.0, 2.0, 9.0, 4.0, 4.0, 4.0])
+    mask[3:, 0] = 0
+    advantages, returns = median(rewards, mask, torch.tensor([0, 0, 0, 1, 1, 1]), **cfg.algorithm.options)
+    assert advantages.tolist() == [[-2, -2], [0, 0], [14, 14], [0, 0], [0, 0], [0, 0]]
+    assert returns is advantages
+    cfg.rollout.n = 1
+    with pytest.raises(ValueError, match="rollout.n=1"):
+        check_functions(cfg)
+
+
+def test_the_policy_loss(module):
+    module("my_losses", examples("A policy loss")[0])
+    cfg = compose(overrides("A policy loss"))
+    check_functions(cfg)
+    smooth = import_function(cfg.algorithm.policy_loss, "algorithm.policy_loss")
+    advantages, mask = torch.tensor([[1.0, -2.0], [0.5, 3.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    old = torch.full((2, 2), -1.0)
+
+    def value(logprobs: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        options = {"aggregation": "token_mean", "totals": Totals.of(mask), "clip_high": cfg.algorithm.clip_high}
+        return smooth(logprobs[rows], old[rows], advantages[rows], mask[rows], **options)[0]
+
+    logprobs = old.clone().requires_grad_()
+    value(logprobs).backward()
+    torch.testing.assert_close(logprobs.grad, -advantages * mask / 3)  # at ratio 1, that of the plain surrogate
+    far = torch.tensor([[5.0, 0.0], [-3.0, 0.0]])
+    torch.testing.assert_close(value(far), value(far, slice(0, 1)) + value(far, slice(1, 2)))
+    assert float(value(torch.full((2, 2), 5.0))) == pytest.approx(1.3 * float(value(old)))
+
+
+def test_the_reward(module):
+    module("my_rewards", examples("A reward")[0])
+    name = compose(overrides("A reward")).reward.name
+    with RewardPool(name, timeout_s=20.0, num_processes=1) as pool:
+        row = {"prompt": "3 + 4", "answer": "7", "max_chars": 10}
+        rewards, failures = pool.score(["7", " " * 20 + "7", "8", "7"], ["7"] * 4, [row, row, row, {}])
+    assert (rewards, failures.count) == ([1.0, 0.5, 0.0, 1.0], 0)
+
+
+def test_the_engine(module, tmp_path):
+    code, line = examples("An engine")
+    module("echo_engine", code)
+    spec = eval(f"{{{line}}}", {"EngineSpec": EngineSpec})["echo"]
+    build: Any = import_function(spec.path, "rollout.engine")
+    engine: Engine = build(
+        "model", dtype="auto", seed=1, rollout=RolloutConfig(), device="cpu", trust_remote_code=False
+    )
+    assert public(Engine) <= set(dir(engine))
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=3, stop_token_ids=())
+    requests = [Request([5, 6, 7, 8], seed=1), Request([9], seed=2)]
+    engine.set_version(1)
+    assert [c.token_ids for c in engine.generate(requests, sampling)] == [[5, 6, 7], [9]]
+    (tmp_path / "weights").mkdir()
+    engine.sleep()
+    engine.sync_weights(SharedMemory(str(tmp_path / "weights")), 2)
+    engine.wake()
+    for completion in engine.generate(requests, sampling):
+        assert (completion.weight_version, len(completion.logprobs)) == (2, len(completion.token_ids))
+    engine.shutdown()
+
+
+def test_the_source_of_episodes(tmp_path):
+    """A run that is stopped and resumed trains on what an undisturbed run trains on."""
+    given: dict[str, Any] = {}
+    for code in examples("A source of episodes"):
+        exec(code, given)
+    assert public(EpisodeSource) <= set(dir(given["RecordedEpisodes"]))
+    episodes = [given["recorded"](i, "0", [i, i], [1, 2], [-0.5, -1.0], 1.0) for i in range(7)]
+
+    def run(root: Path, steps: int) -> SimpleNamespace:
+        cfg = toy_config(root, total_steps=steps)
+        with RunDirectory(cfg, supervised=True).open() as directory:
+            trainer = toy_trainer(cfg, directory, tmp_path / "model")
+            trainer.source = given["RecordedEpisodes"](episodes, size=3)
+            trainer.fit()
+        return SimpleNamespace(number=trainer.learner.ranks.number, source=trainer.source)
+
+    whole = run(tmp_path / "whole", 5)
+    run(tmp_path / "stopped", 2)
+    resumed = run(tmp_path / "stopped", 5)
+    assert whole.number == resumed.number > 0
+    assert whole.source.position == resumed.source.position == 15
+    assert comparable(metrics(tmp_path / "whole")) == comparable(metrics(tmp_path / "stopped"))
+
+
+def test_a_recorded_episode_learns_from_its_completion_alone():
+    given: dict[str, Any] = {}
+    exec(examples("A source of episodes")[1], given)
+    sample = given["recorded"](0, "a", [7, 8], [9], [-0.25], 1.0).samples[0]
+    assert sample.token_ids.tolist() == [7, 8, 9]
+    assert sample.mask.tolist() == [0, 0, 1] and sample.mask.dtype == np.float32
+    assert sample.logprobs.tolist() == [0, 0, -0.25]
