@@ -153,7 +153,7 @@ def test_a_manifest_of_any_shape_is_valid_or_damaged(real_run, tmp_path, capsys,
     state: dict = {}
     caplog.clear()
     with open_run(config(run_dir), state) as run:
-        assert run.resume.step == (2 if valid["hash"] else 1)
+        assert run.resume.checkpoint.step == (2 if valid["hash"] else 1)
         assert ("skipped a damaged checkpoint" in caplog.text) != valid["hash"]
         try:
             run.load()
