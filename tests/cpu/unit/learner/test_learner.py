@@ -1,0 +1,83 @@
+"""What the learner asks of the ranks, with real ranks of a small model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import local_cluster
+from trainer.config import Config, TinyConfig
+from trainer.episodes import Episode, Sample
+from trainer.learner.learner import Learner
+from trainer.metrics.timing import Timer
+from trainer.models.tiny import build_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    build_tiny(size, path)
+    return path
+
+
+def episodes(prompts: int = 2, n: int = 4) -> list[Episode]:
+    """Episodes of different lengths and rewards, sampled by a policy that was sure of nothing."""
+    made = []
+    for prompt in range(prompts):
+        for number in range(n):
+            ids = np.asarray([65 + prompt, 66, *range(70, 73 + number)])
+            mask = (np.arange(len(ids)) > 1).astype(np.float32)
+            logprobs = (-5.0 * mask).astype(np.float32)
+            uid = f"0:{prompt}"
+            made.append(Episode(f"{uid}:{number}", uid, [Sample(ids, mask, logprobs, (1, 1))], float(number % 2)))
+    return made
+
+
+def a_step(model: str, mini_batch: int = 2, ranks: int = 1, **algorithm) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of one step, and its seconds by phase."""
+    cfg = Config()
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
+    cfg.trainer.policy.optimizer.lr = 1e-2
+    for name, value in algorithm.items():
+        setattr(cfg.algorithm, name, value)
+    timer = Timer()
+    with local_cluster(ranks, cfg) as cluster:
+        learner = Learner(cluster.cfg, cluster, timer)
+        learner.build(model)
+        metrics = learner.update(learner.score(episodes()), 1)
+    return metrics, timer.take()
+
+
+def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
+    """Its own log-probs, detached, are the old ones: the same numbers as with a pass of their own."""
+    alone, seconds = a_step(model)
+    assert "time/logprob" not in seconds
+    # A bound that cuts nothing: the correction alone asks for log-probs before the update.
+    with_pass, seconds = a_step(model, rollout_correction="tis", rollout_correction_high=1e30)
+    assert "time/logprob" in seconds
+    weight_free = {"rollout/corrected_frac", "policy/loss", "policy/grad_norm"}
+    assert alone.keys() - weight_free <= with_pass.keys()
+    for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "policy/entropy", "policy/kl"):
+        assert alone[name] == pytest.approx(with_pass[name], abs=1e-6), name
+    assert alone["policy/clip_frac"] == 0.0
+
+
+def test_several_optimizer_steps_need_the_old_log_probs(model):
+    metrics, seconds = a_step(model, mini_batch=1)
+    assert "time/logprob" in seconds and metrics["policy/clip_frac"] > 0
+
+
+def test_the_sampler_s_log_probs_can_stand_in_for_the_old_ones(model):
+    sampler, seconds = a_step(model, old_logprobs="sampler")
+    trainer, _ = a_step(model)
+    assert "time/logprob" not in seconds and "rollout/logprob_diff_mean" not in sampler
+    assert trainer["policy/kl"] == pytest.approx(0.0, abs=1e-6) and abs(sampler["policy/kl"]) > 0.1
+    assert sampler["policy/loss"] != trainer["policy/loss"]
+
+
+def test_two_ranks_learn_what_one_rank_learns(model):
+    one, two = a_step(model, mini_batch=1)[0], a_step(model, mini_batch=1, ranks=2)[0]
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
