@@ -95,13 +95,6 @@ class Progress:
         elif self._enabled:
             print(self._line(metrics), flush=True)
 
-    def note(self, text: str) -> None:
-        """Print a line of text; it stays above the display."""
-        if self._display is not None:
-            self._print_above(text)
-        else:
-            print(text, flush=True)
-
     def _print_above(self, text: str) -> None:
         self._display.console.print(Text(text), soft_wrap=True)
 

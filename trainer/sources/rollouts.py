@@ -19,7 +19,7 @@ from trainer.data.rollouts import write_rollouts
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
-from trainer.keyed import key
+from trainer.keyed import request_seed
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
@@ -252,11 +252,11 @@ class RolloutSource:
         return f"{draw.epoch}:{self.prompts[draw.row].index}"
 
     def _request(self, draw: Draw, step: int, number: int) -> Request:
-        seed = key(self.cfg.trainer.seed, "completion", step, self._uid(draw), number)
+        seed = request_seed(self.cfg.trainer.seed, step, self._uid(draw), number)
         return Request(self.prompts[draw.row].token_ids, seed)
 
     def _held_out_request(self, prompt: Prompt, step: int, number: int) -> Request:
-        seed = key(self.cfg.trainer.seed, "completion", step, f"val:{prompt.index}", number)
+        seed = request_seed(self.cfg.trainer.seed, step, f"val:{prompt.index}", number)
         return Request(prompt.token_ids, seed)
 
     def _sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
