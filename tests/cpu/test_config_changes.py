@@ -259,7 +259,6 @@ def test_replayed_steps_are_compared_as_far_as_the_config_is_the_same(tmp_path, 
     with opened(configured(tmp_path, change, resume_mode="latest")) as run:
         resume = run.resume
         audit = ReplayAudit(str(tmp_path), 1, 0.0, resume.same_rounding, resume.same_run)
-        assert audit.pending == compared
         assert os.path.exists(tmp_path / REPLAY_FILE) == compared
         problem = audit.check(2, {"policy/loss": 1.0001})
     assert (problem is not None) == (compared and not tolerated)

@@ -1,1 +1,1 @@
-"""Checkpoints: writing them so that only whole ones count, finding and loading them."""
+"""Checkpoints: save them in a transaction, find them, verify them and load them."""

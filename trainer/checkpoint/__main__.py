@@ -1,6 +1,6 @@
-"""`python -m trainer.checkpoint`: look at, check, compare, export and clear away checkpoints.
+"""`python -m trainer.checkpoint`: show, verify, compare, export and delete checkpoints.
 
-Needs no Ray, no GPU and, but for `diff` and `export`, no torch: it answers at once on a login node.
+It needs no Ray and no GPU, and only `diff` and `export` need torch, so it answers quickly on a login node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,21 @@ from trainer.output import guard_output
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 well, 1 a checkpoint is damaged, 2 bad input."""
+    """Run one command; returns the exit status: 0 success, 1 a checkpoint is damaged, 2 bad input."""
+    args = _parser().parse_args(argv)
+    try:
+        for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
+            if path is not None and not os.path.isdir(path):
+                raise UserError(f"{path}: no such checkpoint")
+        result, lines, status = _COMMANDS[args.command](args)
+    except (UserError, OSError) as error:
+        print(f"error: {_printable(str(error))}", file=sys.stderr)
+        return 1 if isinstance(error, DamagedError) else 2
+    print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -42,37 +56,29 @@ def main(argv: list[str] | None = None) -> int:
     root = ("root", "directory with global_step_N directories, or a run directory")
     one = ("checkpoint", "a global_step_N directory")
     listing = command("ls", "list the checkpoints of a run: step, age, size, ranks, valid or not", root)
-    listing.add_argument("--hash", action="store_true", help="read every byte to tell whether they are valid")
+    listing.add_argument("--hash", action="store_true", help="read every byte to check that they are valid")
     command(
         "verify", "check every byte of a checkpoint, or of all checkpoints of a run", ("path", f"{one[1]}, or a run")
     )
-    command("show", "what a checkpoint holds", one)
-    command("diff", "how two checkpoints differ: config, counters, tensors", ("a", one[1]), ("b", one[1]))
-    export = command("export", "write the policy in Hugging Face format", one, ("out", "directory to make"))
-    export.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-                        help="auto: that of the model's config")  # fmt: skip
-    export.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file; bounds the memory")
+    command("show", "show the content of a checkpoint", one)
+    command("diff", "compare two checkpoints: config, counters, tensors", ("a", one[1]), ("b", one[1]))
+    export = command("export", "write the policy in Hugging Face format", one, ("out", "directory to create"))
     export.add_argument(
-        "--adapter", action="store_true", help="of a policy with LoRA: the adapter alone, as peft reads it"
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: the dtype in the model's config",
     )
-    export.add_argument("--base", help="of a policy with LoRA: directory of the weights it adapts, if they have moved")
+    export.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file; bounds the memory")
+    export.add_argument("--adapter", action="store_true", help="with LoRA: write the adapter alone, in peft's format")
+    export.add_argument("--base", help="with LoRA: directory of the adapted weights, if they have moved")
     prune = command("prune", "delete old checkpoints", root)
-    prune.add_argument("--keep", type=int, required=True, help="newest to keep, at least 1")
-    prune.add_argument("--every", type=int, default=-1, help="keep also steps that are multiples of this")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    back = command("rollback", "put newer checkpoints aside: resume_mode=latest then continues from an older one", root)
-    back.add_argument("--to", type=int, required=True, help="step to go back to")
-    args = parser.parse_args(argv)
-    try:
-        for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
-            if path is not None and not os.path.isdir(path):
-                raise UserError(f"{path}: no such checkpoint")
-        result, lines, status = _COMMANDS[args.command](args)
-    except (UserError, OSError) as error:
-        print(f"error: {_printable(str(error))}", file=sys.stderr)
-        return 1 if isinstance(error, DamagedError) else 2
-    print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
-    return status
+    prune.add_argument("--keep", type=int, required=True, help="number of newest checkpoints to keep, at least 1")
+    prune.add_argument("--every", type=int, default=-1, help="also keep steps that are multiples of this number")
+    prune.add_argument("--dry-run", action="store_true", help="print the checkpoints, but delete none")
+    back = command("rollback", "set newer checkpoints aside, so that resume_mode=latest uses an older one", root)
+    back.add_argument("--to", type=int, required=True, help="step of the older checkpoint")
+    return parser
 
 
 Result = tuple[Any, list[str], int]
@@ -84,8 +90,10 @@ def _ls(args: argparse.Namespace) -> Result:
     rows = [_describe(checkpoints, step, "hash" if args.hash else "size") for step in checkpoints.steps()]
     lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  valid"]
     for row in rows:
-        lines.append(f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  "
-                     f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}")  # fmt: skip
+        lines.append(
+            f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  "
+            f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}"
+        )
     hidden = [name for name in checkpoints.store.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(LOCK_NAME)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
@@ -94,8 +102,8 @@ def _ls(args: argparse.Namespace) -> Result:
 
 def _describe(checkpoints: CheckpointManager, step: int, level: str) -> dict[str, Any]:
     path = checkpoints.store.path(step)
-    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "score": None,
-                           "bytes": sum(files_at(path).sizes().values()), "valid": True, "problem": None}  # fmt: skip
+    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "score": None}
+    row |= {"bytes": sum(files_at(path).sizes().values()), "valid": True, "problem": None}
     try:
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
@@ -115,16 +123,16 @@ def _verify(args: argparse.Namespace) -> Result:
         checkpoints = _open(path)
         paths = [checkpoints.store.path(step) for step in checkpoints.steps()]
     rows, lines = [], []
-    for each in paths:
+    for path in paths:
         problem = None
         try:
-            files = manifests.verify(each, "hash").entries
+            files = manifests.verify(path, "hash").entries
             size = sum(entry.bytes for entry in files)
-            lines.append(f"{each}: every byte is as it was saved ({len(files)} files, {size / 1e6:.1f} MB)")
+            lines.append(f"{path}: every byte is as it was saved ({len(files)} files, {size / 1e6:.1f} MB)")
         except DamagedError as error:
-            problem = str(error).removeprefix(f"{each}: ")
-            lines.append(f"{each}: DAMAGED: {problem}")
-        rows.append({"path": each, "valid": problem is None, "problem": problem})
+            problem = str(error).removeprefix(f"{path}: ")
+            lines.append(f"{path}: DAMAGED: {problem}")
+        rows.append({"path": path, "valid": problem is None, "problem": problem})
     return rows, lines, 0 if all(row["valid"] for row in rows) else 1
 
 
@@ -144,19 +152,22 @@ def _show(args: argparse.Namespace) -> Result:
 def _diff(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles, compare
 
-    found = [manifests.verify(path, "size") for path in (args.a, args.b)]
-    config = _differences(*(_flat(read_config(checkpoint)) for checkpoint in found))
+    checkpoints = [manifests.verify(path, "size") for path in (args.a, args.b)]
+    config = _differences(*(_flat(read_config(checkpoint)) for checkpoint in checkpoints))
     states = (
         _flat({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
-        for checkpoint in found
+        for checkpoint in checkpoints
     )
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
-    tensors = compare(*map(NamedFiles, found))
+    tensors = compare(*map(NamedFiles, checkpoints))
     lines = ["config:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in config)]
     lines += ["counters:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in counters)]
     lines.append("tensors (relative change, largest change of one number):")
-    lines += [f"  {row['relative']:>9.2e}  {row['largest']:>9.2e}  {row['name']}" if row["relative"] is not None
-              else f"  {row['note']}: {row['name']}" for row in tensors]  # fmt: skip
+    for row in tensors:
+        if row["relative"] is None:
+            lines.append(f"  {row['note']}: {row['name']}")
+        else:
+            lines.append(f"  {row['relative']:>9.2e}  {row['largest']:>9.2e}  {row['name']}")
     return {"config": config, "counters": counters, "tensors": tensors}, lines, 0
 
 
@@ -166,8 +177,8 @@ def _export(args: argparse.Namespace) -> Result:
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
-    named, limit = NamedFiles(manifests.verify(args.checkpoint, "hash")), int(args.max_file_gb * 1e9)
-    files = export(named, args.out, args.dtype, limit, args.adapter, args.base)
+    source, limit = NamedFiles(manifests.verify(args.checkpoint, "hash")), int(args.max_file_gb * 1e9)
+    files = export(source, args.out, args.dtype, limit, args.adapter, args.base)
     return {"out": args.out, "files": files}, [f"exported {args.out}: {', '.join(files)}"], 0
 
 
@@ -179,12 +190,12 @@ def _prune(args: argparse.Namespace) -> Result:
         valid = [step for step in checkpoints.steps() if _describe(checkpoints, step, "size")["valid"]]
         if not valid:
             raise UserError(f"{checkpoints.store.root}: no checkpoint is valid, so none is deleted")
-        doomed = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
+        old = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
         if not args.dry_run:
-            checkpoints.delete(doomed)
+            checkpoints.delete(old)
     verb = "would delete" if args.dry_run else "deleted"
-    lines = [f"{verb} {checkpoints.store.path(step)}" for step in doomed] or ["nothing to delete"]
-    return {"deleted": doomed, "dry_run": args.dry_run}, lines, 0
+    lines = [f"{verb} {checkpoints.store.path(step)}" for step in old] or ["nothing to delete"]
+    return {"deleted": old, "dry_run": args.dry_run}, lines, 0
 
 
 def _rollback(args: argparse.Namespace) -> Result:
@@ -192,17 +203,24 @@ def _rollback(args: argparse.Namespace) -> Result:
     manifests.verify(checkpoints.store.path(args.to), "hash")
     with _locked(checkpoints):
         moved = checkpoints.set_aside(after=args.to)
-    lines = [f"put aside {name}" for name in moved] or ["nothing is newer"]
+    lines = [f"set aside {name}" for name in moved] or ["no checkpoint is newer"]
     return {"step": args.to, "set_aside": moved}, lines, 0
 
 
-_COMMANDS = {"ls": _ls, "verify": _verify, "show": _show, "diff": _diff, "export": _export, "prune": _prune,
-             "rollback": _rollback}  # fmt: skip
+_COMMANDS = {
+    "ls": _ls,
+    "verify": _verify,
+    "show": _show,
+    "diff": _diff,
+    "export": _export,
+    "prune": _prune,
+    "rollback": _rollback,
+}
 
 
 def _open(root: str) -> CheckpointManager:
-    for place in (posixpath.join(root, "checkpoints"), root):
-        store = LocalStore(place)
+    for directory in (posixpath.join(root, "checkpoints"), root):
+        store = LocalStore(directory)
         if any("global_step_" in name for name in store.names()):
             return CheckpointManager(store)
     raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
@@ -214,7 +232,7 @@ def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """The text with everything escaped that could steer a terminal, or that the terminal cannot show."""
+    """Escape the characters that could control a terminal, or that the terminal cannot show."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
@@ -222,14 +240,14 @@ def _printable(text: str) -> str:
 
 @contextlib.contextmanager
 def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
-    """Hold the checkpoint directory: a job that writes there must not lose what it builds on."""
+    """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
     with RunLock(checkpoints.store.root, _LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
         lock.acquire()
         yield
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
-    """The keys in which two flat mappings differ, with both values; None stands for a key that is missing."""
+    """Return the keys in which two flat mappings differ, with both values; None: the key is missing."""
     keys = sorted(set(a) | set(b))
     return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in keys if a.get(key) != b.get(key)]
 

@@ -1,4 +1,4 @@
-"""One job to a directory: a lock with an owner and a heartbeat."""
+"""A lock on a directory, with an owner and a heartbeat. It lets one job at a time use the directory."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _GUARD_TRIES = 10
 
 
 class RunLock:
-    """Held from `acquire` to `release`, or until this process dies.
+    """A lock that this process holds from `acquire` to `release`, or until it dies.
 
-    The owner of a lock from this machine is dead if its process is gone: its lock is taken over at once. A
-    lock from another machine (or another container, whose processes cannot be seen) is dead once its
-    heartbeat has not moved for `timeout_s` while this process watched it. Clocks are never compared.
+    An owner on this machine is dead if its process is gone; its lock is taken over immediately. An owner on another
+    machine (or in another container, whose processes are not visible) is dead if its heartbeat has not moved for
+    `timeout_s` while this process watched it. Clocks of different machines are never compared.
 
     Args:
-        directory: what is locked; made if missing.
+        directory: the directory to lock; it is created if it is missing.
         timeout_s: seconds without a heartbeat after which an owner counts as dead.
-        name: what messages call the directory.
-        remedy: what the user can do when another job holds the lock.
+        name: the name of the directory in messages.
+        remedy: the advice to the user if another job holds the lock.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self, wait: bool = False) -> str | None:
-        """Take the lock; returns a line about the dead owner it was taken from, if there was one.
+        """Take the lock; returns a line about the dead owner if the lock was taken over.
 
-        Watches an owner on another machine until its heartbeat moves (it is alive) or `timeout_s` have passed.
+        Watch an owner on another machine until its heartbeat moves (it is alive) or `timeout_s` have passed.
 
         Args:
-            wait: until another job that runs here has ended.
+            wait: if another job runs here, wait for its end.
 
         Raises:
             UserError: another job runs in this directory.
@@ -87,34 +87,34 @@ class RunLock:
                     silent_s = watch.silent_for(beat)
                     if owner is None or (death := self._dead(owner, silent_s)) is not None:
                         if owner is not None:
-                            taken_from = f"took over the {self._name} from {_who(owner)}: {death}"
+                            taken_from = f"took over the {self._name} from {_describe(owner)}: {death}"
                         self._write()
                         break
             except FileNotFoundError:  # the last owner is removing the directory
                 continue
             except OSError as error:
-                if not (_is_odd(self.path) or _is_odd(f"{self.path}.guard")):
+                if not (_is_foreign(self.path) or _is_foreign(f"{self.path}.guard")):
                     raise
                 raise UserError(
                     f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove what is there, or "
                     f"{self._remedy}"
                 ) from error
-            if (_same_place(owner) or watch.moved) and not wait:
-                raise UserError(f"{self.directory}: in use by {_who(owner)}; {self._remedy}")
-            if silent_s == 0 and not _same_place(owner) and not watch.moved:
+            if (_is_local(owner) or watch.moved) and not wait:
+                raise UserError(f"{self.directory}: in use by {_describe(owner)}; {self._remedy}")
+            if silent_s == 0 and not _is_local(owner) and not watch.moved:
                 seconds = f"{self.timeout_s:g} s"
-                LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _who(owner), seconds)
+                LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
             time.sleep(min(0.2, self.timeout_s / 20))
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         return taken_from
 
     def check(self) -> None:
-        """Nothing, while the lock is ours.
+        """Check that this process still holds the lock.
 
         Raises:
-            UserError: another job has taken it (this process stood still for longer than the timeout), or the
-                directory is no longer there.
+            UserError: another job has taken the lock (this process was suspended for longer than the timeout), or the
+                directory is gone.
         """
         try:
             owner = self._read()
@@ -127,11 +127,11 @@ class RunLock:
             )
         if owner.get("token") != self._token:
             raise UserError(
-                f"{self.directory}: this job lost the {self._name} to {_who(owner)}; nothing more is written there"
+                f"{self.directory}: this job lost the {self._name} to {_describe(owner)}; nothing more is written there"
             )
 
     def release(self) -> None:
-        """Give the lock back, if it is ours."""
+        """Release the lock if this process holds it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -153,7 +153,7 @@ class RunLock:
     # ---------------------------------------------------------------------------------------------------
 
     def _make(self) -> None:
-        # Not with makedirs: it fails when the last owner removes the directory at the same moment.
+        # makedirs would fail if the last owner removed the directory at the same moment.
         if os.path.islink(self.directory) and not os.path.exists(self.directory):
             raise FileExistsError(errno.EEXIST, "a link to what is not there", self.directory)
         with contextlib.suppress(FileExistsError):
@@ -161,17 +161,22 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(self.timeout_s / 6):
-            with contextlib.suppress(OSError):  # a busy or absent file system: the next beat may do
+            with contextlib.suppress(OSError):  # a busy or absent file system: the next beat may succeed
                 owner = self._read()
                 if owner is not None and owner.get("token") != self._token:
-                    return  # `check` says so to whoever is about to write
+                    return  # `check` raises before the next write
                 os.utime(self.path)
 
     def _write(self) -> None:
-        write_file(self.path, json.dumps({
-            "token": self._token, "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(),
-            "started": _started(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }))  # fmt: skip
+        owner = {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        write_file(self.path, json.dumps(owner))
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -179,24 +184,25 @@ class RunLock:
         except FileNotFoundError:
             return None
         except ValueError:
-            return {}  # not ours, and nobody's: it dies of old age
+            return {}  # unreadable: treat the file as a foreign lock, which expires by age
 
     def _dead(self, owner: dict[str, Any], silent_s: float) -> str | None:
-        if _same_place(owner):
+        """Return why the owner is dead; None: it may be alive."""
+        if _is_local(owner):
             pid = owner["pid"]
             return None if _started(pid) == owner["started"] else f"its process {pid} is gone"
         return f"no heartbeat for {self.timeout_s:g} s" if silent_s >= self.timeout_s else None
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Two that find the same dead owner must not both take its place."""
+        """Let one process at a time run the block: two processes could find the same dead owner."""
         path = f"{self.path}.guard"
         for attempt in range(_GUARD_TRIES):
             with open(path, "w") as guard:
-                with contextlib.suppress(OSError):  # a file system without locks of its own: the window is small
+                with contextlib.suppress(OSError):  # a file system without flock: a race is possible but unlikely
                     fcntl.flock(guard, fcntl.LOCK_EX)
-                # The owner before may have removed the file that this process waited for. Not every file system
-                # has stable inode numbers, so the tries are bounded.
+                # The previous owner may have removed the file that this process waited for. The number of tries is
+                # bounded, because inode numbers are not stable on every file system.
                 current = os.path.samestat(os.fstat(guard.fileno()), os.stat(path))
                 if current or attempt == _GUARD_TRIES - 1:
                     yield
@@ -204,7 +210,7 @@ class RunLock:
 
 
 class _Watch:
-    """Judges a heartbeat by its movement, as this process sees it."""
+    """Measures how long a heartbeat has not moved, by the clock of this process."""
 
     def __init__(self) -> None:
         self.moved = False
@@ -212,7 +218,7 @@ class _Watch:
         self._since = time.monotonic()
 
     def silent_for(self, beat: object) -> float:
-        """Seconds since the heartbeat was last seen to move; 0 when it is seen for the first time."""
+        """Return the seconds since the heartbeat last moved; 0 at the first call."""
         now = time.monotonic()
         if beat != self._last:
             self.moved = self._last is not None
@@ -220,17 +226,18 @@ class _Watch:
         return now - self._since
 
 
-def _is_odd(path: str) -> bool:
-    """Something is there that no job has made: a directory, a link, a pipe."""
+def _is_foreign(path: str) -> bool:
+    """Return whether something is at `path` that no job creates: a directory, a link, a pipe."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path))
 
 
-def _same_place(owner: dict[str, Any]) -> bool:
+def _is_local(owner: dict[str, Any]) -> bool:
+    """Return whether this process can see the processes of the owner's machine."""
     return owner.get("machine") == _machine()
 
 
 def _machine() -> str:
-    """This boot of this machine, this view of its processes, and this view of when they started."""
+    """Return a name of this boot of this machine, of its process ids and of its process start times."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             view = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if _has_namespace(kind))
@@ -240,11 +247,11 @@ def _machine() -> str:
 
 
 def _has_namespace(kind: str) -> bool:
-    return os.path.lexists(f"/proc/self/ns/{kind}")  # that of time is not in every kernel
+    return os.path.lexists(f"/proc/self/ns/{kind}")  # not every kernel has time namespaces
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine started (so that a recycled id is not taken for it); None: it is gone."""
+    """Return the start time of a process of this machine, which tells reused process ids apart; None: it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -253,7 +260,7 @@ def _started(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _who(owner: dict[str, Any]) -> str:
+def _describe(owner: dict[str, Any]) -> str:
     if not owner:
         return "an unknown process (the lock file is damaged)"
     return f"process {owner.get('pid')} on {owner.get('host')} (since {owner.get('since')})"

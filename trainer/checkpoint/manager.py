@@ -1,9 +1,9 @@
-"""Saving and loading whole checkpoints.
+"""Save and load whole checkpoints.
 
-A save fills a draft, which no reader sees; makes every file durable and hashes it; and publishes it with a manifest.
-Publishing is the commit: a directory is a checkpoint if and only if its manifest agrees with its files. The hint file
-and the deletion of old checkpoints come after. Everything past the copying of the state happens on another thread,
-while training continues; at most one save is under way.
+A save writes its files to a draft, which no reader sees. It makes every file durable, hashes it, and publishes the
+draft with a manifest. Publishing is the commit: a directory is a checkpoint if and only if its manifest agrees with its
+files. Then the save writes the hint file and deletes old checkpoints. After the state is copied, the save runs on
+another thread while training continues. At most one save is under way.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TEST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended."""
+    """The result of a save."""
 
     step: int
     path: str
     seconds: float
-    """From its begin to its commit or failure."""
+    """Seconds from begin to commit or failure."""
     bytes: int = 0
     error: str | None = None
 
@@ -49,9 +49,9 @@ class CheckpointManager:
     """The checkpoints of one run.
 
     Args:
-        fence: called before a save and before its commit; raises `UserError` when this process may no longer
-            write here.
-        committed: called with its step after each commit.
+        fence: called before a save and before its commit. It raises `UserError` if this process may no longer write to
+            the store.
+        committed: called with the step after each commit.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CheckpointManager:
         self.store = store
         self.retention = retention or Retention()
         self.verify = verify
-        self.resumed_from: int | None = None  # a step of this store that the run was resumed from
+        self.resumed_from: int | None = None  # the step that the run resumed from, if it is in this store
         self._fence = fence
         self._committed = committed
         self._saving: threading.Thread | None = None
@@ -75,12 +75,12 @@ class CheckpointManager:
     # Saving
 
     def save(self, step: int, parts: Sequence[Part], description: dict[str, Any]) -> None:
-        """Begin to write `global_step_{step}`: take the state of all parts now, write and commit on a thread.
+        """Begin to save `global_step_{step}`: take the state of all parts now, write and commit it on a thread.
 
-        Waits first for a save that is still under way. `outcomes` returns how it ended.
+        A save that is still under way ends first. `outcomes` returns the result.
 
         Args:
-            description: what the manifest says besides its files (ranks, mesh, versions, config digest, score).
+            description: further fields of the manifest (ranks, mesh, versions, config digest, score).
         """
         self.wait()
         names = [part.name for part in parts]
@@ -95,7 +95,7 @@ class CheckpointManager:
             for part in parts:
                 finishers.append(part.begin(draft))
         except (OSError, UserError) as error:
-            for finish in finishers:  # what has begun must end before the next save begins
+            for finish in finishers:  # parts that have begun must end before the next save
                 with contextlib.suppress(OSError):
                     finish()
             self._discard(draft)
@@ -107,7 +107,7 @@ class CheckpointManager:
                 total = self._commit(step, names, draft, finishers, description)
                 outcome = Outcome(step, self.store.path(step), time.monotonic() - started, total)
                 LOG.info("saved %s (%.1f MB in %.1f s)", outcome.path, outcome.bytes / 1e6, outcome.seconds)
-            except Exception as error:  # whatever it was, training decides what to do about it
+            except Exception as error:  # the caller of `outcomes` decides about failures of any kind
                 outcome = Outcome(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
                 self._discard(draft)
             self._outcomes.append(outcome)
@@ -116,12 +116,12 @@ class CheckpointManager:
         self._saving.start()
 
     def outcomes(self) -> list[Outcome]:
-        """Saves that ended since this was last asked."""
+        """Return the results of the saves that have ended since the last call."""
         ended, self._outcomes = self._outcomes, []
         return ended
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until no save is under way."""
+        """Wait until no save is under way, or for `timeout_s`."""
         if self._saving is not None:
             self._saving.join(timeout_s)
             if not self._saving.is_alive():
@@ -129,6 +129,7 @@ class CheckpointManager:
 
     @property
     def saving(self) -> bool:
+        """Whether a save is under way."""
         return self._saving is not None and self._saving.is_alive()
 
     def _commit(
@@ -139,7 +140,7 @@ class CheckpointManager:
         finishers: list[Callable[[], list[FileEntry]]],
         description: dict[str, Any],
     ) -> int:
-        """Publish the draft, and tidy up; returns the bytes of the checkpoint."""
+        """Publish the draft and delete old checkpoints; returns the bytes of the checkpoint."""
         files = [entry for finish in finishers for entry in finish()]
         failpoint("save:parts_written")
         content = {
@@ -155,11 +156,11 @@ class CheckpointManager:
         data = manifests.dump(content, files)
         self.store.publish(draft, step, data, self._before_commit)
         failpoint("save:published")
-        _warn(lambda: self._committed(step))
-        _warn(lambda: self.store.hint(step))
+        _try(lambda: self._committed(step))
+        _try(lambda: self.store.hint(step))
         failpoint("save:hinted")
-        _warn(lambda: self._remove_asides(step))
-        _warn(lambda: self._prune(step))
+        _try(lambda: self._remove_asides(step))
+        _try(lambda: self._prune(step))
         return sum(entry.bytes for entry in files) + len(data)
 
     def _before_commit(self) -> None:
@@ -184,12 +185,12 @@ class CheckpointManager:
     def delete(self, steps: list[int]) -> None:
         """Delete these checkpoints."""
         for step in steps:
-            left = self.store.withdraw(step)  # out of service in one step: never a directory that is half a checkpoint
+            left = self.store.withdraw(step)  # atomic, so that a kill cannot leave a checkpoint that is half deleted
             failpoint("save:deleting")
             self.store.remove(left)
 
     def _score(self, step: int) -> float | None:
-        """The best metric as measured at `step`; None where it was not, or where the run had another one."""
+        """Return the best metric of `step`; None if it was not measured, or if the run had another best metric."""
         try:
             manifest = manifests.read(self.store.path(step)).manifest
         except DamagedError:
@@ -201,26 +202,26 @@ class CheckpointManager:
     # Finding and loading
 
     def steps(self) -> list[int]:
-        """Return the steps of all that is named like a checkpoint, ascending."""
+        """Return the steps of the directories that are named like checkpoints, ascending."""
         return self.store.steps()
 
     def latest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
 
-        Two or more damaged checkpoints in a row are a sign of failing storage, which is then tested.
+        Two or more damaged checkpoints in a row are a sign of failing storage. The storage is then tested.
 
         Args:
             before: consider only steps below this.
 
         Raises:
-            UserError: there are checkpoints, but none is valid; or the storage is failing.
+            UserError: there are checkpoints but none is valid; or the storage is failing.
         """
         problems: list[str] = []
         for step in reversed(self.steps()):
             if before is not None and step >= before:
                 continue
             try:
-                found = manifests.verify(self.store.path(step), self.verify)
+                checkpoint = manifests.verify(self.store.path(step), self.verify)
             except DamagedError as error:
                 problems.append(str(error))
                 continue
@@ -228,11 +229,11 @@ class CheckpointManager:
                 LOG.warning("skipped a damaged checkpoint: %s", problem)
             if len(problems) > 1:
                 self._test_storage(len(problems))
-            return found
+            return checkpoint
         if problems:
             raise UserError(
                 f"trainer.resume_mode=latest: no checkpoint in {self.store.root} is valid: {'; '.join(problems)}; "
-                "mend one, move them away to start over, or name another with trainer.resume_mode=from_path"
+                "repair one, move them away to start over, or name another with trainer.resume_mode=from_path"
             )
         return None
 
@@ -240,7 +241,7 @@ class CheckpointManager:
         """Test the storage after `damaged` damaged checkpoints in a row.
 
         Raises:
-            UserError: a file was not written, or not read back as it was.
+            UserError: a test file could not be written, or its content was wrong when it was read back.
         """
         root = self.store.root
         try:
@@ -253,7 +254,7 @@ class CheckpointManager:
             ) from error
         LOG.warning(
             "%d damaged checkpoints in a row are a sign of failing storage; a test file of %d MiB was written to %s "
-            "and read back well",
+            "and read back correctly",
             damaged,
             _TEST_BYTES >> 20,
             root,
@@ -263,7 +264,7 @@ class CheckpointManager:
         """Restore these parts from a checkpoint.
 
         Args:
-            restore: what to take over of each part; None: everything.
+            restore: the kinds of state to restore; None: all.
 
         Raises:
             UserError: the checkpoint lacks a part.
@@ -280,10 +281,7 @@ class CheckpointManager:
             self.resumed_from = checkpoint.step
 
     def clean_up(self) -> None:
-        """Remove what interrupted saves and deletions have left.
-
-        Only for the process that holds the run's lock.
-        """
+        """Remove the leftovers of interrupted saves and deletions. The caller must hold the run's lock."""
         for name, kind in self.store.leftovers().items():
             try:
                 self.store.remove(name)
@@ -295,7 +293,7 @@ class CheckpointManager:
     def set_aside(self, after: int) -> list[str]:
         """Take checkpoints newer than `after` out of service, by renaming; returns their new names.
 
-        They are deleted when their step is saved again, not before.
+        Each is deleted when its step is saved again.
         """
         names = [self.store.set_aside(step) for step in self.steps() if step > after]
         for name in names:
@@ -303,8 +301,8 @@ class CheckpointManager:
         return names
 
 
-def _warn(action: Callable[[], None]) -> None:
-    """Run what follows a commit: if it fails, the checkpoint is good all the same."""
+def _try(action: Callable[[], None]) -> None:
+    """Call `action`, and log a warning if it fails: the checkpoint has been committed and is good."""
     try:
         action()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`manifest.json`: the one file that makes a directory a checkpoint, and the check of all others against it."""
+"""`manifest.json`: the file that makes a directory a checkpoint. It has the hash of every other file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HASHERS = min(16, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint: its path below it, its size and its xxh3-128."""
+    """One file of a checkpoint: its path below the checkpoint, its size and its xxh3-128."""
 
     path: str
     bytes: int
@@ -39,21 +39,21 @@ class Checkpoint:
 
     @property
     def files(self) -> CheckpointFiles:
-        """Its files."""
+        """The files of the checkpoint."""
         return files_at(self.path)
 
     @property
     def entries(self) -> list[FileEntry]:
-        """The files that its manifest names."""
+        """The files that the manifest names."""
         return [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in self.manifest["files"]]
 
 
 class DamagedError(UserError):
-    """A checkpoint that cannot be used, and the file that is wrong."""
+    """A checkpoint cannot be used. The message names the damaged file."""
 
 
 def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
-    """The manifest's bytes. It carries a hash of itself: a flipped byte in it must not go unseen either."""
+    """Return the bytes of a manifest. The field `self` is a hash of the other fields, so that damage is noticed."""
     paths = [entry.path for entry in files]
     assert len(set(paths)) == len(paths), f"written twice: {paths}"
     body = {
@@ -76,9 +76,9 @@ def _is_path(value: Any) -> bool:
 
 
 LINEAGE: dict[Any, Shape] = {"forked_from": str, "step": is_count, "manifest": str}
-"""Where a fork comes from: a checkpoint, its step, and the hash of its manifest."""
+"""The origin of a fork: a checkpoint, its step, and the hash of its manifest."""
 
-# What every save says.
+# Fields of every manifest.
 _FIELDS: dict[Any, Shape] = {
     "step": is_count,
     "parts": [str],
@@ -86,7 +86,7 @@ _FIELDS: dict[Any, Shape] = {
     "parent_step": (is_count, NoneType),
     "files": [{"path": _is_path, "bytes": is_count, "hash": str}],
 }
-# What a run adds.
+# Fields that a run adds.
 _RUN_FIELDS: dict[Any, Shape] = {
     "roles": [_is_path],
     "ranks": is_count,
@@ -96,14 +96,14 @@ _RUN_FIELDS: dict[Any, Shape] = {
     "score": (is_number, NoneType),
     "parent": (NoneType, LINEAGE),
 }
-# What a run adds since, and older checkpoints lack.
+# Fields that a run adds and that older checkpoints lack.
 _LATER_FIELDS: dict[Any, Shape] = {"score_metric": str, "metrics_from": (is_count, NoneType)}
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
-    """Say what is wrong with the shape of a manifest; None: nothing."""
+    """Return a description of the first error in the fields of a manifest; None: they are correct."""
     optional = _RUN_FIELDS | _LATER_FIELDS
-    shape = _FIELDS | {name: one for name, one in optional.items() if name in manifest}
+    shape = _FIELDS | {name: field for name, field in optional.items() if name in manifest}
     problem = mismatch(manifest, shape)
     if problem:
         return problem
@@ -112,15 +112,15 @@ def _problem(manifest: dict[str, Any]) -> str | None:
         return "it names no file"
     if len(set(paths)) < len(paths):
         return "it names a file twice"
-    # Only a run has this part, and it reads these fields.
+    # Only a run has the part `config`, and a run reads these fields.
     return mismatch(manifest, _RUN_FIELDS) if "config" in manifest["parts"] else None
 
 
 def read(path: str) -> Checkpoint:
-    """Read the manifest of the checkpoint at `path`, and check that it is whole, of this format, and complete.
+    """Read the manifest of the checkpoint at `path`, and check its format, its fields and its hash.
 
     Raises:
-        DamagedError: the manifest is missing, torn, altered, or of another format, shape or step.
+        DamagedError: the manifest is missing or damaged, or has another format, other fields or another step.
     """
     path = path.rstrip("/")
     try:
@@ -152,7 +152,7 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
     """Return the JSON object in the file `name` of a checkpoint.
 
     Raises:
-        DamagedError: the file is missing, is no such object, or has another `shape`.
+        DamagedError: the file is missing, is not JSON, or does not have the `shape`.
     """
     try:
         return parse_object(checkpoint.files.read(name), shape)
@@ -163,10 +163,13 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
 
 
 def verify(path: str, level: str = "hash") -> Checkpoint:
-    """Read the manifest of the checkpoint at `path`, and check the files that it names: `hash`, `size` or `off`.
+    """Read the manifest of the checkpoint at `path`, and check the files that it names.
+
+    Args:
+        level: `hash` (size and content), `size`, or `off`.
 
     Raises:
-        DamagedError: names the first file that is missing, leads out of the checkpoint, or differs.
+        DamagedError: names the first file that is missing, is outside of the checkpoint, or differs.
     """
     checkpoint = read(path)
     check_files(checkpoint, level)
@@ -184,17 +187,17 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
         return
     sizes = files.sizes()
     for entry in entries:
-        found = sizes.get(entry.path)
-        if found is None:
+        size = sizes.get(entry.path)
+        if size is None:
             raise DamagedError(f"{path}: {entry.path} is missing")
-        if found != entry.bytes:
-            raise DamagedError(f"{path}: {entry.path} has {found} bytes instead of {entry.bytes}")
+        if size != entry.bytes:
+            raise DamagedError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
     if level == "hash":
-        with ThreadPoolExecutor(_HASHERS) as pool:  # the hash lets other threads run
-            for entry, found in zip(entries, pool.map(lambda e: _digest_or_error(files, e), entries), strict=True):
-                if found != entry.hash:
+        with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
+            for entry, digest in zip(entries, pool.map(lambda e: _digest_or_error(files, e), entries), strict=True):
+                if digest != entry.hash:
                     raise DamagedError(
-                        f"{path}: {entry.path} does not have the content that was saved (its hash is {found} instead "
+                        f"{path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
                         f"of {entry.hash})"
                     )
 

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: what each of them saves, and how it is restored."""
+"""The parts of a checkpoint: each saves and restores one kind of state."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _HOLDER = {"weights": "models", "optimizer": "models", "rng": "models", "data": 
 
 @dataclass(frozen=True)
 class Restore:
-    """What a resume takes over from its checkpoint."""
+    """The kinds of state that a resume restores from its checkpoint."""
 
     kinds: frozenset[str] = frozenset(RESUME_LOAD)
-    """Of `RESUME_LOAD`."""
+    """A subset of `RESUME_LOAD`."""
     fork: bool = False
     """The checkpoint belongs to another run."""
     added_steps: Mapping[str, int] = field(default_factory=dict)
-    """By role: the optimizer steps by which its learning rate schedule moves (see `compatibility.added_steps`)."""
+    """The optimizer steps by which the learning rate schedule of each role moves (see `compatibility.added_steps`)."""
 
     def chosen(self, parts: Sequence[Part], checkpoint: Checkpoint) -> list[Part]:
-        """Return those of the parts that hold what is taken over. Every run has a config."""
+        """Return the parts that hold the state to restore, and the config."""
         names = {"config", *(_HOLDER[kind] for kind in self.kinds)}
         if "weights" in self.kinds:
             if "start_weights" in checkpoint.manifest["parts"]:
                 names.add("start_weights")
             else:
-                LOG.info("%s does not say which weights its run began with: not checked", checkpoint.path)
+                LOG.info("%s does not name the start weights of its run: not checked", checkpoint.path)
         return [part for part in parts if part.name in names]
 
 
@@ -55,12 +55,13 @@ def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a checkpoint holds."""
+    """One kind of state in a checkpoint."""
 
     name: str
     begin: Callable[[CheckpointFiles], Callable[[], list[FileEntry]]]
-    """Takes the state as it is now, and returns a function, without waiting. That function runs on another thread: it
-    writes files of the draft, or waits for the processes that do, and returns their entries, durable and hashed."""
+    """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
+    writes files to the draft, or waits for the processes that write them, and returns the entries of the durable,
+    hashed files."""
     load: Callable[[Checkpoint, Restore], None] = _load_nothing
     """Restores the state."""
 
@@ -86,10 +87,10 @@ def files_part(
 def json_part(
     name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: dict[Any, Shape] | None = None
 ) -> Part:
-    """Make a part that is kept as `{name}.json`.
+    """Make a part that is saved as `{name}.json`.
 
     Args:
-        shape: of what `restore` takes; a file of another shape is refused.
+        shape: the shape of the state; a file of another shape is refused.
     """
     file = f"{name}.json"
     return files_part(
@@ -112,10 +113,10 @@ def config_yaml(cfg: Config) -> bytes:
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the resolved config that a checkpoint was saved with, under the keys of today.
+    """Return the resolved config that a checkpoint was saved with; renamed keys have their new names.
 
     Raises:
-        DamagedError: `config.yaml` is missing, or is no mapping of sections.
+        DamagedError: `config.yaml` is missing, or is not a mapping of sections.
     """
     try:
         return with_new_names(parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict}))
@@ -133,18 +134,18 @@ class SavingRanks(Protocol):
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]: ...
 
-    def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None: ...
+    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None: ...
 
 
 def models_part(ranks: SavingRanks) -> Part:
-    """Make the part that the ranks write: weights, optimizers, schedules and RNG of the saved roles."""
+    """Make the part that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
 
     def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
         finish = ranks.begin_save(ShardedFiles(draft.path))
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        files = ShardedFiles(os.path.abspath(checkpoint.path))  # ranks may have another working directory
+        files = ShardedFiles(os.path.abspath(checkpoint.path))  # the ranks may have another working directory
         kinds = set(restore.kinds & {"weights", "optimizer", "rng"})
         for role in ranks.saved_roles:
             if role not in checkpoint.manifest["roles"] and restore.fork:
@@ -160,10 +161,10 @@ def assets_part(
 ) -> Part:
     """Make the part that holds the policy's config and tokenizer, in Hugging Face format.
 
-    They never change within a run, so they are made once.
+    They never change within a run, so their content is computed once.
 
     Args:
-        adapter_config: returns peft's config of the policy's adapters; None: it has no adapters.
+        adapter_config: returns peft's config of the policy's adapters; None: the policy has no adapters.
     """
     files: dict[str, bytes] = {}
 
@@ -171,7 +172,7 @@ def assets_part(
         if not files:
             with tempfile.TemporaryDirectory() as scratch:
                 write_assets(model_path, scratch, tokenizer, trust_remote_code)
-                for path in sorted(Path(scratch).rglob("*")):  # further chat templates are in a directory
+                for path in sorted(Path(scratch).rglob("*")):  # additional chat templates are in a subdirectory
                     if path.is_file():
                         files[f"policy/huggingface/{path.relative_to(scratch)}"] = path.read_bytes()
             if adapter_config is not None:
@@ -205,16 +206,16 @@ def start_weights_part(cfg: Config, model_path: str) -> Part:
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
         saved = read_object(checkpoint, "start_weights.json", {str: str})
         for name, digest in digests.items():
-            known = saved.get(name) if adapted or not restore.fork else None  # a fork has its own reference
+            known = saved.get(name) if adapted or not restore.fork else None  # a fork may have another reference
             if known not in (None, digest.result()) and not is_allowed(name, t.allow_config_change):
                 raise UserError(
                     f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
-                    f"builds on those; restore them, or allow others with trainer.allow_config_change=[{name}]"
+                    f"depends on those; restore them, or allow others with trainer.allow_config_change=[{name}]"
                 )
 
     return files_part("start_weights", content, load)
 
 
 def is_allowed(key: str, allowed: Collection[str]) -> bool:
-    """Whether `trainer.allow_config_change` names this key, or a section that the key is in."""
+    """Return whether `trainer.allow_config_change` names this key or a section that contains it."""
     return any(key == name or key.startswith(f"{name}.") for name in allowed)

@@ -1,4 +1,4 @@
-"""Which checkpoints may go."""
+"""The rules that decide which checkpoints are deleted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep besides the newest: see `trainer.max_ckpts_to_keep`, `keep_every` and `keep_best`."""
+    """The checkpoints to keep besides the newest: see `trainer.max_ckpts_to_keep`, `keep_every` and `keep_best`."""
 
     newest: int = -1
     every: int = -1
@@ -17,11 +17,11 @@ class Retention:
     best_metric: str = ""
 
     def disposable(self, scores: Mapping[int, float | None], protected: Collection[int] = ()) -> list[int]:
-        """Steps that nothing asks to keep, oldest first.
+        """Return the steps that no rule keeps, oldest first.
 
         Args:
-            scores: the metric of `keep_best` by committed step; None where it was not measured.
-            protected: steps that stay whatever the rules say. The newest step always does.
+            scores: the metric of `keep_best` for each committed step; None: it was not measured at the step.
+            protected: steps to keep regardless of the rules. The newest step is always kept.
         """
         if self.newest < 0:
             return []
@@ -32,6 +32,6 @@ class Retention:
         if self.best > 0:
             sign = 1 if self.best_mode == "max" else -1
             measured = [step for step in steps if scores[step] is not None]
-            # The earlier of two equal ones: it had less time to overfit.
+            # Of two equal scores keep the earlier step, which had less time to overfit.
             keep |= set(sorted(measured, key=lambda step: (-sign * scores[step], step))[: self.best])  # type: ignore
         return [step for step in steps if step not in keep]

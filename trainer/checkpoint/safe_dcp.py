@@ -1,4 +1,4 @@
-"""DCP's reader without its pickles: loading a checkpoint executes nothing that it holds."""
+"""Read DCP's files safely: no code in a checkpoint is executed while it loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.errors import UserError
 
 
 class SafeReader(FileSystemReader):
-    """Reads `.metadata` with an unpickler that knows nothing but what DCP puts there."""
+    """Reads `.metadata` with an unpickler that only knows the classes that DCP stores there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -35,7 +35,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads plain values as `weights_only`; DCP's own planner would execute what they hold."""
+    """Loads plain values as `weights_only`, because DCP's own planner would execute code in them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         from torch.distributed.checkpoint._nested_dict import set_element
@@ -49,8 +49,16 @@ class SafePlanner(DefaultLoadPlanner):
 
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                 "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
@@ -58,11 +66,11 @@ _ALLOWED = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("pathlib", "Path"),
-}  # fmt: skip
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Looks up the allowed names alone. No name with a dot is among them, so nothing is reached through another."""
+    """Looks up allowed names only. No allowed name has a dot, so attributes of allowed objects are out of reach."""
 
     def __init__(self, file: Any):
         super().__init__(file)
@@ -70,7 +78,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _enum_member  # so the first releases of Python 3.11 pickle a member of an enum
+            return _enum_member  # the first releases of Python 3.11 pickle a member of an enum in this way
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if (module, name) not in _ALLOWED and not is_dtype:
             raise UserError(f".metadata names {module}.{name}, which no checkpoint needs; it was not executed")
@@ -78,7 +86,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if isinstance(found, type):
             self._given.setdefault(found, dict(vars(found)))
         elif not is_dtype:
-            return lambda *args: found(*args)  # a pickle can set attributes of what it is given
+            return lambda *args: found(*args)  # a wrapper, because a pickle can set attributes of the object
         return found
 
     def load(self) -> Any:
@@ -93,7 +101,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         finally:
             for owner, before in self._given.items():
                 different = {name for name, value in vars(owner).items() if before.get(name) is not value}
-                for name in different - {"__slotnames__"}:  # which a thread that pickles may add at any time
+                for name in different - {"__slotnames__"}:  # another thread that pickles may add this attribute
                     changed.append(f"{getattr(owner, '__name__', owner)}.{name}")
                     setattr(owner, name, before[name]) if name in before else delattr(owner, name)
             if changed:
@@ -101,7 +109,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(*args: Any) -> Any:
-    """Return what `getattr(*args)` would, if that is a member of the one enum that DCP stores."""
+    """Return `getattr(*args)` if that is a member of the one enum that DCP stores."""
     match args:
         case (enum, str(name)) if enum is _MEM_FORMAT_ENCODING and name in enum.__members__:
             return enum.__members__[name]
@@ -109,16 +117,17 @@ def _enum_member(*args: Any) -> Any:
 
 
 def load_metadata(file: Any) -> Metadata:
-    """DCP's description of the shards, read without executing anything that the file holds.
+    """Read DCP's description of the shards without executing code in the file.
 
     Raises:
-        UserError: it is no such description, names anything else, or leads out of its directory.
+        UserError: the file is not a description of shards, names a class that is not allowed, or names a file outside
+            of its directory.
     """
     try:
         metadata = _MetadataUnpickler(file).load()
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise UserError(f".metadata is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(metadata, Metadata) or not _is_description(metadata):
         raise UserError(".metadata does not describe a sharded state")
@@ -129,7 +138,7 @@ def load_metadata(file: Any) -> Metadata:
 
 
 def _is_description(metadata: Metadata) -> bool:
-    """Whether all fields have the types of DCP; a pickle can set any other."""
+    """Return whether all fields have the types that DCP gives them, because a pickle can set any value."""
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     return (
         isinstance(metadata.storage_meta, StorageMeta)

@@ -1,4 +1,4 @@
-"""How one rank writes and reads its share of a sharded state: DCP, made durable and hashed."""
+"""Write and read one rank's share of a sharded state with DCP; the files are made durable and hashed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainer.failpoints import failpoint
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# DCP takes seconds to import. The driver only names the files that the ranks write, so it does without.
+# DCP takes seconds to import. The functions import it, because the driver uses this module without writing.
 
 
 @dataclass(frozen=True)
 class ShardedFiles:
-    """The sharded states below one checkpoint directory. Plain data: it travels to the ranks."""
+    """The sharded states below one checkpoint directory. It is plain data, so that it can be sent to the ranks."""
 
     directory: str
 
@@ -33,7 +33,7 @@ class ShardedFiles:
             the entries (`FileEntry` as dicts) of the files that this rank wrote, durable and hashed.
 
         Raises:
-            OSError: a rank could not write; the same on every rank.
+            OSError: a rank could not write. Every rank raises the same error.
         """
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
@@ -50,18 +50,18 @@ class ShardedFiles:
             written = [file for file in files.names(name) if file.startswith(own)]
             written += list(extra) if rank == 0 else []
             files.sync(name, written)
-        except dcp.CheckpointException as error:  # a BaseException: nothing else catches it
+        except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
             failed, (cause, _) = next(iter(error.failures.items()))
-            # torch's own message about a full disk does not say that it is full.
+            # torch's own message does not say that the disk is full.
             free = files.free_bytes() / 1e9
             raise OSError(f"rank {failed} could not write {name}: {cause} ({free:.2f} GB are free)") from None
         paths = [f"{name}/{file}" for file in written]
         return [asdict(FileEntry(path, files.size(path), files.digest(path))) for path in paths]
 
     def read(self, name: str, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-        """Fill the tensors of `state`, in place and whatever their sharding, from `{directory}/{name}`.
+        """Fill the tensors of `state` in place, with any sharding, from `{directory}/{name}`.
 
-        Executes nothing that the files hold.
+        No code in the files is executed.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -75,5 +75,5 @@ class ShardedFiles:
             raise UserError(f"{self.directory}/{name}: cannot be loaded: {cause}") from None
 
     def read_json(self, name: str, file: str) -> bytes:
-        """The content of a small file below `{directory}/{name}`."""
+        """Return the content of a small file below `{directory}/{name}`."""
         return files_at(self.directory).read(f"{name}/{file}")

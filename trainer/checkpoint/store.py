@@ -1,8 +1,9 @@
-"""Where checkpoints are kept. Every path and file operation on checkpoints is in here.
+"""The store of checkpoints, with every path and file operation on checkpoints.
 
-A store keeps the checkpoints of one run. A save fills a draft, which no reader sees, and `publish` commits it. How a
-commit is made is the store's affair: a local store renames the draft's directory; a store of objects would put the
-manifest last. `LocalStore` is the only implementation. Another one also needs its `CheckpointFiles` in `files_at`.
+A store keeps the checkpoints of one run. A save writes to a draft, which no reader sees, and `publish` commits the
+draft. Each store chooses its own kind of commit: a local store renames the directory of the draft; an object store
+would write the manifest last. `LocalStore` is the only implementation. Another store also needs its `CheckpointFiles`
+in `files_at`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INTERRUPTED = {_WRITING: "an interrupted save", _DELETING: "an interrupted dele
 
 
 class CheckpointFiles(Protocol):
-    """The files of one checkpoint or draft, by their path below it."""
+    """The files of one checkpoint or draft, by their path below its directory."""
 
     path: str
 
@@ -91,30 +92,30 @@ class LocalFiles:
         """Return the content of a regular file. No part of `path` may be a link.
 
         Raises:
-            OSError: the file is missing, cannot be read, or is no regular file.
+            OSError: the file is missing, cannot be read, or is not a regular file.
         """
         return read_inside(self.path, path)
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file durably: after a crash it is there whole, or not at all."""
+        """Write a small file atomically and durably: after a crash it is complete or absent."""
         target = os.path.join(self.path, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         write_file(target, data)
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every regular file, by path."""
-        found = {}
+        """Return the size of every regular file in bytes, by path."""
+        sizes = {}
         for folder, _, names in os.walk(self.path):
             for name in names:
                 path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):  # a link to what is not there
+                with contextlib.suppress(OSError):  # a link to a missing file
                     status = os.stat(path)
                     if stat.S_ISREG(status.st_mode):
-                        found[os.path.relpath(path, self.path)] = status.st_size
-        return dict(sorted(found.items()))
+                        sizes[os.path.relpath(path, self.path)] = status.st_size
+        return dict(sorted(sizes.items()))
 
     def size(self, path: str) -> int:
-        """Return a file's bytes."""
+        """Return the size of a file in bytes."""
         return os.path.getsize(os.path.join(self.path, path))
 
     def digest(self, path: str) -> str:
@@ -122,7 +123,7 @@ class LocalFiles:
         return digest_file(os.path.join(self.path, path))
 
     def contains(self, path: str) -> bool:
-        """Whether `path` stays below the directory, links included, and is written in its shortest form."""
+        """Return whether `path` stays below the directory, links included, and has its shortest form."""
         normal = os.path.normpath(path)
         if os.path.isabs(normal) or normal.split("/")[0] in ("..", ".") or normal != path:
             return False
@@ -134,17 +135,17 @@ class LocalFiles:
         return sorted(os.listdir(os.path.join(self.path, folder)))
 
     def sync(self, folder: str, names: list[str]) -> None:
-        """Make these files of a folder durable, then their names."""
+        """Make these files of a folder durable, first their content and then their names."""
         for name in names:
             sync_file(os.path.join(self.path, folder, name))
         sync_directory(os.path.join(self.path, folder))
 
     def free_bytes(self) -> int:
-        """Return how much more can be written here."""
+        """Return the free space of the disk in bytes."""
         return shutil.disk_usage(self.path).free
 
     def reader(self, folder: str) -> StorageReader:
-        """Return DCP's reader of the shards in a folder. It executes nothing that they hold."""
+        """Return DCP's reader of the shards in a folder. It executes no code in the shards."""
         from trainer.checkpoint.safe_dcp import SafeReader
 
         return SafeReader(os.path.join(self.path, folder))
@@ -159,9 +160,9 @@ class LocalFiles:
 class LocalStore:
     """Checkpoints as directories below `root`. The rename of a draft to `global_step_N` is its commit.
 
-        .writing-…     a draft: a save that is under way, or that was killed
-        .deleting-…    withdrawn, not removed yet
-        .aside-…       set aside: newer than the checkpoint that the run went back to
+        .writing-…     a draft, of a save that is under way or was killed
+        .deleting-…    a withdrawn checkpoint that is not removed yet
+        .aside-…       a checkpoint that was set aside, because the run went back to an older one
 
     Every method raises OSError if the disk fails.
     """
@@ -170,7 +171,7 @@ class LocalStore:
         self.root = os.path.abspath(root)
 
     def names(self) -> list[str]:
-        """Return the names of all that is in the root; empty when the root does not exist."""
+        """Return all names in the root; empty if the root does not exist."""
         try:
             return sorted(os.listdir(self.root))
         except (FileNotFoundError, NotADirectoryError):
@@ -181,13 +182,13 @@ class LocalStore:
         return sorted(step for step in map(step_in, self.names()) if step is not None)
 
     def path(self, step: int) -> str:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the path of the checkpoint of a step, which need not exist."""
         return os.path.join(self.root, f"global_step_{step}")
 
     def begin(self, step: int) -> CheckpointFiles:
         """Make an empty draft.
 
-        Each draft has its own token, so that a process of a killed run that still writes cannot write into this one.
+        Each draft has a random token in its name, so that a surviving process of a killed run cannot write into it.
         """
         draft = os.path.join(self.root, f"{_WRITING}global_step_{step}-{secrets.token_hex(4)}")
         os.makedirs(draft)
@@ -197,7 +198,7 @@ class LocalStore:
         """Commit a draft: make it durable, add its manifest, and give it the name of the checkpoint.
 
         Args:
-            before_commit: called when only the commit itself is left. If it raises, nothing is committed.
+            before_commit: called immediately before the commit. If it raises, nothing is committed.
         """
         assert not os.path.exists(self.path(step)), self.path(step)
         sync_tree(draft.path)
@@ -210,7 +211,7 @@ class LocalStore:
         shutil.rmtree(draft.path)
 
     def withdraw(self, step: int) -> str:
-        """Take a checkpoint out of service in one step; returns the name of what is left, for `remove`."""
+        """Take a checkpoint out of service atomically; returns the name of its remains, for `remove`."""
         return self._hide(step, _DELETING)
 
     def set_aside(self, step: int) -> str:
@@ -222,11 +223,11 @@ class LocalStore:
         return [name for name in self.names() if name.startswith(f"{_ASIDE}global_step_{step}-")]
 
     def leftovers(self) -> dict[str, str]:
-        """Return what interrupted operations have left, by name, and of what kind it is."""
+        """Return the names of the leftovers of interrupted operations, and the kind of each."""
         return {name: kind for name in self.names() for prefix, kind in _INTERRUPTED.items() if name.startswith(prefix)}
 
     def remove(self, name: str) -> None:
-        """Delete what `leftovers`, `withdraw` or `asides` names."""
+        """Delete a directory or file that `leftovers`, `withdraw` or `asides` names."""
         path = os.path.join(self.root, name)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -234,17 +235,17 @@ class LocalStore:
             os.remove(path)
 
     def hint(self, step: int) -> None:
-        """Write the newest step to a file for people and tools. Nothing reads it here."""
+        """Write the newest step to a file for people and tools. This project never reads the file."""
         write_file(os.path.join(self.root, HINT), f"{step}\n")
 
     def probe(self, size: int = 64) -> None:
-        """Try all that a save does: make a directory, write a file durably, rename, read back, remove.
+        """Test the operations of a save: make a directory, write a file durably, rename, read back, remove.
 
         Args:
-            size: bytes of the file; they are read back from the disk where the system can be made to.
+            size: bytes of the file. They are read back from the disk if the kernel drops them from its cache.
 
         Raises:
-            OSError: one of these failed.
+            OSError: an operation failed.
         """
         name, data = f"{_PROBE}{secrets.token_hex(4)}", secrets.token_bytes(size)
         first, second = os.path.join(self.root, name), os.path.join(self.root, f"{name}-renamed")
@@ -268,6 +269,6 @@ class LocalStore:
         return name
 
     def _rename(self, source: str, target: str) -> None:
-        """Rename a directory durably: at any instant it has one of the two names."""
+        """Rename a directory atomically and durably."""
         os.rename(source, target)
         sync_directory(self.root)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read and compared without ranks, a bounded number of bytes at a time."""
+"""Read and compare the tensors of a checkpoint without ranks, a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _BATCH_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class NamedFiles:
-    """The files of a checkpoint that its manifest names; no other file is read."""
+    """Reads the files that the manifest of a checkpoint names, and no other file."""
 
     checkpoint: Checkpoint
 
     @property
     def path(self) -> str:
-        """Where the checkpoint is."""
+        """The path of the checkpoint."""
         return self.checkpoint.path
 
     @cached_property
@@ -43,10 +43,10 @@ class NamedFiles:
         return {entry.path: entry for entry in self.checkpoint.entries}
 
     def read(self, path: str) -> bytes:
-        """The content of a small file.
+        """Return the content of a small file.
 
         Raises:
-            DamagedError: it is not the content that was saved, or is reached through a link.
+            DamagedError: the content is not the saved content, or `path` contains a link.
         """
         try:
             data = self.checkpoint.files.read(path)
@@ -57,7 +57,7 @@ class NamedFiles:
         return data
 
     def json(self, path: str, shape: dict[Any, Shape]) -> dict[str, Any]:
-        """The JSON object in a file; empty when the manifest does not name the file."""
+        """Return the JSON object in a file; empty if the manifest does not name the file."""
         if path not in self.entries:
             return {}
         try:
@@ -68,7 +68,7 @@ class NamedFiles:
             raise DamagedError(f"{self.path}: {path} is damaged ({error})") from error
 
     def shapes(self, role: str) -> dict[str, TensorStorageMetadata]:
-        """Names, shapes and types of the tensors of a role; empty when the checkpoint does not hold the role."""
+        """Return the names, shapes and types of the tensors of a role; empty if the checkpoint lacks the role."""
         if f"{role}/.metadata" not in self.entries:
             return {}
         try:
@@ -93,7 +93,7 @@ class NamedFiles:
         return tensors
 
     def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors of a role, put together from the shards of all ranks."""
+        """Return whole tensors of a role, assembled from the shards of all ranks."""
         known = self.shapes(role)
         wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
         reader = self.checkpoint.files.reader(role)
@@ -101,34 +101,34 @@ class NamedFiles:
             warnings.filterwarnings("ignore", message="torch.distributed is")
             try:
                 dcp.load(wanted, storage_reader=reader, planner=_Flat(), no_dist=True)
-            except dcp.CheckpointException as error:  # a BaseException: nothing else catches it
+            except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
                 cause = next(iter(error.failures.values()))[0]
                 raise DamagedError(f"{self.path}/{role}: cannot be loaded: {first_line(cause)}") from None
         return wanted
 
 
 class _Flat(SafePlanner):
-    """Takes names as they are in the checkpoint."""
+    """Uses the names of the checkpoint unchanged."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
 
 
 def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
-    """How each tensor of two checkpoints differs: `relative` is |b - a| / |a|, `largest` max |b - a|."""
+    """Return the difference of each tensor of two checkpoints: `relative` is |b - a| / |a|, `largest` max |b - a|."""
     rows: list[dict[str, Any]] = []
     for role in ("policy", "critic", "reference"):
-        here, there = a.shapes(role), b.shapes(role)
-        for name in sorted(set(here) | set(there)):
+        a_shapes, b_shapes = a.shapes(role), b.shapes(role)
+        for name in sorted(set(a_shapes) | set(b_shapes)):
             row = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": None}
-            if name not in here or name not in there:
-                row["note"] = f"only in {'b' if name not in here else 'a'}"
-            elif here[name].size != there[name].size:
-                row["note"] = f"{tuple(here[name].size)} became {tuple(there[name].size)}"
+            if name not in a_shapes or name not in b_shapes:
+                row["note"] = f"only in {'b' if name not in a_shapes else 'a'}"
+            elif a_shapes[name].size != b_shapes[name].size:
+                row["note"] = f"{tuple(a_shapes[name].size)} became {tuple(b_shapes[name].size)}"
             rows.append(row)
         common = [r["name"].partition("/")[2] for r in rows if r["note"] is None and r["name"].startswith(f"{role}/")]
         by_name = {row["name"]: row for row in rows}
-        for names in _batches(common, here):
+        for names in _batches(common, a_shapes):
             before, after = a.tensors(role, names), b.tensors(role, names)
             for name in names:
                 delta = after[name].double() - before[name].double()
@@ -155,5 +155,5 @@ def _batches(names: list[str], known: dict[str, TensorStorageMetadata]) -> Itera
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:
-    """Bytes of a whole tensor."""
+    """Return the size of a whole tensor in bytes."""
     return math.prod(entry.size) * entry.properties.dtype.itemsize

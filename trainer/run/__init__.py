@@ -1,1 +1,1 @@
-"""A run on disk and over time: its directory, what it resumes from, when it saves and stops."""
+"""The directory of a run, its resume, its save schedule, and its stop."""

@@ -1,4 +1,4 @@
-"""The directories that a run writes to: locked, and tried before anything expensive starts."""
+"""Lock and test the directories that a run writes to, before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Claim:
-    """A run's directory and its checkpoint directory (which another run may name too), held by this process."""
+    """The locks of this process on a run's directory and its checkpoint directory, which several runs could name."""
 
     def __init__(self, run_dir: str, ckpt_path: str, timeout_s: float):
         self._ckpt_path = ckpt_path
@@ -25,14 +25,19 @@ class Claim:
             self._locks.append(RunLock(ckpt_path, timeout_s, "checkpoint directory", remedy))
 
     def acquire(self, wait: bool) -> None:
-        """Lock both, and try in the checkpoint directory what a save does. Says so if an owner was dead.
+        """Lock both directories, and test that a save can write to the checkpoint directory.
+
+        Log a line for each lock that was taken over from a dead process.
+
+        Args:
+            wait: if another job runs in the run directory, wait for its end.
 
         Raises:
-            UserError: another job holds one of them; checkpoints cannot be written; those that this run has
-                committed are not there.
+            UserError: another job holds one of the directories; checkpoints cannot be written; or the checkpoints that
+                this run has committed are missing.
         """
         taken_over = [self.run_dir.acquire(wait)]
-        if not os.path.isdir(self._ckpt_path):  # it must not be made where its disk is not mounted
+        if not os.path.isdir(self._ckpt_path):  # do not create the directory if its disk is not mounted
             record.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
         try:
             taken_over += [lock.acquire(wait) for lock in self._locks[1:]]
@@ -42,21 +47,21 @@ class Claim:
                 f"trainer.ckpt_path={self._ckpt_path}: checkpoints cannot be written there "
                 f"({_reason(self._ckpt_path, error)}); mount or repair it, or choose another"
             ) from error
-        for note in taken_over:
-            if note is not None:
-                LOG.info("%s", note)
+        for line in taken_over:
+            if line is not None:
+                LOG.info("%s", line)
 
     def check(self) -> None:
-        """Nothing, while both are ours.
+        """Check that this process still holds both locks.
 
         Raises:
-            UserError: another job has taken one of them, or it is gone.
+            UserError: another job has taken a lock, or a directory is gone.
         """
         for lock in self._locks:
             lock.check()
 
     def release(self) -> None:
-        """Give both back."""
+        """Release both locks."""
         for lock in reversed(self._locks):
             lock.release()
 

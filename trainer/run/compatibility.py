@@ -1,4 +1,4 @@
-"""The config of a checkpoint, and whether a run may continue from it under another config."""
+"""Which config keys may change when a run resumes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.checkpoint.parts import is_allowed
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig
 from trainer.errors import UserError
 
-# Where the run lives, how it is spread over machines, what it prints, saves and keeps: none of it changes
-# what is computed, beyond rounding. Data is here because the prompt ledger compares the prompts themselves.
+# Changes of these keys do not change the computed values, beyond rounding: directories, logging, saving, validation,
+# and the split of the work over machines. Data is here because the ledger compares the examples themselves.
 HARMLESS = (
     "logger.*",
     "data.*",
@@ -94,7 +94,7 @@ ROUNDING = (
 # Harmless changes after which the logged validation means something else.
 VALIDATION = ("data.val_*", "rollout.val_n")
 
-# Why a value that may change if the user says so does not change by itself, where that is not plain.
+# Explanations for keys that need the user's permission, where the reason is not obvious.
 REASONS = {
     "*.optimizer.schedule_steps": "the learning rate of every step goes by it (null: the number of steps of the run)",
 }
@@ -102,7 +102,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs."""
+    """One key whose value differs."""
 
     key: str
     saved: Any
@@ -112,34 +112,43 @@ class Change:
         return f"{self.key}: {self.saved} -> {self.now}"
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
-    """The leaf keys in which two nested configs differ.
+def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
+    """Return the leaf keys in which two nested configs differ.
 
     Args:
-        defaults: stands in for keys that the saved config, written by an older version, does not have.
+        defaults: values of keys that the saved config does not have, because an older version wrote it.
     """
     fallback = _flatten(defaults)
     old, new = (_with_schedules(fallback | _flatten(config)) for config in (saved, now))
-    found = []
+    changes = []
     for name in sorted(new):
         if old.get(name) != new[name]:
-            found.append(Change(name, old.get(name), new[name]))
-    return found
+            changes.append(Change(name, old.get(name), new[name]))
+    return changes
 
 
-def meaningless(cfg: Config, supervised: bool) -> tuple[str, ...]:
-    """Patterns of keys that change nothing for this kind of run."""
+def ignored_keys(cfg: Config, supervised: bool) -> tuple[str, ...]:
+    """Return patterns of the keys that this kind of run does not use."""
     if supervised:
-        return ("algorithm.*", "rollout.*", "reward.*", "trainer.policy.optimizer.*", "trainer.critic.*",
-                "trainer.reference.*", "trainer.*_batch_size", "trainer.update_epochs", "sft.steps")  # fmt: skip
+        return (
+            "algorithm.*",
+            "rollout.*",
+            "reward.*",
+            "trainer.policy.optimizer.*",
+            "trainer.critic.*",
+            "trainer.reference.*",
+            "trainer.*_batch_size",
+            "trainer.update_epochs",
+            "sft.steps",
+        )
     return ("sft.*",) if cfg.model.path is not None else ()
 
 
-def impossible(cfg: Config, saved: Mapping[str, Any], restored: set[str]) -> dict[str, str]:
-    """Keys whose new value would not fit the state that is restored, and why.
+def impossible_changes(cfg: Config, saved: Mapping[str, Any], restored: set[str]) -> dict[str, str]:
+    """Return the keys that must not change because of the state that is restored, with the reasons.
 
     Args:
-        restored: what is taken over from the checkpoint, of `RESUME_LOAD`.
+        restored: the kinds of state that are restored, of `RESUME_LOAD`.
     """
     before = saved.get("algorithm", {}).get("kl_controller")
     if "state" in restored and before == cfg.algorithm.kl_controller == "adaptive":
@@ -148,47 +157,52 @@ def impossible(cfg: Config, saved: Mapping[str, Any], restored: set[str]) -> dic
 
 
 def check(
-    found: list[Change],
+    changes: list[Change],
     allowed: list[str],
     harmless: tuple[str, ...] = (),
     critic_changes: bool = True,
     impossible: Mapping[str, str] | None = None,
 ) -> list[Change]:
-    """Refuse what must not change; returns the changes that needed the user's permission.
+    """Refuse changes of keys that must not change; returns the changes that needed the user's permission.
 
     Args:
-        allowed: keys or sections that the user allows (`trainer.allow_config_change`).
-        harmless: patterns of keys that mean nothing to this kind of run, besides `HARMLESS`.
-        critic_changes: there was a critic and is none now, or the other way round.
-        impossible: reasons why further keys must not change, besides `IMPOSSIBLE`.
+        allowed: keys or sections that the user allows to change (`trainer.allow_config_change`).
+        harmless: patterns of further keys that may change, besides `HARMLESS`.
+        critic_changes: only one of the two configs has a critic.
+        impossible: further keys that must not change, besides `IMPOSSIBLE`, with the reasons.
 
     Raises:
         UserError: names the first key that may not change, and what to do.
     """
     permitted = []
     reasons = IMPOSSIBLE | dict(impossible or {})
-    for change in found:
+    for change in changes:
         if matches(change.key, (*HARMLESS, *harmless)):
             continue
         reason = next((why for pattern, why in reasons.items() if fnmatchcase(change.key, pattern)), None)
         if reason is not None and (critic_changes or change.key != "algorithm.advantage_estimator"):
-            raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
-                            "restore the value, or start a new run")  # fmt: skip
+            raise UserError(
+                f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
+                "restore the value, or start a new run"
+            )
         if not is_allowed(change.key, allowed):
             why = "".join(f", and {why}" for pattern, why in REASONS.items() if fnmatchcase(change.key, pattern))
-            raise UserError(f"{change.key}={change.now}: the checkpoint was saved with {change.saved}{why}; restore "
-                            f"the value, or allow it with trainer.allow_config_change=[{change.key}]")  # fmt: skip
+            raise UserError(
+                f"{change.key}={change.now}: the checkpoint was saved with {change.saved}{why}; restore "
+                f"the value, or allow it with trainer.allow_config_change=[{change.key}]"
+            )
         permitted.append(change)
     return permitted
 
 
-def added_steps(found: list[Change], trainer: TrainerConfig, step: int) -> dict[str, int]:
-    """By role, how many more optimizer steps the first `step` steps have under `trainer` than under the saved config.
+def added_steps(changes: list[Change], trainer: TrainerConfig, step: int) -> dict[str, int]:
+    """Return how many optimizer steps the learning rate schedule of each role must move by, because of `changes`.
 
-    The schedule of the learning rate counts optimizer steps. Its place moves by this, so that it is where a run started
-    with the new batch sizes would be, and the schedule still ends with the run.
+    The schedule counts optimizer steps, and new batch sizes give the first `step` steps another number of optimizer
+    steps. The difference moves the schedule to the place where a run with the new batch sizes would be, so that it
+    still ends with the run.
     """
-    saved = {change.key: change.saved for change in found}
+    saved = {change.key: change.saved for change in changes}
     before = copy.deepcopy(trainer)
     for name in ("train_batch_size", "mini_batch_size", "update_epochs"):
         setattr(before, name, saved.get(f"trainer.{name}", getattr(trainer, name)))
@@ -198,12 +212,12 @@ def added_steps(found: list[Change], trainer: TrainerConfig, step: int) -> dict[
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """One of the patterns covers this key."""
+    """Return whether one of the patterns covers the key `name`."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
-    """Put the steps that each schedule really takes in place of null; null where there is no schedule."""
+    """Replace a null `schedule_steps` by the total steps, and the value of a constant schedule by null."""
     totals = {
         "trainer.policy.optimizer": "trainer.total_steps",
         "trainer.critic.optimizer": "trainer.total_steps",

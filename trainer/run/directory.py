@@ -1,4 +1,4 @@
-"""A run's directory: held by one process, with what earlier processes of the run have left in it."""
+"""The directory of a run: locked by one process, with the files that earlier processes of the run have written."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RunDirectory:
     """A run's directory and its checkpoints, held by this process from `open` to `close`.
 
     Args:
-        cfg: `trainer.run_dir` and `ckpt_path` say where it is.
-        supervised: of a supervised run, to which much of the config means nothing.
+        cfg: `trainer.run_dir` and `trainer.ckpt_path` are the directories.
+        supervised: the run is supervised training, which does not use all keys of the config.
     """
 
     def __init__(self, cfg: Config, supervised: bool = False):
@@ -46,18 +46,18 @@ class RunDirectory:
         )
         self.resume: Resume | None = None
         self.lineage: dict[str, Any] = {}
-        """Of a fork: the checkpoint that it started from (see `trainer.run.lineage`)."""
+        """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
 
     def open(self, wait: bool = False) -> RunDirectory:
-        """Take the locks, clear away what a killed run left, and find the checkpoint to continue from.
+        """Take the locks, remove the leftovers of a killed run, and find the checkpoint to resume from.
 
         Args:
-            wait: when another job runs here, wait for its end.
+            wait: if another job runs here, wait for its end.
 
         Raises:
-            UserError: another job runs here; the directory holds a run and nothing was said about resuming;
-                checkpoints cannot be written, or those of this run are gone; the checkpoint cannot be used, or not
-                under this config; `metrics.jsonl` is not what the run has logged.
+            UserError: another job runs here; the directory holds a run but `trainer.resume_mode` is not set;
+                checkpoints cannot be written; the checkpoints of this run are gone; the checkpoint cannot be used, or
+                cannot be used under this config; or `metrics.jsonl` lacks lines that the run has logged.
         """
         try:
             self.claim.acquire(wait)
@@ -73,37 +73,42 @@ class RunDirectory:
         return self
 
     def _complete_record(self, resume: Resume) -> None:
-        """Record the commit that was found, where a kill came between the two, or an older version kept no record."""
+        """Record the commit of the resumed checkpoint if there is no record.
+
+        The run may have been killed between the commit and its record, and older versions kept no record.
+        """
         t = self.cfg.trainer
         if not record.exists(t.run_dir):
             record.write(t.run_dir, resume.checkpoint.step, t.ckpt_path)
 
     def _check_metrics(self) -> None:
-        """Check that `metrics.jsonl` has what the run had logged when it saved the checkpoint."""
+        """Check that `metrics.jsonl` has the lines that the run had logged when it saved the checkpoint."""
         if self.resume is None:
             if (first := first_step(self.metrics_file)) is not None:
                 LOG.info(
                     "an earlier start logged steps from %d on and committed no checkpoint: training starts again, and "
-                    "these lines are kept in %s", first, CUT_FILE,
-                )  # fmt: skip
+                    "these lines are kept in %s",
+                    first,
+                    CUT_FILE,
+                )
         elif not self.resume.restore.fork:
             checkpoint = self.resume.checkpoint
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
 
     def fall_back(self) -> Resume:
-        """Take the checkpoint before the one that was resumed from in its place; returns it.
+        """Resume from the checkpoint before the resumed one, and return it.
 
         Raises:
-            UserError: there is none, or it cannot be used under this config.
+            UserError: there is no earlier checkpoint, or it cannot be used under this config.
         """
         assert self.resume is not None
-        self.checkpoints.wait()  # a save of the steps that are given up must not appear after they were put aside
+        self.checkpoints.wait()  # a save of the abandoned steps must not commit after they have been set aside
         before = find_newest(self.cfg, self.checkpoints, before=self.resume.checkpoint.step)
         if before is None:
             raise UserError(
                 f"trainer.on_resume_mismatch=fallback: there is no checkpoint before {self.resume.checkpoint.path}"
             )
-        self.resume = compare(self.cfg, before, False, self.supervised)  # it may be older than a permitted change
+        self.resume = compare(self.cfg, before, False, self.supervised)  # it may be older than a config change
         LOG.info("going back to %s, step %d", before.path, before.step)
         return self.resume
 
@@ -117,7 +122,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
-        """If the block fails, let a save that is under way end while the ranks still live: its state is good."""
+        """If the block fails, wait for a save that is under way: its state is good, and the ranks are still alive."""
         try:
             yield
         except (Exception, Stopped):
@@ -125,7 +130,7 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Give the locks back."""
+        """Release the locks."""
         self.claim.release()
 
     def __enter__(self) -> RunDirectory:

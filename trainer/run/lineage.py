@@ -16,7 +16,7 @@ NAME = "lineage.json"
 
 
 def read(run_dir: str) -> dict[str, Any]:
-    """Return what `write` wrote (see `manifest.LINEAGE`); empty for a run that is no fork.
+    """Return the record that `write` wrote (see `manifest.LINEAGE`); empty if the run is not a fork.
 
     Raises:
         UserError: the file is damaged.
@@ -28,8 +28,9 @@ def read(run_dir: str) -> dict[str, Any]:
         return parse_object(read_file(path), LINEAGE)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: is damaged, and holds what this fork started from ({first_line(error)}); restore it from "
-            "`parent` in the manifest.json of a checkpoint, or remove it and use trainer.resume_mode=latest"
+            f"{path}: is damaged ({first_line(error)}), and names the checkpoint that this fork started from; restore "
+            "the file from `parent` in the manifest.json of a checkpoint, or remove it and use "
+            "trainer.resume_mode=latest"
         ) from error
 
 

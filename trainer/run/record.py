@@ -1,4 +1,4 @@
-"""`committed.json` in the run directory: the last commit of a run, so that its restart notices when it is gone."""
+"""`committed.json` in the run directory: the last commit of the run. A restart uses it to notice a lost checkpoint."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def write(run_dir: str, step: int, ckpt_path: str) -> None:
 
 
 def exists(run_dir: str) -> bool:
-    """This run has committed a checkpoint."""
+    """Return whether this run has committed a checkpoint."""
     return os.path.lexists(os.path.join(run_dir, NAME))
 
 
 def remove(run_dir: str) -> None:
-    """Forget what was committed. For a run whose checkpoints are about to be deleted on purpose."""
+    """Remove the record, because the checkpoints of the run are about to be deleted on purpose."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(run_dir, NAME))
 
 
 def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
-    """For a run directory without a checkpoint: check that it never had one.
+    """Check that a run without a checkpoint has never committed one.
 
     Raises:
-        UserError: it had one.
+        UserError: the run has committed a checkpoint.
     """
     if not exists(run_dir):
         return
@@ -41,7 +41,7 @@ def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
     try:
         record = parse_object(read_file(path), {"step": is_count, "ckpt_path": str})
         committed = f"global_step_{record['step']} in {one_line(record['ckpt_path'])}"
-    except (OSError, ValueError):  # the record is damaged, but there was something to record
+    except (OSError, ValueError):  # the record is damaged, but its existence proves a commit
         committed = "a checkpoint"
     raise UserError(
         f"trainer.ckpt_path={ckpt_path}: no checkpoint is there, and {path} says that this run has committed "

@@ -1,4 +1,4 @@
-"""Did the run come back as it was? Replayed steps are held against what the killed run had logged."""
+"""Verify a resume: compare replayed steps with the lines that the killed run had logged."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ REPLAY_FILE = "metrics.replay.jsonl"
 WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "critic/loss", "sft/loss")
 _WATCHED_STEPS = 3
 _HISTORY = 20
-_ROUNDING = 1e-3  # what another number of ranks may change in one step
+_ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
 
 
 class ReplayAudit:
-    """Compares the first steps after a resume with the lines that were logged past the checkpoint.
+    """Compares the first steps after a resume with the lines that the killed run logged after the checkpoint.
 
-    The lines are kept in `metrics.replay.jsonl` until they are replayed, so that a run killed again while it
-    replays still has them. Where there are none, the first steps are held against their recent history.
+    The lines are kept in `metrics.replay.jsonl` until they are replayed, so that a run that is killed during the replay
+    still has them. Without such lines, the first steps are compared with their recent history.
 
     Args:
-        step: of the checkpoint that was resumed from.
+        step: step of the checkpoint that the run resumed from.
         tolerance: relative difference that counts as equal.
-        same_layout: the work is split as when the lines were logged. Else sums are rounded differently,
-            sampling soon departs, and only the first step is compared.
-        same_run: the config computes what it computed then. Else the lines are dropped, and nothing is compared.
+        same_layout: the work is split as it was when the lines were logged. If not, sums are rounded differently,
+            sampling soon diverges, and only the first step is compared.
+        same_run: the config computes the same values as when the lines were logged. If not, the lines are dropped and
+            nothing is compared.
     """
 
     def __init__(self, run_dir: str, step: int, tolerance: float, same_layout: bool, same_run: bool = True):
@@ -52,13 +53,8 @@ class ReplayAudit:
         elif merged:
             write_file(self._path, "".join(json.dumps(merged[n]) + "\n" for n in sorted(merged)))
 
-    @property
-    def pending(self) -> bool:
-        """Steps remain to be compared."""
-        return bool(self._expected)
-
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Compare a step that was just trained; returns a sentence if it is not what was logged."""
+        """Compare the metrics of a new step with its logged line; returns a sentence if they differ, else None."""
         if not self._expected:
             if step <= self._start + _WATCHED_STEPS:
                 for jump in jumps(metrics, self._history):
@@ -86,7 +82,7 @@ class ReplayAudit:
 
 
 def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolerance: float) -> str | None:
-    """The first metric, by name, that differs by more than `tolerance`; what a clock measured is left out."""
+    """Return the first metric, by name, that differs by more than `tolerance`. Measured times are not compared."""
     for name in sorted(set(logged) & set(now)):
         if name.startswith(("time/", "perf/")) or name == "step":
             continue
@@ -102,8 +98,8 @@ def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolera
 
 
 def jumps(metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Watched metrics that lie far outside their recent history."""
-    found = []
+    """Return a sentence for each watched metric that is far outside its recent history."""
+    sentences = []
     for name in WATCHED:
         past = [row[name] for row in history if row.get(name) is not None]
         value = metrics.get(name)
@@ -112,6 +108,7 @@ def jumps(metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]]) ->
         mean = sum(past) / len(past)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
         if not abs(value - mean) <= 8 * deviation + 0.1 * abs(mean) + 1e-6:
-            found.append(f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} "
-                         f"± {deviation:.2g}")  # fmt: skip
-    return found
+            sentences.append(
+                f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} ± {deviation:.2g}"
+            )
+    return sentences

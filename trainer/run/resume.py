@@ -1,4 +1,4 @@
-"""Where a run continues from: found on disk, and compared with the config of this start."""
+"""Find the checkpoint that a run resumes from, and compare its config with the config of this start."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Where a run continues from."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Checkpoint
     restore: Restore
-    """What is restored from it; of another run's checkpoint, that starts a new run here (a fork)."""
+    """The kinds of state that are restored, and whether the resume is a fork of another run."""
     same_rounding: bool
-    """The work is split as it was: replayed steps are equal to the last bit."""
+    """The work is split as before, so replayed steps are equal to the last bit."""
     same_run: bool
-    """The config computes what it computed: replayed steps can be compared with what was logged."""
+    """The config computes the same values as before, so replayed steps can be compared with the logged ones."""
 
 
 def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -> Resume | None:
-    """Find the checkpoint that `trainer.resume_mode` asks for, and compare its config with this one.
+    """Find the checkpoint that `trainer.resume_mode` asks for, and compare its config with `cfg`.
 
-    Returns None when training starts from the beginning.
+    Returns None if training starts from the beginning.
 
     Raises:
-        UserError: the directory holds a run and nothing was said about resuming; the checkpoint is not there, is
+        UserError: the directory holds a run but `trainer.resume_mode` is not set; or the checkpoint is missing, is
             damaged, or cannot be used under this config.
     """
     t = cfg.trainer
@@ -62,13 +62,13 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
 
 
 def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None = None) -> Checkpoint | None:
-    """The newest valid checkpoint of this run; None: it never had one.
+    """Return the newest valid checkpoint of this run; None if the run has never had one.
 
     Args:
         before: consider only steps below this.
 
     Raises:
-        UserError: none of its checkpoints is valid, or all are gone.
+        UserError: no checkpoint of the run is valid, or all are gone.
     """
     found = checkpoints.latest(before)
     if found is None and before is None:
@@ -77,14 +77,17 @@ def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None 
 
 
 def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) -> tuple[Checkpoint, bool]:
-    """The checkpoint of `trainer.resume_path`, or the newest of the fork that began there; and if one begins."""
+    """Return the checkpoint at `trainer.resume_path`, or the newest checkpoint of the fork that started there.
+
+    The second value says whether a new fork starts.
+    """
     t = cfg.trainer
     assert t.resume_path is not None
     path = os.path.abspath(t.resume_path)
     if step_in(path) is None:
         raise UserError(f"trainer.resume_path={t.resume_path}: must be a global_step_N directory")
     if os.path.realpath(os.path.dirname(path)) == os.path.realpath(t.ckpt_path):
-        return _own(cfg, checkpoints, path), False
+        return _verify_newest(cfg, checkpoints, path), False
     forked = lineage.read(t.run_dir)
     if forked:
         if forked["forked_from"] != path:
@@ -100,12 +103,12 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
             "continue it with trainer.resume_mode=latest"
         )
-    checkpoint = manifests.verify(path, t.verify_checkpoint)  # never another one in its place
+    checkpoint = manifests.verify(path, t.verify_checkpoint)  # no fallback: the user named this checkpoint
     lineage.write(t.run_dir, checkpoint)
     return checkpoint, True
 
 
-def _own(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
+def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
     checkpoint = manifests.verify(path, cfg.trainer.verify_checkpoint)
     newer = [step for step in checkpoints.steps() if step > checkpoint.step]
     if newer:
@@ -118,37 +121,37 @@ def _own(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
 
 
 def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -> Resume:
-    """Compare the config of `checkpoint` with this one, and say what of it is restored.
+    """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint.
 
     Raises:
-        UserError: a key may not differ, or not without permission.
+        UserError: a key differs that must not change, or must not change without permission.
     """
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.resume_load or RESUME_LOAD) if fork else frozenset(RESUME_LOAD)
-    found = compatibility.changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
-    if not restored & {"optimizer", "data", "state"}:  # weights are weights, whatever is done with them
-        found = [change for change in found if change.key.startswith("model.") or ".lora." in change.key]
+    changes = compatibility.find_changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
+    if not restored & {"optimizer", "data", "state"}:  # weights alone depend on the model and its adapters alone
+        changes = [change for change in changes if change.key.startswith("model.") or ".lora." in change.key]
     if "weights" not in restored:
-        found = [change for change in found if ".lora." not in change.key]
+        changes = [change for change in changes if ".lora." not in change.key]
     saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
-    if not (saved_critic and cfg.has_critic):  # nothing of a critic is restored
-        found = [change for change in found if not change.key.startswith("trainer.critic.")]
+    if not (saved_critic and cfg.has_critic):  # no critic is restored
+        changes = [change for change in changes if not change.key.startswith("trainer.critic.")]
     permitted = compatibility.check(
-        found,
+        changes,
         cfg.trainer.allow_config_change,
-        compatibility.meaningless(cfg, supervised),
+        compatibility.ignored_keys(cfg, supervised),
         saved_critic != cfg.has_critic,
-        compatibility.impossible(cfg, saved, set(restored)),
+        compatibility.impossible_changes(cfg, saved, set(restored)),
     )
-    keys = [change.key for change in found]
-    for change in found:
+    keys = [change.key for change in changes]
+    for change in changes:
         if not change.key.startswith(("trainer.resume_", "trainer.allow_")):
             LOG.info("config changed since the checkpoint: %s", change)
-    added_steps = {} if supervised else compatibility.added_steps(found, cfg.trainer, checkpoint.step)
+    added_steps = {} if supervised else compatibility.added_steps(changes, cfg.trainer, checkpoint.step)
     return Resume(
         checkpoint,
         Restore(restored, fork, added_steps),
-        # Another version of this package may add up in another order.
+        # Another version of this package may sum in another order.
         same_rounding=checkpoint.manifest.get("trainer_version") == __version__
         and not any(compatibility.matches(key, compatibility.ROUNDING) for key in keys),
         same_run=not permitted and not any(compatibility.matches(key, compatibility.VALIDATION) for key in keys),

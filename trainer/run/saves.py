@@ -1,4 +1,4 @@
-"""How the saves of this process have ended."""
+"""The results of the saves of this process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOG = logging.getLogger(__name__)
 
 
 class SaveResults:
-    """Tells the user how each save has ended, and ends the run when too many have failed in a row.
+    """Logs the result of each save, and ends the run if too many saves fail in a row.
 
     Args:
-        schedule: is told what saves cost.
+        schedule: receives the cost of each save.
     """
 
     def __init__(self, ckpt_path: str, failures_allowed: int, schedule: SaveSchedule):
@@ -27,22 +27,22 @@ class SaveResults:
         self.failure = ""
         """Why the last failed save failed."""
         self.last_good = ""
-        """The newest checkpoint that is known to be good."""
+        """The newest checkpoint that this process has committed."""
         self.seconds = 0.0
-        """From begin to commit of the last save."""
+        """Seconds from begin to commit of the last save."""
         self.blocked_s = 0.0
-        """Seconds that training has stood still for the save under way."""
+        """Seconds that training has waited for the save under way."""
         self.begun: int | None = None
         """The step of the newest save, unless it has failed."""
 
     def collect(self, outcomes: Sequence[Outcome], last: bool = False) -> None:
-        """Tell how saves have ended.
+        """Log the results of saves, and count the failures.
 
         Args:
-            last: these are tries of the last save of this process, which go on whatever has failed before.
+            last: the results are tries of the last save of this process. They do not count as too many failures.
 
         Raises:
-            UserError: more of them failed in a row than `trainer.ckpt_failures_allowed`.
+            UserError: more saves failed in a row than `trainer.ckpt_failures_allowed`.
         """
         for outcome in outcomes:
             if outcome.error is None:

@@ -1,4 +1,4 @@
-"""When to save."""
+"""The schedule of the saves."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 
 class SaveSchedule:
-    """By steps, by minutes, or by what saves cost and failures would.
+    """Save every N steps, every N minutes, or at Young's optimal interval (`auto`).
 
     Args:
-        interval: steps, -1 or `auto`.
-        minutes: -1, or save also after so many.
-        mean_time_between_failures: minutes.
+        interval: number of steps, -1 (do not save by steps) or `auto`.
+        minutes: number of minutes, or -1 (do not save by minutes).
+        mean_time_between_failures: minutes, for `auto`.
     """
 
     def __init__(self, interval: int | str, minutes: float, mean_time_between_failures: float):
@@ -29,16 +29,16 @@ class SaveSchedule:
         return self._interval != -1 or self._minutes > 0
 
     def measured(self, blocked_s: float, duration_s: float) -> None:
-        """A save has ended: seconds that training stood still for it, and from its begin to its commit."""
-        self._cost_s = max(blocked_s, self._cost_s / 2)  # forget an outlier within a few saves
+        """Record the cost of a save: seconds that training waited for it, and seconds from its begin to its commit."""
+        self._cost_s = max(blocked_s, self._cost_s / 2)  # halving forgets an outlier within a few saves
         self._duration_s = duration_s
 
     def saved(self) -> None:
-        """A save has begun."""
+        """Record that a save has begun."""
         self._last = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Save after `step`?"""
+        """Return whether to save after `step`."""
         elapsed = time.monotonic() - self._last
         if self._interval == "auto":
             return elapsed >= self.best_interval_s()
@@ -47,9 +47,9 @@ class SaveSchedule:
         return by_steps or (self._minutes > 0 and elapsed >= 60 * self._minutes)
 
     def best_interval_s(self) -> float:
-        """sqrt(2 C M) of Young (1974), with C the seconds that a save costs training and M the mean time
-        between failures; never below the time that a save takes, since only one is under way at a time.
+        """Return sqrt(2 C M) (Young, 1974), with C the cost of a save in seconds and M the mean time between failures.
 
-        Before the first save C is unknown, and the first checkpoint is worth most: at once.
+        The interval is at least twice the duration of a save, because only one save is under way at a time. Before the
+        first save C is unknown and counts as 0, so the first save is due immediately: it is worth the most.
         """
         return max(math.sqrt(2 * self._cost_s * self._mtbf_s), 2 * self._duration_s)

@@ -1,4 +1,4 @@
-"""When a run stops early: after a signal, or before a deadline."""
+"""The early stop of a run: after a signal, or before a deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StopRequest:
     """Whether, and why, the run should stop after the current step.
 
     Args:
-        stop_at: ISO 8601 time; None takes the end of the Slurm job, where there is one.
+        stop_at: ISO 8601 time; None: the end of the Slurm job, if the run is one.
     """
 
     def __init__(self, stop_at: str | None):
@@ -27,7 +27,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why the run should stop; None: it should not."""
+        """The reason to stop; None: continue."""
         return SIGNALS.first or self._asked
 
     def ask(self, reason: str) -> None:
@@ -35,6 +35,6 @@ class StopRequest:
         self._asked = reason
 
     def consider_deadline(self, seconds_needed: float) -> None:
-        """Ask to stop if another step and a save, `seconds_needed`, would not end before the deadline."""
+        """Ask to stop if another step and a save, together `seconds_needed`, would end after the deadline."""
         if self._deadline is not None and time.time() + seconds_needed > self._deadline:
             self.ask(self._source)

@@ -27,7 +27,7 @@ def test_two_jobs_cannot_have_one_run_directory(tmp_path):
         assert second.acquire() is None
 
 
-def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path):
+def test_the_lock_of_a_dead_process_is_taken_over_immediately(tmp_path):
     child = os.fork()
     if child == 0:
         RunLock(str(tmp_path), 60).acquire()
@@ -63,7 +63,7 @@ def foreign_lock(directory: Path, **fields) -> Path:
 
 
 @pytest.mark.parametrize("skew_s", [0, 3600, -3600])
-def test_the_lock_of_another_machine_lives_by_its_heartbeat_whatever_its_clock_says(tmp_path, skew_s):
+def test_the_lock_of_another_machine_is_judged_by_its_heartbeat_and_not_by_its_clock(tmp_path, skew_s):
     path = foreign_lock(tmp_path)
     dated = time.time() + skew_s
     os.utime(path, (dated, dated))
@@ -85,7 +85,7 @@ def test_the_lock_of_another_machine_lives_by_its_heartbeat_whatever_its_clock_s
         lock.check()
 
 
-def test_the_lock_of_a_process_whose_id_was_given_to_another_is_taken_over_at_once(tmp_path):
+def test_the_lock_of_a_dead_process_with_a_reused_id_is_taken_over_immediately(tmp_path):
     with RunLock(str(tmp_path), 60) as first:
         first.acquire()
         owner = json.loads(Path(first.path).read_text())
@@ -96,13 +96,13 @@ def test_the_lock_of_a_process_whose_id_was_given_to_another_is_taken_over_at_on
     assert not path.exists() and os.listdir(tmp_path) == []
 
 
-def test_a_lock_that_is_torn_is_taken_over_when_nobody_renews_it(tmp_path):
+def test_a_damaged_lock_without_heartbeat_is_taken_over(tmp_path):
     (tmp_path / ".lock").write_text("torn")
     with RunLock(str(tmp_path), 0.5) as lock:
         assert "took over" in lock.acquire()
 
 
-def test_a_lock_that_was_lost_is_not_released(tmp_path):
+def test_a_lost_lock_is_not_released(tmp_path):
     with RunLock(str(tmp_path), 60) as lock:
         lock.acquire()
         other = {**json.loads((tmp_path / ".lock").read_text()), "token": "another job"}
@@ -116,7 +116,7 @@ def test_a_lock_that_was_lost_is_not_released(tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
-def test_a_lock_that_is_held_shows_signs_of_life(tmp_path):
+def test_a_held_lock_has_a_heartbeat(tmp_path):
     with RunLock(str(tmp_path), timeout_s=0.6) as lock:
         lock.acquire()
         first = os.stat(tmp_path / ".lock").st_mtime_ns
@@ -136,7 +136,7 @@ with RunLock(sys.argv[1], 3) as lock:
 """
 
 
-def test_an_owner_with_another_clock_since_boot_is_not_taken_for_dead(tmp_path):
+def test_an_owner_in_another_time_namespace_does_not_count_as_dead(tmp_path):
     """In a time namespace, every process seems to have started at another time."""
     command = ["unshare", "--time", "--boottime", "100000", "--fork", "--kill-child", sys.executable, "-c", HOLDS]
     holder = subprocess.Popen([*command, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

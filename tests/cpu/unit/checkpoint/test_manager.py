@@ -23,7 +23,7 @@ from trainer.durable import digest_bytes
 from trainer.errors import UserError
 
 
-def test_what_is_saved_comes_back(tmp_path):
+def test_a_load_restores_the_saved_state(tmp_path):
     state = {"n": 3, "bytes": b"abc"}
     path = save(manager(tmp_path), 10, parts_of(state), ranks=2)
     assert path == str(tmp_path / "global_step_10")
@@ -37,7 +37,7 @@ def test_what_is_saved_comes_back(tmp_path):
     assert state == {"n": 3, "bytes": b"abc"}
 
 
-def test_the_state_is_that_of_the_call_and_one_save_is_under_way_at_a_time(tmp_path):
+def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(tmp_path):
     state, may_write, begun = {"n": 1, "bytes": b""}, threading.Event(), []
     checkpoints = manager(tmp_path)
 
@@ -61,7 +61,7 @@ def test_the_state_is_that_of_the_call_and_one_save_is_under_way_at_a_time(tmp_p
     assert counters == [{"n": 1}, {"n": 2}]
 
 
-def test_a_failed_save_leaves_the_checkpoint_before_and_no_trace(tmp_path):
+def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_path):
     checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
     broken = manager(tmp_path)
@@ -77,7 +77,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_and_no_trace(tmp_path):
     assert verify(save(checkpoints, 2)).step == 2
 
 
-def test_a_directory_removed_while_saving_fails_the_save_and_nothing_else(tmp_path):
+def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
     checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
 
@@ -106,7 +106,7 @@ def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
     first.release()
 
 
-def test_latest_is_the_newest_valid_one_and_the_hint_is_not_asked(tmp_path, caplog):
+def test_latest_is_the_newest_valid_checkpoint_and_does_not_read_the_hint(tmp_path, caplog):
     checkpoints = manager(tmp_path)
     assert checkpoints.latest() is None
     for step in (1, 2, 10):
@@ -131,7 +131,7 @@ def test_latest_before_a_step_leaves_out_that_step(tmp_path):
     assert checkpoints.latest(before=1) is None
 
 
-def test_leftovers_are_cleaned_and_newer_checkpoints_set_aside_until_replaced(tmp_path, caplog):
+def test_leftovers_are_removed_and_set_aside_checkpoints_are_kept_until_replaced(tmp_path, caplog):
     caplog.set_level("INFO")
     checkpoints = manager(tmp_path)
     for step in (1, 2):
@@ -153,7 +153,7 @@ def test_leftovers_are_cleaned_and_newer_checkpoints_set_aside_until_replaced(tm
     assert checkpoints.steps() == [1, 2] and hidden(tmp_path) == []
 
 
-def test_retention_spares_the_best_and_what_the_run_came_from(tmp_path):
+def test_retention_keeps_the_best_and_the_resumed_checkpoint(tmp_path):
     checkpoints = manager(tmp_path, Retention(newest=1, best=1))
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5)):
         save(checkpoints, step, score=score)
@@ -201,7 +201,7 @@ def calls(monkeypatch) -> list[tuple[str, str]]:
     return recorded
 
 
-def test_a_commit_syncs_then_writes_the_manifest_then_asks_then_renames_then_hints(tmp_path, calls):
+def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_in_this_order(tmp_path, calls):
     root = tmp_path / "checkpoints"
     checkpoints = manager(root, fence=lambda: calls.append(("fence", "")))
 
@@ -228,8 +228,11 @@ def test_a_commit_syncs_then_writes_the_manifest_then_asks_then_renames_then_hin
     # The manifest is durable, and its name too, before the fence is asked; then comes the rename, at once.
     assert ("fsync", f"{writing}/manifest.json.tmp") in calls[:manifest]
     assert calls[manifest + 1 : commit + 2] == [
-        ("fsync", str(writing)), ("fence", ""), ("rename", path), ("fsync", str(root)),
-    ]  # fmt: skip
+        ("fsync", str(writing)),
+        ("fence", ""),
+        ("rename", path),
+        ("fsync", str(root)),
+    ]
     assert calls[commit + 2 :] == [
         ("fsync", f"{root}/latest_ckpt_global_step.txt.tmp"),
         ("rename", f"{root}/latest_ckpt_global_step.txt"),
@@ -250,7 +253,7 @@ def damaged(tmp_path) -> CheckpointManager:
     return checkpoints
 
 
-def test_two_damaged_checkpoints_are_a_sign_of_failing_storage(damaged, tmp_path, caplog):
+def test_two_damaged_checkpoints_start_a_storage_test(damaged, tmp_path, caplog):
     assert damaged.latest().step == 1
     first, second, sign = caplog.messages
     assert all(text.startswith("skipped a damaged checkpoint") for text in (first, second))
@@ -258,14 +261,14 @@ def test_two_damaged_checkpoints_are_a_sign_of_failing_storage(damaged, tmp_path
     assert not [name for name in os.listdir(tmp_path) if "probe" in name]
 
 
-def test_one_damaged_checkpoint_alone_is_no_sign(damaged, caplog):
+def test_one_damaged_checkpoint_does_not_start_a_storage_test(damaged, caplog):
     damaged.delete([3])
     assert damaged.latest().step == 1
     (message,) = caplog.messages
     assert message.startswith("skipped a damaged checkpoint")
 
 
-def test_storage_that_loses_what_is_written_is_refused(damaged):
+def test_storage_that_loses_written_data_is_refused(damaged):
     """A limit on the size of files stands in for the failing disk: small files are kept, the test file is not."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

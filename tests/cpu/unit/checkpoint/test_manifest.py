@@ -25,7 +25,7 @@ FILES = ("manifest.json", "trainer_state.json", "policy/.metadata", "policy/__0_
     bit=st.integers(0, 7),
     other=st.sampled_from(FILES),
 )
-def test_a_damaged_file_is_found_and_an_older_state_restored(
+def test_a_damaged_file_is_noticed_and_an_older_state_restored(
     real_checkpoints, tmp_path, name, damage, where, bit, other
 ):
     """Whatever happens to any file of the newest checkpoint: the exact older state, or the exact newest."""
@@ -78,7 +78,7 @@ def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path, evil):
             verify(str(checkpoint), level)
 
 
-def test_each_level_of_verification_finds_what_it_says(tmp_path):
+def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path):
     shard = Path(save(manager(tmp_path), 1)) / "weights/shard"
     found = {}
     for content in (b"abc", b"abd", b"ab", b"abcd", None):

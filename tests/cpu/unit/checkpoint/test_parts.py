@@ -11,7 +11,7 @@ from trainer.config import RESUME_LOAD
 from trainer.errors import UserError
 
 
-def test_a_change_is_allowed_by_its_key_or_section_and_not_by_the_beginning_of_its_name():
+def test_a_change_is_allowed_by_its_key_or_section_and_not_by_a_prefix_of_its_name():
     assert is_allowed("algorithm.kl_coef", ["algorithm.kl_coef"]) and is_allowed("algorithm.kl_coef", ["algorithm"])
     for near in ("algorithm.kl", "algo", "algorithm.kl_coef.x", "kl_coef"):
         assert not is_allowed("algorithm.kl_coef", [near]), near
@@ -36,7 +36,7 @@ NAMES = ("config", "start_weights", "trainer_state", "data", "models", "huggingf
         (("data", "state"), {"trainer_state", "data"}),
     ],
 )
-def test_the_parts_that_hold_what_is_restored_are_chosen(checkpoint, kinds, names):
+def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, kinds, names):
     parts = [json_part(name, dict, lambda _: None) for name in NAMES]
     chosen = Restore(frozenset(kinds)).chosen(parts, checkpoint)
     assert {part.name for part in chosen} == names | {"config"}

@@ -16,7 +16,7 @@ from trainer.checkpoint.retention import Retention
     mode=st.sampled_from(["max", "min"]),
     data=st.data(),
 )
-def test_retention_keeps_what_it_says(steps, newest, every, best, mode, data):
+def test_retention_keeps_the_steps_of_its_rules(steps, newest, every, best, mode, data):
     scores = {step: data.draw(st.none() | st.integers(0, 5)) for step in steps}
     protected = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=2))
     gone = Retention(newest, every, best, mode).disposable(scores, protected)

@@ -52,7 +52,7 @@ def write_malice(rank, directory: str, executed: str) -> None:
     ShardedFiles(directory).write("policy", {"lr": Malice(executed)}, {}, dist.group.WORLD)
 
 
-def test_the_description_of_shards_leads_nowhere_else(real_checkpoints):
+def test_a_description_of_shards_cannot_name_files_outside_of_its_directory(real_checkpoints):
     with open(real_checkpoints / "global_step_2/policy/.metadata", "rb") as file:
         metadata = load_metadata(file)
     for index, info in metadata.storage_data.items():
@@ -64,19 +64,47 @@ def test_the_description_of_shards_leads_nowhere_else(real_checkpoints):
 
 
 NAMES = [
-    "os:system", "posix:system", "builtins:eval", "builtins:getattr", "importlib:import_module",
-    "copyreg:_reconstructor", "__main__:x", "torch:load", "torch:save", "torch:compile", "torch:Tensor",
-    "torch:ops", "torch:hub.load", "torch:classes.load_library", "torch:os.system", "torch:serialization.load",
-    "torch:float32.__class__", "torch:Size.__reduce__", "torch:Size.__class__", "torch:storage.load",
-    "torch.serialization:load", "torch.serialization:os.system", "torch.serialization:_get_layout.__globals__",
-    "torch.storage:_load_from_bytes", "torch.hub:load", "torch.jit:load", "torch.utils.cpp_extension:load",
-    "torch.distributed.checkpoint.metadata:os.system", "torch.distributed.checkpoint.metadata:pickle.loads",
+    "os:system",
+    "posix:system",
+    "builtins:eval",
+    "builtins:getattr",
+    "importlib:import_module",
+    "copyreg:_reconstructor",
+    "__main__:x",
+    "torch:load",
+    "torch:save",
+    "torch:compile",
+    "torch:Tensor",
+    "torch:ops",
+    "torch:hub.load",
+    "torch:classes.load_library",
+    "torch:os.system",
+    "torch:serialization.load",
+    "torch:float32.__class__",
+    "torch:Size.__reduce__",
+    "torch:Size.__class__",
+    "torch:storage.load",
+    "torch.serialization:load",
+    "torch.serialization:os.system",
+    "torch.serialization:_get_layout.__globals__",
+    "torch.storage:_load_from_bytes",
+    "torch.hub:load",
+    "torch.jit:load",
+    "torch.utils.cpp_extension:load",
+    "torch.distributed.checkpoint.metadata:os.system",
+    "torch.distributed.checkpoint.metadata:pickle.loads",
     "torch.distributed.checkpoint.metadata:Metadata.__init__.__globals__",
-    "torch.distributed.checkpoint.filesystem:os.system", "torch.distributed.checkpoint.filesystem:_StorageInfo.mro",
-    "collections:OrderedDict.fromkeys", "collections:namedtuple", "collections:_sys.modules", "pathlib:os.system",
-    "pathlib:io.open", "pathlib:Path.home", "pathlib:PosixPath.write_text",
+    "torch.distributed.checkpoint.filesystem:os.system",
+    "torch.distributed.checkpoint.filesystem:_StorageInfo.mro",
+    "collections:OrderedDict.fromkeys",
+    "collections:namedtuple",
+    "collections:_sys.modules",
+    "pathlib:os.system",
+    "pathlib:io.open",
+    "pathlib:Path.home",
+    "pathlib:PosixPath.write_text",
     "trainer.checkpoint.safe_dcp:torch.load",
-]  # fmt: skip
+]
 
 
 def call(protocol: int, module: str, name: str) -> bytes:
@@ -97,9 +125,13 @@ def test_names_that_no_checkpoint_needs_are_not_looked_up(protocol, name):
 
 @pytest.mark.parametrize(
     "module, name",
-    [("pathlib", "PosixPath"), ("torch.distributed.checkpoint.metadata", "Metadata"),
-     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")],
-)  # fmt: skip
+    [
+        ("pathlib", "PosixPath"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    ],
+)
 @pytest.mark.parametrize("attribute", ["exists", "__init__", "new"])
 def test_a_pickle_cannot_change_the_classes_of_the_process(module, name, attribute):
     found = getattr(__import__(module, fromlist=[name]), name)
@@ -113,7 +145,7 @@ def test_a_pickle_cannot_change_the_classes_of_the_process(module, name, attribu
 ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 
 
-def test_members_of_an_enum_load_as_the_first_releases_of_python_3_11_pickle_them():
+def test_enum_members_pickled_by_early_python_3_11_load():
     class OlderPickler(pickle.Pickler):
         def reducer_override(self, value):
             return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
@@ -129,10 +161,15 @@ def test_members_of_an_enum_load_as_the_first_releases_of_python_3_11_pickle_the
 
 @pytest.mark.parametrize(
     "owner, name",
-    [(ENCODING, "__class__"), (ENCODING, "mro"), (ENCODING, "_member_map_"), (b"ctorch\nSize\n", "__add__"),
-     (b"cpathlib\nPosixPath\n", "home")],
-)  # fmt: skip
-def test_getattr_reaches_nothing_but_members_of_the_enum(owner, name):
+    [
+        (ENCODING, "__class__"),
+        (ENCODING, "mro"),
+        (ENCODING, "_member_map_"),
+        (b"ctorch\nSize\n", "__add__"),
+        (b"cpathlib\nPosixPath\n", "home"),
+    ],
+)
+def test_getattr_reaches_only_members_of_the_enum(owner, name):
     word = b"X" + len(name).to_bytes(4, "little") + name.encode()
     with pytest.raises(UserError, match="which no checkpoint needs; it was not executed"):
         load_metadata(io.BytesIO(b"\x80\x02cbuiltins\ngetattr\n" + owner + word + b"\x86R."))

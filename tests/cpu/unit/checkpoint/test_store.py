@@ -40,7 +40,7 @@ def test_a_commit_that_is_refused_publishes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_checkpoint_is_withdrawn_in_one_step_and_then_removed(tmp_path):
+def test_a_checkpoint_is_withdrawn_atomically_and_then_removed(tmp_path):
     store = LocalStore(str(tmp_path))
     for step in (1, 2):
         store.publish(store.begin(step), step, b"{}", nothing)
@@ -53,13 +53,13 @@ def test_a_checkpoint_is_withdrawn_in_one_step_and_then_removed(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_probe_leaves_nothing(tmp_path):
+def test_a_probe_leaves_no_files(tmp_path):
     LocalStore(str(tmp_path / "new")).probe()
     assert os.listdir(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "./x", "a//x", "out", "out/x", ""])
-def test_paths_that_lead_out_or_are_written_in_another_way_are_not_contained(tmp_path, path):
+def test_paths_outside_of_the_directory_or_not_in_shortest_form_are_not_contained(tmp_path, path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint/out").symlink_to(tmp_path)
     assert not files_at(str(tmp_path / "checkpoint")).contains(path)
@@ -80,8 +80,15 @@ def test_files_are_not_read_through_links(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("global_step_0", 0), ("global_step_12", 12), ("global_step_012", None), ("global_step_1\n", None),
-     ("global_step_", None), ("global_step_-1", None), (".aside-global_step_1-ab", None)],
-)  # fmt: skip
-def test_the_step_is_in_the_name_alone(name, step):
+    [
+        ("global_step_0", 0),
+        ("global_step_12", 12),
+        ("global_step_012", None),
+        ("global_step_1\n", None),
+        ("global_step_", None),
+        ("global_step_-1", None),
+        (".aside-global_step_1-ab", None),
+    ],
+)
+def test_the_step_comes_from_the_name(name, step):
     assert step_in(f"/runs/{name}") == step and step_in(f"/runs/{name}/") == step

@@ -25,8 +25,13 @@ def make_batch() -> dict[str, np.ndarray]:
     columns = np.arange(shape[1])
     mask = ((columns >= 2) & (columns < LENGTHS[:, None])).astype(np.float32)
     noise = rng.normal(size=(2, *shape)).astype(np.float32) * mask
-    return {"input_ids": rng.integers(2, VOCABULARY, shape), "lengths": LENGTHS, "mask": mask, "advantages": noise[0],
-            "old_logprobs": -4 * mask + 0.3 * noise[1]}  # fmt: skip
+    return {
+        "input_ids": rng.integers(2, VOCABULARY, shape),
+        "lengths": LENGTHS,
+        "mask": mask,
+        "advantages": noise[0],
+        "old_logprobs": -4 * mask + 0.3 * noise[1],
+    }
 
 
 def loss_and_gradients(model: torch.nn.Module, ranks: int, max_tokens: int) -> tuple[float, list[Tensor]]:
@@ -40,9 +45,13 @@ def loss_and_gradients(model: torch.nn.Module, ranks: int, max_tokens: int) -> t
             mb = take_rows(batch, rows, "cpu")
             logprobs, entropy = logprobs_and_entropy(model, mb.input_ids, mb.packing, 0.7, entropy_grad=True)
             loss, _ = POLICY_LOSSES["clip"](
-                logprobs, mb["old_logprobs"], mb["advantages"], mb["mask"],
-                aggregation="seq_mean_token_mean", totals=totals,
-            )  # fmt: skip
+                logprobs,
+                mb["old_logprobs"],
+                mb["advantages"],
+                mb["mask"],
+                aggregation="seq_mean_token_mean",
+                totals=totals,
+            )
             loss = loss - 0.1 * aggregate(entropy, mb["mask"], "token_mean", totals)
             loss.backward()
             total += loss.item()

@@ -55,12 +55,17 @@ def train(rank: Rank, path: str, out: str) -> dict:
     streamed = {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("float32")}
     held = {f"{role}.{name}" for role in ("policy", "critic") for name in rank.roles[role].state()["model"]}
     return {
-        "metrics": metrics, "rows": rows, "start": start, "logprobs": rank.call("policy", "logprobs", batch)[1],
-        "reference": rank.call("reference", "logprobs", batch)[1], "values": rank.call("critic", "values", batch)[1],
+        "metrics": metrics,
+        "rows": rows,
+        "start": start,
+        "logprobs": rank.call("policy", "logprobs", batch)[1],
+        "reference": rank.call("reference", "logprobs", batch)[1],
+        "values": rank.call("critic", "values", batch)[1],
         "adapter": [rank.call("policy", *call) for call in (("adapter_config", path), ("adapter_weights",))],
-        "streamed": streamed, "held": held,
+        "streamed": streamed,
+        "held": held,
         "parameters": rank.call("policy", "num_parameters"),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,18 @@ from trainer.run import compatibility
 
 def changed(*overrides: str) -> list[compatibility.Change]:
     now = dataclasses.asdict(compose([*overrides]))
-    return compatibility.changes(dataclasses.asdict(compose([])), now, dataclasses.asdict(Config()))
+    return compatibility.find_changes(dataclasses.asdict(compose([])), now, dataclasses.asdict(Config()))
 
 
 def test_harmless_changes_pass():
-    found = changed("trainer.num_workers=4", "trainer.ckpt_interval=5", "logger.samples=0", "rollout.num_engines=2",
-                    "trainer.policy.fsdp.cpu_offload=true", "trainer.run_name=x")  # fmt: skip
+    found = changed(
+        "trainer.num_workers=4",
+        "trainer.ckpt_interval=5",
+        "logger.samples=0",
+        "rollout.num_engines=2",
+        "trainer.policy.fsdp.cpu_offload=true",
+        "trainer.run_name=x",
+    )
     assert {"trainer.num_workers", "trainer.run_dir", "rollout.num_engines"} <= {change.key for change in found}
     compatibility.check(found, [])
 
@@ -52,18 +58,18 @@ def test_a_key_or_its_section_can_be_allowed(allow):
         compatibility.check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
 
 
-def test_a_key_that_the_older_version_did_not_have_counts_as_its_default():
+def test_a_key_missing_from_an_old_config_counts_as_its_default():
     saved = dataclasses.asdict(compose([]))
     del saved["algorithm"]["value_clip"]
     now = dataclasses.asdict(compose([]))
-    assert compatibility.changes(saved, now, dataclasses.asdict(Config())) == []
+    assert compatibility.find_changes(saved, now, dataclasses.asdict(Config())) == []
     now["algorithm"]["value_clip"] = 0.5
-    (change,) = compatibility.changes(saved, now, dataclasses.asdict(Config()))
+    (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
     assert str(change) == "algorithm.value_clip: 0.2 -> 0.5"
 
 
-def test_an_option_of_the_users_own_that_is_gone_is_a_change():
+def test_a_removed_custom_option_is_a_change():
     saved, now = dataclasses.asdict(Config()), dataclasses.asdict(Config())
     saved["algorithm"]["options"] = {"beta": 5}
-    (change,) = compatibility.changes(saved, now, dataclasses.asdict(Config()))
+    (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"

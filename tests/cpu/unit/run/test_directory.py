@@ -27,7 +27,7 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
         assert run.resume.checkpoint.step == 2 and not run.resume.restore.fork
 
 
-def test_latest_starts_a_new_run_where_there_is_none_and_refuses_where_none_is_valid(tmp_path):
+def test_latest_starts_a_new_run_or_refuses_if_no_checkpoint_is_valid(tmp_path):
     with OpenRun(settings(tmp_path / "new", resume_mode="latest")) as run:
         assert run.resume is None
     a_run(tmp_path)
@@ -39,7 +39,7 @@ def test_latest_starts_a_new_run_where_there_is_none_and_refuses_where_none_is_v
         pass  # the refusal gave the lock back
 
 
-def test_from_path_never_falls_back_and_never_goes_back_in_its_own_run(tmp_path):
+def test_from_path_never_uses_another_checkpoint_and_refuses_an_older_one_of_its_run(tmp_path):
     a_run(tmp_path / "parent")
     newest = tmp_path / "parent/checkpoints/global_step_2"
     with pytest.raises(UserError, match="must be a global_step_N directory"):
@@ -52,7 +52,7 @@ def test_from_path_never_falls_back_and_never_goes_back_in_its_own_run(tmp_path)
         RunDirectory(settings(tmp_path / "x", resume_mode="from_path", resume_path=str(newest))).open()
 
 
-def test_a_fork_is_of_one_parent_and_comes_back_as_itself(tmp_path):
+def test_a_fork_has_one_parent_and_resumes_from_its_own_checkpoints(tmp_path):
     a_run(tmp_path / "parent")
     a_run(tmp_path / "other")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
@@ -73,7 +73,7 @@ def test_a_fork_is_of_one_parent_and_comes_back_as_itself(tmp_path):
         RunDirectory(into_a_run).open()
 
 
-def test_a_fork_may_take_the_weights_and_leave_the_rest(tmp_path):
+def test_a_fork_can_restore_the_weights_alone(tmp_path):
     a_run(tmp_path / "parent")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
     cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, resume_load=["data"])
@@ -87,7 +87,7 @@ def test_a_fork_may_take_the_weights_and_leave_the_rest(tmp_path):
 
 
 @pytest.mark.parametrize("estimators", [("gae", "grpo"), ("grpo", "gae")])
-def test_the_weights_of_a_policy_go_where_there_is_no_such_critic(tmp_path, estimators):
+def test_policy_weights_restore_into_a_run_with_or_without_a_critic(tmp_path, estimators):
     parent, fork = (settings(tmp_path / name) for name in ("parent", "fork"))
     for cfg, estimator in zip((parent, fork), estimators, strict=True):
         cfg.algorithm.advantage_estimator = estimator
@@ -109,7 +109,7 @@ def weights_file(path, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("change", ["lora", "reference", "neither"])
-def test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning(tmp_path, change):
+def test_a_resume_refuses_changed_start_weights(tmp_path, change):
     model = weights_file(tmp_path / "model", b"a" * 1000)
 
     def start(**trainer) -> OpenRun:
@@ -138,7 +138,7 @@ def test_weights_that_a_checkpoint_builds_on_must_be_those_of_the_beginning(tmp_
             run.load()
 
 
-def test_a_checkpoint_that_does_not_name_its_start_weights_is_taken_with_a_note(tmp_path, caplog):
+def test_a_checkpoint_without_start_weights_is_accepted_with_a_log_line(tmp_path, caplog):
     caplog.set_level("INFO")
     a_run(tmp_path)
     state: dict = {}
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_does_not_name_its_start_weights_is_taken_with_a_note(
         run.parts.append(start_weights_part(cfg, weights_file(tmp_path / "model", b"a")))
         with pytest.raises(UserError, match="the checkpoint has no models"):
             run.load()
-        assert state["step"] == 2 and "does not say which weights" in caplog.text
+        assert state["step"] == 2 and "does not name the start weights" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def lose(checkpoints: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "empty", "a file", "a dangling link"])
-def test_latest_does_not_start_over_where_committed_checkpoints_are_not_found(tmp_path, how):
+def test_latest_does_not_start_over_when_committed_checkpoints_are_missing(tmp_path, how):
     a_run(tmp_path)
     logged = (tmp_path / "metrics.jsonl").read_bytes()
     lose(tmp_path / "checkpoints", how)
@@ -185,7 +185,7 @@ def test_latest_does_not_start_over_where_committed_checkpoints_are_not_found(tm
         assert run.resume.checkpoint.step == 2
 
 
-def test_a_damaged_record_still_says_that_something_was_committed(tmp_path, caplog):
+def test_a_damaged_record_still_proves_a_commit(tmp_path, caplog):
     caplog.set_level("INFO")
     a_run(tmp_path)
     lose(tmp_path / "checkpoints", "gone")
@@ -212,7 +212,7 @@ def test_a_commit_that_was_not_recorded_is_recorded_at_the_next_start(tmp_path, 
         RunDirectory(settings(tmp_path, resume_mode="latest")).open()
 
 
-def test_a_fork_does_not_start_over_either(tmp_path):
+def test_a_fork_does_not_start_over_when_its_checkpoints_are_missing(tmp_path):
     a_run(tmp_path / "parent")
     cfg = settings(tmp_path / "fork", resume_mode="from_path")
     cfg.trainer.resume_path = str(tmp_path / "parent/checkpoints/global_step_2")
@@ -225,7 +225,7 @@ def test_a_fork_does_not_start_over_either(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["a file", "a dangling link", "nowhere"])
-def test_a_place_that_cannot_hold_checkpoints_is_refused_before_anything_starts(tmp_path, how):
+def test_an_unusable_checkpoint_directory_is_refused_before_anything_starts(tmp_path, how):
     place = tmp_path / "checkpoints"
     place.mkdir()
     lose(place, how)
@@ -236,7 +236,7 @@ def test_a_place_that_cannot_hold_checkpoints_is_refused_before_anything_starts(
     assert os.listdir(tmp_path / "run") == [], "the refusal gave the lock back"
 
 
-def test_trying_the_directory_leaves_nothing_there(tmp_path, caplog):
+def test_testing_the_checkpoint_directory_leaves_no_files(tmp_path, caplog):
     caplog.set_level("INFO")
     with OpenRun(settings(tmp_path)):
         (tmp_path / "checkpoints/.probe-of-a-killed-job").mkdir()
@@ -256,7 +256,7 @@ def test_a_job_names_the_key_of_a_checkpoint_directory_that_is_not_there(tmp_pat
 # One job to a checkpoint directory
 
 
-def test_two_runs_cannot_save_to_one_place(tmp_path):
+def test_two_runs_cannot_save_to_one_directory(tmp_path):
     shared = str(tmp_path / "shared")
     with OpenRun(settings(tmp_path / "a", ckpt_path=shared)):
         (tmp_path / "link").symlink_to(shared)
@@ -270,7 +270,7 @@ def test_two_runs_cannot_save_to_one_place(tmp_path):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_checkpoint_tool_changes_nothing_under_a_job_that_runs(tmp_path, capsys, elsewhere):
+def test_the_checkpoint_tool_changes_nothing_while_a_job_runs(tmp_path, capsys, elsewhere):
     place = str(tmp_path / "elsewhere") if elsewhere else str(tmp_path / "run/checkpoints")
     a_run(tmp_path / "run", ckpt_path=place)
     changes = (["prune", place, "--keep", "1"], ["rollback", place, "--to", "1"])
@@ -285,7 +285,7 @@ def test_the_checkpoint_tool_changes_nothing_under_a_job_that_runs(tmp_path, cap
     assert sorted(os.listdir(place)) == ["global_step_2", "latest_ckpt_global_step.txt"]
 
 
-def test_a_job_that_lost_its_checkpoint_directory_writes_nothing_there(tmp_path):
+def test_a_job_that_lost_its_checkpoint_directory_writes_no_files_there(tmp_path):
     with OpenRun(settings(tmp_path / "a", ckpt_path=str(tmp_path / "shared")), {"step": 1}) as run:
         (tmp_path / "shared/.lock").unlink()
         with RunLock(str(tmp_path / "shared"), 60) as other:
@@ -316,7 +316,7 @@ def test_a_job_that_lost_its_checkpoint_directory_writes_nothing_there(tmp_path)
     ],
 )
 @pytest.mark.parametrize("begin", [0, 7])  # a validation before training; a fork
-def test_lines_that_are_missing_or_doubled_are_refused(tmp_path, lines, problem, begin):
+def test_missing_or_repeated_metric_lines_are_refused(tmp_path, lines, problem, begin):
     file = tmp_path / "metrics.jsonl"
 
     def write(steps) -> None:

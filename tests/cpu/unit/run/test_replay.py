@@ -45,7 +45,7 @@ def test_on_other_ranks_the_first_step_is_compared_to_rounding(tmp_path, caplog)
     assert audit.check(3, {"policy/loss": 7.0}) is None
 
 
-def test_without_replayed_steps_a_jump_is_noticed(tmp_path, caplog):
+def test_without_replayed_steps_a_jump_is_reported(tmp_path, caplog):
     rows = [{"step": n, "policy/loss": 0.1 + n / 100, "policy/kl": 0.2} for n in range(1, 11)]
     assert jumps({"policy/loss": 0.2, "policy/kl": 0.21}, rows) == []
     audit = ReplayAudit(logged(tmp_path, rows), 10, 0.0, same_layout=True)

@@ -23,7 +23,7 @@ def test_saves_are_due_by_steps_and_by_minutes(monkeypatch):
     assert not minutes.due(2)
 
 
-def test_auto_follows_young(monkeypatch):
+def test_auto_saves_at_youngs_interval(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     schedule = SaveSchedule("auto", -1, mean_time_between_failures=50)
@@ -39,7 +39,7 @@ def test_auto_follows_young(monkeypatch):
     assert schedule.due(2)
 
 
-def test_a_save_that_cost_much_is_forgotten_by_halves():
+def test_the_cost_of_an_expensive_save_is_halved_with_each_later_save():
     schedule = SaveSchedule("auto", -1, mean_time_between_failures=50)
     schedule.measured(blocked_s=8.0, duration_s=1.0)
     for cost in (4.0, 2.0, 1.0):

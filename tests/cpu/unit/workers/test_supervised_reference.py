@@ -25,8 +25,13 @@ def make_batch(sampled: bool) -> Batch:
     mask = (columns >= np.array([prompt for _, prompt in EXAMPLES])[:, None]) & (columns < lengths[:, None])
     mask = mask.astype(np.float32)
     logprobs = (-5.6 + 0.4 * rng.normal(size=shape).astype(np.float32)) * mask
-    batch = {"input_ids": rng.integers(0, 256, shape), "mask": mask, "advantages": mask, "lengths": lengths,
-             "group_ids": np.zeros(len(EXAMPLES), np.int64)}  # fmt: skip
+    batch = {
+        "input_ids": rng.integers(0, 256, shape),
+        "mask": mask,
+        "advantages": mask,
+        "lengths": lengths,
+        "group_ids": np.zeros(len(EXAMPLES), np.int64),
+    }
     return {**batch, "old_logprobs": logprobs, "rollout_logprobs": logprobs} if sampled else batch
 
 

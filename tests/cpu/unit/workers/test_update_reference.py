@@ -33,11 +33,20 @@ OPTIMIZER = OptimizerConfig(
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=False,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
         initializer_range=0.2,  # far from uniform: temperature and entropy matter
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(11)
         Qwen3ForCausalLM(config).float().save_pretrained(path)
