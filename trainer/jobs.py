@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
-import sys
 import tempfile
 
 from trainer.checkpoint.lock import NAME as LOCK_NAME
@@ -33,6 +33,8 @@ from trainer.sources.rollouts import RolloutSource
 from trainer.sources.supervised import SupervisedSource, loop_config
 from trainer.trainer import Trainer
 
+LOG = logging.getLogger(__name__)
+
 
 def train_with_rollouts(cfg: Config, device: str) -> None:
     """A run of GRPO or PPO: start the cluster, make the start weights if needed, train, report."""
@@ -41,15 +43,16 @@ def train_with_rollouts(cfg: Config, device: str) -> None:
     stop = StopRequest(t.stop_at)
     with RunDirectory(cfg).open() as directory:
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
-            print(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
+            LOG.info(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
             return
         with Cluster(cfg, device) as cluster, directory.settling():
             trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
     best = trainer.state.best
     shown = f", best val/accuracy {best['val/accuracy']:.3f} at step {best['step']}" if best else ""
-    print(f"finished step {trainer.state.step} of {t.total_steps}{shown}")
-    _report(cfg)
+    LOG.info(f"finished step {trainer.state.step} of {t.total_steps}{shown}")
+    if cfg.logger.plot:
+        final_report(t.run_dir)
 
 
 def train_supervised(cfg: Config, device: str) -> None:
@@ -59,7 +62,7 @@ def train_supervised(cfg: Config, device: str) -> None:
     check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
     with RunDirectory(cfg, supervised=True).open() as directory:
         if _is_finished(directory, cfg.sft.steps, exported=True):
-            print(f"finished step {cfg.sft.steps} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
+            LOG.info(f"finished step {cfg.sft.steps} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
             return
         path = cfg.model.path
         if path is None:
@@ -72,8 +75,9 @@ def train_supervised(cfg: Config, device: str) -> None:
             trainer.fit()
             target = export_target(cfg, trainer.state.step)
             trainer.export(target)
-    print(f"finished supervised step {trainer.state.step} of {cfg.sft.steps}; model: {target}")
-    _report(cfg)
+    LOG.info(f"finished supervised step {trainer.state.step} of {cfg.sft.steps}; model: {target}")
+    if cfg.logger.plot:
+        final_report(t.run_dir)
 
 
 def rollout_trainer(
@@ -130,12 +134,6 @@ def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
     return not exported or os.path.exists(export_target(directory.cfg, resume.checkpoint.step))
 
 
-def _report(cfg: Config) -> None:
-    if cfg.logger.plot:
-        print(final_report(cfg.trainer.run_dir))
-    sys.stdout.flush()
-
-
 # --------------------------------------------------------------------------------------------------------
 # The embedded model
 
@@ -157,9 +155,7 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
             from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
 
             build_tiny(cfg.model.tiny, start)
-            print(
-                f"warm start of the embedded model: {cfg.sft.steps} supervised steps, once for this config", flush=True
-            )
+            LOG.info("warm start of the embedded model: %d supervised steps, once for this config", cfg.sft.steps)
             trainer = supervised_trainer(warm_start, cluster, directory, start, stop)
             trainer.fit()
             trainer.export(target)

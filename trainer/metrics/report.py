@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import statistics
@@ -16,6 +17,8 @@ from trainer.output import guard_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+LOG = logging.getLogger(__name__)
 
 Rows = Sequence[dict[str, Any]]
 
@@ -68,12 +71,12 @@ def write_report(run_dir: str) -> str:
     return path
 
 
-def final_report(run_dir: str) -> str:
-    """Draw the report of a finished run; return a line that says where it is, or why there is none."""
+def final_report(run_dir: str) -> None:
+    """Draw the report of a finished run. Log where it is, or why it could not be drawn."""
     try:
-        return f"report: {write_report(run_dir)}"
+        LOG.info("report: %s", write_report(run_dir))
     except OSError as error:
-        return f"WARNING: no report was drawn ({error}); `python -m trainer.metrics.report {run_dir}` draws it"
+        LOG.warning("no report was drawn (%s); `python -m trainer.metrics.report %s` draws it", error, run_dir)
 
 
 _STYLE = {

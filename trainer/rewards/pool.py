@@ -1,4 +1,4 @@
-"""Rewards computed in processes of their own, so that one that hangs or crashes costs one completion."""
+"""Rewards are computed in processes of their own: a reward that hangs or crashes costs one completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -26,41 +26,40 @@ from trainer.rewards.functions import resolve
 LOG = logging.getLogger(__name__)
 
 LOST_LIMITS = 30
-"""A step may lose this many times `reward.timeout_s`, for each process, to rewards that fail."""
+"""Failing rewards may take this many times `reward.timeout_s` of each process in one call of `score`."""
 _CHUNK = 64
 _TRIES = 2
-"""A completion whose process dies is tried once more: the process may have been killed for another reason."""
+"""A completion whose process dies is retried once: something else may have killed the process."""
 _STARTS = 3
-"""Processes that die one after the other before they are ready."""
+"""This many processes in a row may die before they are ready; then the run fails."""
 _START_S = 600.0
 """Longest time for the imports of a process."""
 _STOP_S = 10.0
-"""Longest time for the guard to end what a reward function has started."""
+"""Longest time for the guard to end the processes that a reward function has started."""
 _DEATH_S = 1.0
-"""Longest time between the end of a worker's pipe and its own."""
+"""Longest time between the end of a worker's pipe and the end of the worker."""
 _PIPE_S = 10
-"""Longest time for a message that has begun."""
+"""Longest time for the rest of a message once it has begun."""
 _LINES = 20
 _OUTPUT_BYTES = 4000
 
 
 @dataclass
 class RewardFailures:
-    """Completions whose reward could not be computed and counts as 0, and what reward functions have printed."""
+    """Completions whose reward could not be computed. Their reward is 0."""
 
     count: int = 0
     first: str = ""
     skipped: int = 0
-    """Of these, completions that were not tried: the step had lost too much time to others."""
-    output: list[str] = field(default_factory=list)
+    """Completions among them that were not tried, because failed rewards had taken too much time."""
 
     def add(self, reason: str) -> None:
         self.first = self.first or reason
         self.count += 1
 
     def lines(self) -> list[str]:
-        """Return what the user should read."""
-        lines = list(self.output)
+        """Return messages for the user."""
+        lines = []
         if self.count:
             lines.append(f"{self.count} rewards failed and count as 0; the first: {self.first}")
         if self.skipped:
@@ -72,39 +71,39 @@ class RewardFailures:
 
 
 class _Died(Exception):
-    """A worker process cannot be used any more."""
+    """A worker process can no longer be used."""
 
 
 class _Worker:
     """One process that computes the reward `name`, with its guard (see `trainer.rewards.worker`)."""
 
     def __init__(self, name: str, environment: dict[str, str]):
-        self.pipe, theirs = multiprocessing.Pipe()
+        self.pipe, worker_end = multiprocessing.Pipe()
         self.output, output = os.pipe()
         os.set_blocking(self.output, False)
         with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may hold or garble the other end
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PIPE_S, 0))
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from trainer.rewards.worker import main; "
-            f"main({os.getpid()}, {theirs.fileno()}, {name!r})"
+            f"main({os.getpid()}, {worker_end.fileno()}, {name!r})"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[worker_end.fileno()],
             env=environment,
-            start_new_session=True,  # signals to the job are for the driver to handle
+            start_new_session=True,  # only the driver handles signals to the job
         )
-        theirs.close()
+        worker_end.close()
         os.close(output)
         self.ready = False
         self.work: deque[int] = deque()
-        """Completions it was given and has not answered, in order."""
+        """Completions that it has received and not answered, in order."""
         self.since = time.monotonic()
-        """When it was started, or began with the first of `work`."""
+        """When it was started, or when it began with the first completion of `work`."""
         self.replaces_failed = False
 
     def send(self, chunk: list[tuple]) -> None:
@@ -121,10 +120,10 @@ class _Worker:
             raise _Died from error
 
     def end(self, died: bool = False) -> str:
-        """End the process and all that it has started. Returns how it ended.
+        """End the process and everything that it has started. Return how it ended.
 
         Args:
-            died: it is about to end by itself; wait for that, to learn how.
+            died: it is ending by itself; wait for that to see how.
         """
         self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,14 +145,14 @@ class RewardPool:
     """`num_processes` processes that compute the reward `name`. A context manager.
 
     Args:
-        timeout_s: time limit of one completion; past it the process is killed.
+        timeout_s: time limit for one completion; after it the process is killed.
 
     Raises:
         UserError: there is no such reward.
     """
 
     def __init__(self, name: str, timeout_s: float, num_processes: int):
-        self._takes_row = takes_parameter(resolve(name), "row")  # fails now, not at the first step
+        self._takes_row = takes_parameter(resolve(name), "row")  # a wrong name fails here, not at the first step
         self._name = name
         self._timeout_s = timeout_s
         self._num_processes = num_processes
@@ -184,7 +183,7 @@ class RewardPool:
         Log the failures, and what reward functions have printed.
 
         Args:
-            rows: of the data, one for each completion, for a reward with a parameter `row`.
+            rows: the row of the data of each completion, for a reward function with a parameter `row`.
 
         Raises:
             WorkerError: the processes cannot start.
@@ -200,13 +199,13 @@ class RewardPool:
                     if worker.ready and not worker.work and call.todo:
                         self._give(call, worker, size)
                 self._listen(call)
-        finally:  # what is still at work must not answer the next call
+        finally:  # a process that is still busy must not answer the next call
             for worker in [worker for worker in self._workers if worker.work]:
                 self._replace(call, worker, failed=False)
             for worker in self._workers:
                 self._read_output(worker)
-        rewards, failures = call.rewards(self._take_output())
-        for line in failures.lines():
+        rewards, failures = call.rewards()
+        for line in [*self._take_output(), *failures.lines()]:
             LOG.info(line)
         return rewards, failures
 
@@ -219,11 +218,11 @@ class RewardPool:
             self._replace(call, worker, failed=False)
 
     def _listen(self, call: _Call) -> None:
-        """Wait for something to happen, at most until a time limit is reached, and act on it."""
+        """Wait for messages, output, or the next time limit, and handle them."""
         begin = time.monotonic()
         patience = max(0.0, min(self._deadline(worker) for worker in self._workers) - begin)
         heard = set(wait([end for worker in self._workers for end in (worker.pipe, worker.output)], patience))
-        stopped = time.monotonic() > begin + patience + 1  # with the whole job, perhaps: the clocks start again
+        stopped = time.monotonic() > begin + patience + 1  # perhaps the whole job was stopped: restart the clocks
         for worker in list(self._workers):
             if stopped:
                 worker.since = time.monotonic()
@@ -231,7 +230,9 @@ class RewardPool:
                 self._read_output(worker)
             if worker.pipe in heard:
                 self._hear(call, worker)
-            elif time.monotonic() > self._deadline(worker) and not worker.pipe.poll():  # nothing has come meanwhile
+            elif (
+                time.monotonic() > self._deadline(worker) and not worker.pipe.poll()
+            ):  # no message arrived in the meantime
                 if not worker.ready:
                     raise WorkerError(f"a process of reward.name={self._name} has not started after {_START_S:g} s")
                 call.fail(worker.work.popleft(), f"took longer than reward.timeout_s={self._timeout_s:g}")
@@ -253,13 +254,13 @@ class RewardPool:
                     worker.ready, self._bad_starts = True, 0
                 case {"cannot_start": str() as reason}:
                     raise WorkerError(f"the processes of reward.name={self._name} die as they start: {reason}")
-                case _:  # user code has written into the pipe
+                case _:  # user code wrote into the pipe
                     raise _Died
         except _Died:
             self._bury(call, worker)
 
     def _answer(self, call: _Call, worker: _Worker, result: float | str, last: bool) -> None:
-        """Take the result of the first of the worker's completions; `last`: this process will answer no more."""
+        """Take the result of the worker's first completion. `last`: the process will not answer again."""
         index, now = worker.work.popleft(), time.monotonic()
         if isinstance(result, str):
             call.lost_s += now - worker.since
@@ -271,7 +272,7 @@ class RewardPool:
             self._replace(call, worker, failed=isinstance(result, str))
 
     def _bury(self, call: _Call, worker: _Worker) -> None:
-        """A process has died: of its first completion, as far as can be known, or before it was ready."""
+        """Handle the death of a process. Its first completion is the suspect; without one, the start has failed."""
         index = worker.work[0] if worker.work else None
         failed = index is not None
         ending = self._replace(call, worker, failed, died=True)
@@ -283,12 +284,12 @@ class RewardPool:
         elif not worker.ready:
             self._bad_starts += 1
             if self._bad_starts >= _STARTS:
-                said = self._output.decode(errors="replace").strip().splitlines()
-                raise WorkerError(f"the processes of reward.name={self._name} die as they start ({ending})"
-                                  + (f"; the last output: {one_line(said[-1])}" if said else ""))  # fmt: skip
+                printed = self._output.decode(errors="replace").strip().splitlines()
+                output = f"; the last output: {one_line(printed[-1])}" if printed else ""
+                raise WorkerError(f"the processes of reward.name={self._name} die as they start ({ending}){output}")
 
     def _replace(self, call: _Call, worker: _Worker, failed: bool, died: bool = False) -> str:
-        """Start another process in place of this one; its completions are due again. Returns how it ended."""
+        """Replace a process by a new one, and queue its completions again. Return how the process ended."""
         if failed:
             call.lost_s += time.monotonic() - worker.since
         call.todo.extendleft(reversed(worker.work))
@@ -326,7 +327,7 @@ class _Call:
         self.results: dict[int, float | str] = {}
         self.deaths: Counter[int] = Counter()
         self.lost_s = 0.0
-        """Process time that completions which failed have taken."""
+        """Time of the processes that went into failed completions."""
 
     @property
     def missing(self) -> bool:
@@ -335,8 +336,8 @@ class _Call:
     def fail(self, index: int, reason: str) -> None:
         self.results[index] = reason
 
-    def rewards(self, output: list[str]) -> tuple[list[float], RewardFailures]:
-        failures = RewardFailures(skipped=len(self.items) - len(self.results), output=output)
+    def rewards(self) -> tuple[list[float], RewardFailures]:
+        failures = RewardFailures(skipped=len(self.items) - len(self.results))
         for index in range(len(self.items)):
             result = self.results.get(index, "was not tried")
             if isinstance(result, str):

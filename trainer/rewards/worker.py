@@ -1,10 +1,10 @@
-"""A process that computes rewards, under a guard that ends whatever the reward function has started.
+"""A process that computes rewards, and its guard, which ends every process that the reward function has started.
 
     driver (trainer.rewards.pool) -> guard -> worker -> processes that the function starts
 
-The guard runs nothing of the user's. When the worker ends, when the driver asks for it (SIGTERM) or is gone, the
-guard ends all processes below it, also those that have made themselves daemons: the kernel gives orphans to the
-nearest "subreaper" above them, which is the worker, and then the guard.
+The guard runs no user code. When the worker ends, when the driver asks for it (SIGTERM), or when the driver is gone,
+the guard ends all processes below it, daemons too: the kernel gives orphans to the nearest "subreaper" above them,
+which is the worker, and then the guard.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _LARGEST = 1e12
-"""A reward's largest size. Its square, summed over 10^9 numbers, is still finite in float32."""
+"""Largest absolute reward. The sum of 10^9 squares of it is finite in float32."""
 _PATIENCE_S = 0.5
-"""How long the processes that a reward function has started may take to end after it."""
+"""Longest time that processes which a reward function has started may run after it."""
 _THREADS_LEFT = 32
-"""A worker with this many threads more than after its imports is replaced."""
+"""A worker is replaced if it has this many threads more than after its imports."""
 
 
 def main(driver: int, pipe: int, name: str) -> NoReturn:
-    """Be the guard of one worker, which computes the reward `name`; end as the worker ends.
+    """Be the guard of one worker, which computes the reward `name`. End with the worker's exit code.
 
     Args:
         driver: the process to serve.
         pipe: descriptor of the worker's end of the pipe to it.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the death of the driver wakes it up
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the death of the driver wakes the guard
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -61,7 +61,7 @@ def main(driver: int, pipe: int, name: str) -> NoReturn:
             pass
         except BaseException:
             traceback.print_exc()
-        finally:  # no exit handlers, and no waiting for threads, of user code
+        finally:  # without exit handlers and threads of user code
             os._exit(1)
     os.close(pipe)
     code = _wait_for(worker, driver)
@@ -78,7 +78,7 @@ def _wait_for(worker: int, driver: int) -> int:
         if process == worker:
             return os.waitstatus_to_exitcode(status)
         if process != 0:
-            continue  # an orphan, which the guard has inherited
+            continue  # an orphan that the guard has inherited
         if os.getppid() != driver:
             return 0
         signalled = signal.sigtimedwait(awaited, 0.5)
@@ -87,7 +87,7 @@ def _wait_for(worker: int, driver: int) -> int:
 
 
 def _end_children() -> None:
-    """Kill the children until there are none. The children of those that end become children of this process."""
+    """Kill the children until there are none. Children of a killed process become children of this one."""
     for _ in range(1000):
         try:
             while os.waitpid(-1, os.WNOHANG)[0] != 0:
@@ -105,15 +105,15 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:  # it died before that took effect
         os._exit(1)
-    os.setsid()  # `kill 0` in a reward function is not for the guard
+    os.setsid()  # `kill 0` in a reward function must not reach the guard
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this process goes before driver, ranks and engines
+        file.write("1000")  # if memory runs out, the kernel kills this process before driver, ranks and engines
     guard_output()
     try:
         function = resolve(name)
-        if name in REWARDS:  # math imports more at its first call
+        if name in REWARDS:  # `math` imports more at its first call
             function("0", "1")
     except BaseException as error:
         _send(pipe, {"cannot_start": describe_error(error)})
@@ -127,7 +127,7 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
             os._exit(0)
         for completion, answer, *row in chunk:
             result = _reward(function, completion, answer, *row)
-            if os.getpid() != worker:  # the function has forked, and its child comes back here too
+            if os.getpid() != worker:  # the function has forked, and this is its child
                 os._exit(0)
             restored = before.restore()
             left = before.processes_left()
@@ -143,7 +143,7 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
 def _reward(
     function: Callable[..., Any], completion: str, answer: str, row: dict[str, Any] | None = None
 ) -> float | str:
-    """Return the reward, or why there is none.
+    """Return the reward, or the reason why there is none.
 
     Args:
         row: the whole row of the data, for a function that takes it.
@@ -161,7 +161,7 @@ def _reward(
 
 
 class _State:
-    """What a reward function can change in its process: every call finds it as it was after the imports."""
+    """The state of the process after the imports, which is restored after each call of the reward function."""
 
     def __init__(self, pipe: Connection):
         self._directory = os.getcwd()
@@ -178,9 +178,9 @@ class _State:
         self._helpers = {child.pid for child in psutil.Process().children()}
 
     def restore(self) -> bool:
-        """Undo what the last call has changed. Returns whether the process can be used again."""
+        """Undo the changes of the last call. Return whether the process can be used again."""
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is still to come
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a pending alarm
             for number, handler in self._handlers:
                 if getsignal(number) is not handler:
                     signal.signal(number, handler)
@@ -203,7 +203,7 @@ class _State:
             return False
 
     def processes_left(self) -> str:
-        """Return the name of a process that the last call has started and that does not end, or nothing."""
+        """Return the name of a process that the last call has started and that still runs; empty if there is none."""
         end = time.monotonic() + _PATIENCE_S
         while _has_children():
             running = [child for child in psutil.Process().children() if self._is_left(child)]

@@ -143,10 +143,12 @@ def test_a_sentence_about_bad_input_keeps_status_2():
     assert done.returncode == 2
 
 
-def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(tmp_path):
+def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(tmp_path, caplog):
     (tmp_path / METRICS_FILE).write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
     (tmp_path / "report.png.tmp").mkdir()
-    assert final_report(str(tmp_path)).startswith("WARNING: no report was drawn")
+    final_report(str(tmp_path))
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING" and warning.getMessage().startswith("no report was drawn")
     done = subprocess.run([sys.executable, "-m", "trainer.metrics.report", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
