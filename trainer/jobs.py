@@ -11,6 +11,7 @@ import shutil
 import tempfile
 
 from trainer.checkpoint.lock import NAME as LOCK_NAME
+from trainer.cluster.local import LocalCluster
 from trainer.cluster.runtime import Cluster
 from trainer.config import Config, TrainerConfig
 from trainer.data.datasets import check_files
@@ -36,8 +37,12 @@ from trainer.trainer import Trainer
 LOG = logging.getLogger(__name__)
 
 
-def train_with_rollouts(cfg: Config, device: str) -> None:
-    """A run of GRPO or PPO: start the cluster, make the start weights if needed, train, report."""
+def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | LocalCluster | None = None) -> None:
+    """A run of GRPO or PPO: start the cluster, make the start weights if needed, train, report.
+
+    Args:
+        cluster: not started yet. None: Ray, as `trainer.ray_address` says.
+    """
     _check_inputs(cfg)
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
@@ -45,7 +50,7 @@ def train_with_rollouts(cfg: Config, device: str) -> None:
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
             LOG.info(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
             return
-        with Cluster(cfg, device) as cluster, directory.settling():
+        with cluster or Cluster(cfg, device) as cluster, directory.settling():
             trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
     best = trainer.state.best

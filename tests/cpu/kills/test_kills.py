@@ -1,0 +1,136 @@
+"""Kill a job anywhere and restart it with the same command: the result is that of a job that nobody killed.
+
+The job is the real one: trainer, run directory, source, ranks and engine, with a tiny model. All its processes are
+killed at once, inside every phase of a save and at random moments, until it finishes. Its metrics and the bytes of
+its final weights must be those of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import comparable, metrics
+from tests.support.killed_jobs import STEPS, KilledJobs
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
+PLACES = (
+    "logged",
+    "save:begin",
+    "save:staging",
+    "save:staged",
+    "save:shards_written",
+    "save:parts_written",
+    "save:manifest_written",
+    "save:published",
+    "save:hinted",
+    "save:deleting",
+)
+
+
+@dataclass
+class Job:
+    """One command, and the directory in which it is given."""
+
+    jobs: KilledJobs
+    directory: Path
+    overrides: tuple[str, ...]
+
+    def run(self, **options) -> bool:
+        self.directory.mkdir(exist_ok=True)
+        return self.jobs.run(
+            self.directory / "log", f"trainer.run_dir={self.directory}/run", *self.overrides, **options
+        )
+
+    def outcome(self) -> tuple[list[dict], bytes]:
+        rows = metrics(self.directory / "run")
+        assert [row["step"] for row in rows] == list(range(STEPS + 1)), "a line is missing, or there twice"
+        weights = self.directory / f"run/exports/global_step_{STEPS}/policy/model.safetensors"
+        return comparable(rows), weights.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[KilledJobs]:
+    server = KilledJobs()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(
+        TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
+    )
+    return path
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def overrides(request, model) -> tuple[str, ...]:
+    return f"model.path={model}", f"trainer.num_workers={request.param}"
+
+
+@dataclass
+class Uninterrupted:
+    outcome: tuple[list[dict], bytes]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(jobs, overrides, tmp_path_factory) -> Uninterrupted:
+    """The outcome of a job that nobody kills, and how long it took."""
+    job = Job(jobs, tmp_path_factory.mktemp("uninterrupted"), overrides)
+    started = time.monotonic()
+    assert job.run()
+    return Uninterrupted(job.outcome(), time.monotonic() - started)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_job_killed_in_a_phase_of_a_save_ends_as_if_never_killed(jobs, overrides, uninterrupted, place, tmp_path):
+    """Killed there early in the job, and again late in the restarted job."""
+    job = Job(jobs, tmp_path / "job", overrides)
+    kills = 0
+    for attempt, nth in enumerate(_passes(place)):
+        reached = tmp_path / f"reached{attempt}"
+        env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}
+        kills += not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists())
+    assert kills >= 1  # the late place may lie beyond the end of the restarted job
+    assert job.run()
+    assert job.outcome() == uninterrupted.outcome
+    left = [path.name for path in (tmp_path / "job/run/checkpoints").iterdir() if path.name.startswith(".")]
+    assert left == []
+
+
+def _passes(place: str) -> tuple[int, int]:
+    """When to kill a job: at which passing of the place, first and after the restart."""
+    if place == "logged":
+        return 3, 2  # once a step; no step is saved before the second
+    if place in ("save:staged", "save:shards_written"):
+        return 1, 4  # policy and critic pass it, once each in a save
+    return 1, 2
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_a_job_killed_at_random_moments_ends_as_if_never_killed(jobs, overrides, uninterrupted, trial, tmp_path):
+    """Four kills spread over the life of a job, its start and its saves included."""
+    moments = random.Random(f"{overrides[1]} {trial}")
+    job = Job(jobs, tmp_path / "job", overrides)
+    kills, longest = 0, uninterrupted.seconds
+    while kills < 4:
+        moment = moments.uniform(0.1, longest)
+        if job.run(kill_when=lambda seconds, moment=moment: seconds > moment):
+            longest *= 0.7  # it is quicker now: aim earlier, and begin again
+            shutil.rmtree(tmp_path / "job/run")
+        else:
+            kills += 1
+    assert job.run()
+    assert job.outcome() == uninterrupted.outcome
