@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.engines import EngineProcess, RemoteEngine
+from tests.support.engines import RemoteEngine, start_vllm, vllm_launcher
 from tests.support.generation import ROLLOUT
-from trainer.config import RolloutConfig, TinyConfig
+from trainer.cluster.launcher import Launcher
+from trainer.cluster.local import LocalCluster
+from trainer.config import Config, TinyConfig
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.generation.vllm_engine import VLLMEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.models.tiny import build_tiny
 
@@ -34,21 +35,22 @@ def model_paths(tmp_path_factory) -> dict[bool, str]:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[list[EngineProcess]]:
-    processes = [EngineProcess(), EngineProcess()]
-    yield processes
-    for process in processes:
-        process.close()
+def launcher() -> Iterator[Launcher]:
+    with vllm_launcher() as launcher:
+        yield launcher
 
 
-def build(process: EngineProcess, path: str, rollout: RolloutConfig = ROLLOUT) -> RemoteEngine:
-    return process.build(VLLMEngine, path, dtype="auto", seed=1, rollout=rollout, device="cpu")
+@pytest.fixture
+def cluster(launcher) -> Iterator[LocalCluster]:
+    """Starts engines of vLLM, one at a time, which end with the test."""
+    with LocalCluster(Config(), "cpu", launcher) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
-def vllm_engines(processes, model_paths):
-    """Two vLLM engines, each in its own process, for the tied and the untied model."""
-    return {tied: [build(process, path) for process in processes] for tied, path in model_paths.items()}
+def vllm_engine(launcher, model_paths) -> Iterator[RemoteEngine]:
+    with LocalCluster(Config(), "cpu", launcher) as cluster:
+        yield start_vllm(cluster, model_paths[True])
 
 
 @pytest.fixture(params=["vllm", "transformers"])
@@ -56,6 +58,6 @@ def engine(request, model_paths):
     """An engine of each kind with the tied model's start weights, as version 0."""
     if request.param == "transformers":
         return TransformersEngine(model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
-    engine = request.getfixturevalue("vllm_engines")[True][0]
+    engine = request.getfixturevalue("vllm_engine")
     engine.sync_weights(SharedMemory(model_paths[True]), 0)
     return engine

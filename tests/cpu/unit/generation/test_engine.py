@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.cpu.unit.generation.conftest import build
-from tests.support.engines import LocalGroup
+from tests.support.engines import start_vllm
 from tests.support.generation import (
     GREEDY,
     ROLLOUT,
@@ -32,7 +30,6 @@ from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.generation.vllm_engine import VLLMEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
 from trainer.keyed import key
 from trainer.learner.ranks import Ranks
@@ -71,13 +68,12 @@ def test_a_completion_does_not_depend_on_its_company(engine):
     assert engine.generate([], SAMPLED) == []
 
 
-def test_a_new_engine_generates_the_same(engine, vllm_engines, model_paths):
+def test_a_new_engine_generates_the_same(engine, cluster, model_paths):
     requests = make_requests(6)
     if isinstance(engine, TransformersEngine):
         other = TransformersEngine(model_paths[True], dtype="auto", seed=2, rollout=ROLLOUT, device="cpu")
     else:
-        other = vllm_engines[True][1]
-        other.sync_weights(SharedMemory(model_paths[True]), 0)
+        other = start_vllm(cluster, model_paths[True])
     assert_same(engine.generate(requests, SAMPLED), other.generate(requests, SAMPLED))
 
 
@@ -175,61 +171,49 @@ def test_a_sleeping_engine_must_be_woken(engine, model_paths):
 # What only vLLM has: a bounded cache and a scheduler
 
 
-def test_more_work_than_the_engine_can_hold(processes, model_paths, vllm_engines):
+def test_more_work_than_the_engine_can_hold(cluster, model_paths, vllm_engine):
     """Prefill in parts, and requests thrown out of the cache and begun again, give the same completions."""
     requests = make_requests(64, longest=300)  # more than one prefill batch
     sampling = Sampling(0.7, 1.0, -1, 64, ())
-    roomy = vllm_engines[True][0]
-    roomy.sync_weights(SharedMemory(model_paths[True]), 0)
-    expected = roomy.generate(requests, sampling)
-    cramped = build(processes[0], model_paths[True], RolloutConfig(
-        max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=16, kv_cache_mb=1))  # fmt: skip
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
+    expected = vllm_engine.generate(requests, sampling)
+    cramped = start_vllm(cluster, model_paths[True], dataclasses.replace(ROLLOUT, max_num_seqs=16, kv_cache_mb=1))
     assert_same(expected, cramped.generate(requests, sampling))
 
 
-@pytest.mark.parametrize(("settings", "reason"), [
-    ({"max_prompt_tokens": 5000}, "4096"),
-    ({"engine_args": {"no_such_setting": 1}}, "no_such_setting"),
-])  # fmt: skip
-def test_settings_that_vllm_refuses_are_the_users(processes, model_paths, settings, reason):
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"max_prompt_tokens": 5000}, "4096"), ({"engine_args": {"no_such_setting": 1}}, "no_such_setting")],
+)
+def test_settings_that_vllm_refuses_are_the_users(cluster, model_paths, settings, reason):
     with pytest.raises(UserError, match=f"rollout.engine=vllm .*{reason}"):
-        build(processes[0], model_paths[True], RolloutConfig(**settings)).generate([], GREEDY)
+        start_vllm(cluster, model_paths[True], RolloutConfig(**settings)).generate([], GREEDY)
 
 
 # --------------------------------------------------------------------------------------------------------
 # Weight sync
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def tied(request) -> bool:
     return request.param
 
 
-class RunningEngines(LocalCluster):
-    """A cluster whose engines are there before the job."""
-
-    engines: LocalGroup
-
-    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Any) -> LocalGroup:
-        return self.engines
-
-
-@pytest.fixture(scope="module")
-def cluster(tied, model_paths, vllm_engines) -> Iterator[RunningEngines]:
-    """Two running engines, and a cluster for ranks."""
+@pytest.fixture
+def job(launcher) -> Iterator[LocalCluster]:
+    """A cluster for two ranks and two engines."""
     cfg = Config(rollout=dataclasses.replace(ROLLOUT, temperature=SAMPLED.temperature, num_engines=2))
     cfg.trainer.num_workers = 2
     cfg.trainer.mini_batch_size = 4
     cfg.trainer.policy.optimizer.lr = 3e-3  # large enough that old weights would show
-    with RunningEngines(cfg, "cpu") as cluster:
-        cluster.engines = LocalGroup(vllm_engines[tied])
+    with LocalCluster(cfg, "cpu", launcher) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def ranks(cluster, tied, model_paths) -> Ranks:
+@pytest.fixture
+def ranks(job, tied, model_paths) -> Ranks:
     """Two ranks that hold a policy, sharded."""
-    ranks = Ranks(cluster.cfg, cluster)
+    ranks = Ranks(job.cfg, job)
     ranks.connect()
     ranks.build(model_paths[tied])
     return ranks
@@ -262,11 +246,11 @@ def assert_same_as_old_logprobs(ranks: Ranks, requests: list[Request], completio
 
 
 @pytest.mark.parametrize("way", ["shared_memory", "broadcast"])
-def test_engines_follow_the_ranks_through_optimizer_steps(tied, cluster, ranks, way, model_paths, tmp_path):
+def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way, model_paths, tmp_path):
     """A fleet of two engines of vLLM, and one of transformers. Prompts of several cache blocks, the same before and
     after each sync, as a stale cache would show."""
-    cfg = dataclasses.replace(cluster.cfg, rollout=dataclasses.replace(cluster.cfg.rollout, weight_sync=way))
-    fleet = Fleet(cfg, cluster, ranks, model_paths[tied])
+    cfg = dataclasses.replace(job.cfg, rollout=dataclasses.replace(job.cfg.rollout, weight_sync=way))
+    fleet = Fleet(cfg, job, ranks, model_paths[tied])
     fallback = TransformersEngine(model_paths[tied], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
     model = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32).eval()
     rng = random.Random(3)
@@ -293,7 +277,7 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, cluster, ranks, 
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
-def test_vllm_serves_the_adapters_it_is_given_in_place(processes, model_paths, tmp_path, targets):
+def test_vllm_serves_the_adapters_it_is_given_in_place(cluster, model_paths, tmp_path, targets):
     """With an engine that was started for adapters, asleep in between as it would be beside ranks."""
     from peft import LoraConfig, get_peft_model
 
@@ -301,8 +285,7 @@ def test_vllm_serves_the_adapters_it_is_given_in_place(processes, model_paths, t
         AutoModelForCausalLM.from_pretrained(model_paths[True], dtype=torch.float32),
         LoraConfig(r=5, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"),
     )
-    engine = processes[0].build(VLLMEngine, model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu",
-                                lora_rank=5)  # fmt: skip
+    engine = start_vllm(cluster, model_paths[True], lora_rank=5)
     requests = make_requests(20)
     with model.disable_adapter():
         assert_agrees(model, requests, engine.generate(requests, SAMPLED), SAMPLED.temperature)
