@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSM8K with Qwen3-0.6B on one node of 8 GPUs of 80 GB. The settings have not been run by us on GPUs yet.
+# GSM8K with Qwen3-0.6B on one node of 8 GPUs of 80 GB. We have not run these settings on GPUs yet.
 #
 # What to expect, from public baselines, not from here: verl's table (verl.readthedocs.io, "Algorithm
 # Baselines") has Qwen2.5-0.5B-Instruct at 36.4 before and 56.7 after PPO, and Qwen2.5-1.5B-Instruct at 77.9
@@ -14,7 +14,7 @@ args=(
   data=gsm8k                                 # read from the Hub; data.train_files=[...] takes local files
   trainer.num_workers=8                      # one FSDP2 rank a GPU
   rollout.num_engines=8                      # and one vLLM engine on each of the same GPUs,
-  rollout.share_gpus=true                      # which sleeps while the ranks train
+  rollout.share_gpus=true                    # which sleeps while the ranks train
   rollout.gpu_memory_utilization=0.5         # the engine's share of a GPU while it generates
   trainer.train_batch_size=256               # prompts a step
   trainer.mini_batch_size=64                 # prompts an optimizer step: four of them a step

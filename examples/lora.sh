@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# PPO with low-rank adapters on policy and critic: they alone are trained, checkpointed and sent to vLLM, and the policy
-# without them is the reference. Adapters want a higher learning rate than whole weights. The last line writes the
-# adapter of the last checkpoint as peft reads it; without --adapter, the merged model.
+# PPO with low-rank adapters on policy and critic. Only the adapters are trained, saved and sent to vLLM, and the policy
+# without them is the reference. Adapters need a higher learning rate than whole weights. The last lines write the
+# adapter of the last checkpoint as peft reads it; without --adapter, they would write the merged model.
 set -euo pipefail
 run="outputs/lora"
 python -m trainer.main algorithm=ppo trainer.policy.lora.rank=8 trainer.critic.lora.rank=8 \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Rollouts as data: a run writes down what it samples, and supervised training from the same start learns the completions
-# that were right. sft.max_weight weighs their tokens by importance, since the model moves away from what sampled them;
-# without it this is plain distillation, and the rollouts may be those of a larger model with the same tokenizer.
-# Further overrides go to that last stage.
+# Rollouts as data: a run writes what it samples to files, and supervised training from the same start learns the right
+# completions. sft.max_weight weights their tokens by importance, because the model moves away from the policy that
+# sampled them. Without it this is plain distillation, and the rollouts may come from a larger model with the same
+# tokenizer. Further overrides go to the last stage.
 set -euo pipefail
 start="outputs/rejection_start"
 python -m trainer.sft trainer.run_name=rejection_start trainer.run_dir="$start" sft.steps=220 trainer.resume_mode=latest

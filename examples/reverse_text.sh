@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo's two stages by hand: supervised training from random weights, then GRPO from its export.
-# Run it again after an interruption and it goes on where it was. Further overrides go to the second stage;
+# Run it again after an interruption: it continues. Further overrides go to the second stage;
 # SFT_STEPS changes the length of the first.
 set -euo pipefail
 steps="${SFT_STEPS:-180}"

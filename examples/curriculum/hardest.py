@@ -1,4 +1,4 @@
-"""A curriculum: from the second epoch on, prompts that are solved already are left out, and the worst come first."""
+"""A curriculum: from the second epoch on, leave out solved prompts and begin with those of the lowest reward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # GRPO towards vowels, with the reward in vowels.py. A reward is any importable function
-# (completion: str, answer: str) -> float; PYTHONPATH says where it is.
+# (completion: str, answer: str) -> float. With a third parameter `row` it gets the whole row of the data. PYTHONPATH
+# says where the file is.
 set -euo pipefail
 PYTHONPATH="$(dirname "$0")" python -m trainer.main reward.name=vowels:score trainer.run_name=vowels "$@"

@@ -1,4 +1,4 @@
-"""A reward of one's own: the share of the completion's letters that are vowels."""
+"""Your own reward: the share of the completion's letters that are vowels."""
 
 
 def score(completion: str, answer: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 import torch
 
 from tests.support.jobs import comparable, metrics
+from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
 from trainer.algorithms.check import check_functions
-from trainer.config import RolloutConfig, compose
-from trainer.config.engines import EngineSpec
+from trainer.cluster.local import LocalCluster
+from trainer.config import Config, ModelConfig, RolloutConfig, compose
+from trainer.config.engines import ENGINES, EngineSpec
 from trainer.generation.engine import Engine, Request, Sampling
-from trainer.generation.weight_sync import SharedMemory
+from trainer.generation.fleet import Fleet
 from trainer.plugins import import_function
 from trainer.rewards.pool import RewardPool
 from trainer.run.directory import RunDirectory
@@ -101,26 +104,28 @@ def test_the_reward(module):
     assert (rewards, failures.count) == ([1.0, 0.5, 0.0, 1.0], 0)
 
 
-def test_the_engine(module, tmp_path):
+def test_the_engine(module, tmp_path, monkeypatch):
     code, line = examples("An engine")
     module("echo_engine", code)
-    spec = eval(f"{{{line}}}", {"EngineSpec": EngineSpec})["echo"]
-    build: Any = import_function(spec.path, "rollout.engine")
-    engine: Engine = build(
-        "model", dtype="auto", seed=1, rollout=RolloutConfig(), device="cpu", trust_remote_code=False
-    )
-    assert public(Engine) <= set(dir(engine))
+    monkeypatch.setitem(ENGINES, "echo", eval(f"{{{line}}}", {"EngineSpec": EngineSpec})["echo"])
+    rollout = RolloutConfig(engine="echo", num_engines=2)
+    cfg = Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=3, stop_token_ids=())
     requests = [Request([5, 6, 7, 8], seed=1), Request([9], seed=2)]
-    engine.set_version(1)
-    assert [c.token_ids for c in engine.generate(requests, sampling)] == [[5, 6, 7], [9]]
-    (tmp_path / "weights").mkdir()
-    engine.sleep()
-    engine.sync_weights(SharedMemory(str(tmp_path / "weights")), 2)
-    engine.wake()
-    for completion in engine.generate(requests, sampling):
-        assert (completion.weight_version, len(completion.logprobs)) == (2, len(completion.token_ids))
-    engine.shutdown()
+    with LocalCluster(cfg, "cpu") as cluster:
+        ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
+        fleet = Fleet(cfg, cluster, ranks, cfg.model.path)
+        fleet.start(version=1, fresh=True)
+        assert [c.token_ids for c in fleet.generate(requests, sampling)] == [[5, 6, 7], [9]]
+        fleet.sync_weights(2)
+        for completion in fleet.generate(requests, sampling):
+            assert (completion.weight_version, len(completion.logprobs)) == (2, len(completion.token_ids))
+        fleet.shutdown()
+
+
+def test_the_engine_has_every_method_of_the_protocol(module):
+    module("echo_engine", examples("An engine")[0])
+    assert public(Engine) <= set(dir(import_function("echo_engine:EchoEngine", "rollout.engine")))
 
 
 def test_the_source_of_episodes(tmp_path):
