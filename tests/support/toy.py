@@ -66,7 +66,8 @@ class ToyLearner:
         self.kl = FixedKL(0.0)
 
     def score(self, episodes: Any) -> Experience:
-        return Experience({"drawn": np.asarray([float(e.samples[0].token_ids[0]) for e in episodes])}, {})
+        drawn = np.asarray([float(episode.samples[0].token_ids[0]) for episode in episodes])
+        return Experience({"drawn": drawn}, {}, np.ones((len(drawn), 1), np.float32))
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         self.ranks.number = self.ranks.number / 2 + float(experience.batch["drawn"].sum())

@@ -121,6 +121,9 @@ class AlgorithmConfig(Section):
                 f"exceeds algorithm.rollout_correction_high={self.rollout_correction_high}, which leaves no token to "
                 "learn from",
             )
+        if self.rollout_correction is not None and self.old_logprobs == "sampler":
+            problem = "corrects the engine's log-probs, and algorithm.old_logprobs=sampler takes them as they are"
+            refuse(config, "algorithm.rollout_correction", problem)
         if self.overlong_buffer > rollout.max_response_tokens:
             problem = f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
             refuse(config, "algorithm.overlong_buffer", problem)

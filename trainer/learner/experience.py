@@ -29,6 +29,8 @@ class Experience:
     batch: Batch
     metrics: dict[str, float]
     """Of its rewards, lengths, log-probs and values."""
+    sampled: np.ndarray
+    """`(B, T)`: the mask before rows were left out of the losses."""
 
 
 def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:

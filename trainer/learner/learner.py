@@ -79,7 +79,7 @@ class Learner:
         metrics |= corrected
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
-        return Experience(leave_out_rows(batch, shaped, status, a), metrics)
+        return Experience(leave_out_rows(batch, shaped, status, a), metrics, batch["mask"])
 
     def _add_models_view(self, batch: Batch) -> Batch:
         """Return `batch` with the log-probs and values `(B, T)` of the models before the update."""
@@ -130,7 +130,7 @@ class Learner:
                 result, old_logprobs = self.ranks.update_policy(stored, shape, step, self.kl.coef)
                 metrics |= {f"policy/{name}": value for name, value in result.items()}
                 if old_logprobs is not None and "rollout_logprobs" in batch:
-                    metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs})
+                    metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:

@@ -76,6 +76,10 @@ ALGORITHM = [
         ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=3"],
         "rollout_correction_low=3.0: exceeds algorithm.rollout_correction_high=2.0",
     ),
+    (
+        ["algorithm.rollout_correction=tis", "algorithm.old_logprobs=sampler"],
+        "algorithm.rollout_correction=tis: corrects the engine's log-probs",
+    ),
     (["algorithm=gspo", "algorithm.ref_update_interval=5"], "algorithm.ref_update_interval=5: there is no reference"),
     (
         ["algorithm.ref_update_interval=5", "trainer.colocate_roles=false"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,9 @@ def episodes(prompts: int = 2, n: int = 4) -> list[Episode]:
     return made
 
 
-def a_step(model: str, mini_batch: int = 2, ranks: int = 1, **algorithm) -> tuple[dict[str, float], dict[str, float]]:
+def a_step(
+    model: str, mini_batch: int = 2, ranks: int = 1, equal_rewards: bool = False, **algorithm
+) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of one step, and its seconds by phase."""
     cfg = Config()
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
@@ -45,7 +49,8 @@ def a_step(model: str, mini_batch: int = 2, ranks: int = 1, **algorithm) -> tupl
     with local_cluster(ranks, cfg) as cluster:
         learner = Learner(cluster.cfg, cluster, timer)
         learner.build(model)
-        metrics = learner.update(learner.score(episodes()), 1)
+        made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
+        metrics = learner.update(learner.score(made), 1)
     return metrics, timer.take()
 
 
@@ -61,6 +66,14 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "policy/entropy", "policy/kl"):
         assert alone[name] == pytest.approx(with_pass[name], abs=1e-6), name
     assert alone["policy/clip_frac"] == 0.0
+
+
+def test_a_step_whose_rows_are_all_left_out_is_measured_all_the_same(model):
+    rewards = {"filter_zero_variance": True, "overlong_buffer": 0}
+    metrics, _ = a_step(model, equal_rewards=True, **rewards)
+    full, _ = a_step(model)
+    assert metrics["rollout/logprob_diff_max"] == full["rollout/logprob_diff_max"]
+    assert metrics["policy/loss"] == 0.0
 
 
 def test_several_optimizer_steps_need_the_old_log_probs(model):
