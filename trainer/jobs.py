@@ -11,9 +11,9 @@ import shutil
 import tempfile
 
 from trainer.checkpoint.lock import NAME as LOCK_NAME
-from trainer.cluster.local import LocalCluster
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.groups import Cluster
 from trainer.config import Config, TrainerConfig
+from trainer.config.trainer import PROCESSES
 from trainer.data.datasets import check_files
 from trainer.data.examples import load_train, load_val
 from trainer.errors import UserError
@@ -37,11 +37,11 @@ from trainer.trainer import Trainer
 LOG = logging.getLogger(__name__)
 
 
-def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | LocalCluster | None = None) -> None:
+def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None) -> None:
     """A run of GRPO or PPO: start the cluster, make the start weights if needed, train, report.
 
     Args:
-        cluster: not started yet. None: Ray, as `trainer.ray_address` says.
+        cluster: not started yet. None: as `trainer.ray_address` says.
     """
     _check_inputs(cfg)
     t = cfg.trainer
@@ -50,7 +50,7 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | LocalCluste
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
             LOG.info(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
             return
-        with cluster or Cluster(cfg, device) as cluster, directory.settling():
+        with cluster or _cluster(cfg, device) as cluster, directory.settling():
             trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
     best = trainer.state.best
@@ -75,7 +75,7 @@ def train_supervised(cfg: Config, device: str) -> None:
 
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path)
-        with Cluster(cfg, device) as cluster, directory.settling():
+        with _cluster(cfg, device) as cluster, directory.settling():
             trainer = supervised_trainer(cfg, cluster, directory, path, stop)
             trainer.fit()
             target = export_target(cfg, trainer.state.step)
@@ -113,6 +113,16 @@ def supervised_trainer(
     source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
     learner.build(path)
     return Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+
+
+def _cluster(cfg: Config, device: str) -> Cluster:
+    if cfg.trainer.ray_address == PROCESSES:
+        from trainer.cluster.local import LocalCluster
+
+        return LocalCluster(cfg, device)
+    from trainer.cluster.runtime import RayCluster  # imports Ray
+
+    return RayCluster(cfg, device)
 
 
 def _check_inputs(cfg: Config) -> None:

@@ -6,6 +6,7 @@ import os
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
+from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.metrics.names import METRICS
 from trainer.signals import SIGNALS
@@ -45,7 +46,7 @@ def _make_run_dir(run_dir: str) -> None:
 
 def _check_devices(cfg: Config, device: str) -> None:
     """Refuse more ranks than this machine has GPUs. A cluster to join is asked after it is joined."""
-    if device != "cuda" or cfg.trainer.ray_address is not None:
+    if device != "cuda" or cfg.trainer.ray_address not in (None, PROCESSES):
         return
     import torch
 

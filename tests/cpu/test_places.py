@@ -71,11 +71,11 @@ def test_a_run_directory_on_a_read_only_mount(tmp_path):
 
 START = """
 import sys
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 from trainer.errors import UserError
 try:
-    with Cluster(Config(), "cpu"):
+    with RayCluster(Config(), "cpu"):
         pass
 except UserError as error:
     print(error, file=sys.stderr)

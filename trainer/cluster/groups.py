@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import psutil
 
@@ -27,6 +28,51 @@ _PULSE_S = 2.0  # between two pulses
 _SAY_S = 20.0  # silence after which the user is told
 _SAY_START_S = 300.0  # time to start after which the user is told; an engine may compile for minutes
 _LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
+
+
+class Cluster(Protocol):
+    """Starts the groups of a job: `trainer.cluster.runtime.RayCluster`, or `trainer.cluster.local.LocalCluster`."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    object_store_bytes: int
+    """Shared memory that stored values may come to take."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all processes."""
+        ...
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
+        """Begin to start `trainer.num_workers` processes, which host `factory(rank, world_size, device)`."""
+        ...
+
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
+        """Begin to start `rollout.num_engines` processes, which host `factory(*args)`.
+
+        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as many
+        ranks.
+        """
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Store `value` as it is now; members get the value in place of the reference that this returns."""
+        ...
+
+    def meeting_place(self, group: Group, port: int = 0) -> str:
+        """Return where the members of a process group whose first rank is that of `group` find each other.
+
+        Args:
+            port: on that rank's machine; 0: a free one, or no port at all where all members are on this machine.
+        """
+        ...
+
+    def release(self, group: Group) -> None:
+        """End the group's processes and give back their place."""
+        ...
 
 
 class Backend(Protocol):

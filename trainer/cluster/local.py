@@ -23,14 +23,16 @@ from trainer.shared_memory import PrivateDirectory
 
 
 class LocalCluster:
-    """Has the interface of `trainer.cluster.runtime.Cluster`: `with LocalCluster(cfg, device) as cluster`.
+    """See `trainer.cluster.groups.Cluster`: `with LocalCluster(cfg, device) as cluster`.
 
-    What it hands to members, factories above all, must be importable there.
+    What members are given, such as a factory, must be importable there.
 
     Args:
         device: `cuda` or `cpu`.
         launcher: starts the members and outlives the cluster; None: the cluster has one of its own.
     """
+
+    object_store_bytes = 0
 
     def __init__(self, cfg: Config, device: str, launcher: Launcher | None = None):
         self.cfg = cfg

@@ -33,12 +33,14 @@ RAY_LOGS = "ray_logs"
 CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
 
 
-class Cluster:
-    """Ray for one run: `with Cluster(cfg, device) as cluster`. Whatever it started ends with it.
+class RayCluster:
+    """Ray for one run: `with RayCluster(cfg, device) as cluster`. Whatever it started ends with it.
 
     Args:
         device: `cuda` or `cpu`.
     """
+
+    object_store_bytes = CPU_OBJECT_STORE_BYTES
 
     def __init__(self, cfg: Config, device: str):
         self.cfg = cfg
@@ -47,7 +49,7 @@ class Cluster:
         self._local: LocalRay | None = None  # where this job has started Ray
         self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> RayCluster:
         address = self.cfg.trainer.ray_address
         try:
             if address is None:

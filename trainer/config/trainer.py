@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from trainer.config.schema import Config
 
 RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
+PROCESSES = "processes"
+"""`trainer.ray_address` of a run without Ray."""
 _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 
@@ -36,7 +38,8 @@ class TrainerConfig(Section):
     """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
     `num_workers` ranks of its own."""
     ray_address: str | None = None
-    """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run."""
+    """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
+    plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
     master_port: int = number(0, at_least=0, at_most=65535)
     """Port on rank 0's machine at which the ranks meet. 0: any free port."""
     worker_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)

@@ -16,8 +16,7 @@ from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
 
 if TYPE_CHECKING:
-    from trainer.cluster.groups import Group, Pending
-    from trainer.cluster.runtime import Cluster
+    from trainer.cluster.groups import Cluster, Group, Pending
 
 
 class PolicyRanks(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainer.algorithms import AdaptiveKL, FixedKL, shape_rewards
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample
 from trainer.learner.experience import (

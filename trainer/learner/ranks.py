@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cluster.groups import Group, Pending
-from trainer.cluster.runtime import CPU_OBJECT_STORE_BYTES, Cluster
+from trainer.cluster.groups import Cluster, Group, Pending
 from trainer.config import Config
 from trainer.models.files import resolve_model_path
 
@@ -98,11 +97,11 @@ class Ranks:
         Raises:
             UserError: there is too little shared memory.
         """
-        self.call_one("policy", "check_shared", dtype, CPU_OBJECT_STORE_BYTES)
+        self.call_one("policy", "check_shared", dtype, self.cluster.object_store_bytes)
 
     def share_weights(self, dtype: str) -> str:
         """Write the policy's weights to a new directory in rank 0's shared memory; returns its path."""
-        directory = self.call_one("policy", "open_shared", dtype, CPU_OBJECT_STORE_BYTES)
+        directory = self.call_one("policy", "open_shared", dtype, self.cluster.object_store_bytes)
         self.call("policy", "write_weights", directory, dtype)
         return directory
 

@@ -14,7 +14,7 @@ from tests.cpu.unit.cluster.members import FailsToLoad, Host, SlowToLoad
 from trainer.cluster import groups
 from trainer.cluster.groups import Group
 from trainer.cluster.local import LocalCluster
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError
 
@@ -26,8 +26,8 @@ def settings() -> Config:
     return cfg
 
 
-@pytest.fixture(scope="module", params=[LocalCluster, Cluster], ids=["local", "ray"])
-def cluster(request) -> Iterator[Cluster | LocalCluster]:
+@pytest.fixture(scope="module", params=[LocalCluster, RayCluster], ids=["local", "ray"])
+def cluster(request) -> Iterator[RayCluster | LocalCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
         with request.param(settings(), "cpu") as cluster:

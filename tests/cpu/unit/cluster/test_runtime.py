@@ -11,27 +11,27 @@ import pytest
 import ray
 
 from tests.support.jobs import left_running
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory) -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
-        with Cluster(Config(), "cpu") as cluster:
+        with RayCluster(Config(), "cpu") as cluster:
             yield cluster
 
 
 JOINS = """
 import dataclasses, sys
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 from trainer.errors import UserError
 cfg = Config()
 cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, ray_address=sys.argv[1]))
 try:
-    with Cluster(cfg, "cpu"):
+    with RayCluster(cfg, "cpu"):
         print("joined")
 except UserError as error:
     print(error)
@@ -57,10 +57,10 @@ LOSES_RAY = """
 import sys
 import numpy as np
 from tests.support.jobs import left_running
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
-with Cluster(Config(), "cpu") as cluster:
+with RayCluster(Config(), "cpu") as cluster:
     cluster._local._daemons[sys.argv[1]].kill()
     try:
         while True:
@@ -81,12 +81,12 @@ def test_a_driver_that_ray_ends_leaves_a_sentence(marker):
 
 LOSES_THE_GCS = """
 import sys
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.cluster.supervisor import is_running
 from trainer.config import Config
 from trainer.errors import WorkerError
 try:
-    with Cluster(Config(), "cpu") as cluster:
+    with RayCluster(Config(), "cpu") as cluster:
         daemon = cluster._local._daemons["gcs_server"]
         daemon.kill()
         while is_running(daemon):
@@ -105,10 +105,10 @@ def test_no_place_is_asked_of_a_ray_that_has_died():
 
 MEMORY_RUNS_LOW = """
 from tests.cpu.unit.cluster.members import Host
-from trainer.cluster.runtime import Cluster
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
-with Cluster(Config(), "cpu") as cluster:
+with RayCluster(Config(), "cpu") as cluster:
     try:
         cluster.launch_ranks("rank", Host, {}).call("waits")
     except WorkerError as error:

@@ -1,0 +1,25 @@
+"""A job on plain processes of this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.jobs import comparable, left_running, metrics, run_job, shared_memory
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_job_without_ray_trains_as_one_with_ray(tmp_path, marker, monkeypatch):
+    """On a machine where Ray cannot be imported."""
+    base = ["rollout=transformers", "trainer.num_workers=2", "logger.plot=false"]
+    with_ray = run_job(*base, "trainer.run_name=ray", cwd=tmp_path)
+    assert with_ray.returncode == 0, with_ray.stderr
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('ray')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    before = shared_memory()
+    without = run_job(*base, "trainer.ray_address=processes", "trainer.run_name=processes", cwd=tmp_path)
+    assert without.returncode == 0, without.stderr
+    assert left_running(marker) == []
+    assert shared_memory() <= before
+    outputs = tmp_path / "outputs"
+    assert comparable(metrics(outputs / "processes")) == comparable(metrics(outputs / "ray"))
