@@ -85,7 +85,7 @@ def test_a_checkpoint_continues_on_as_many_gpus_and_on_one(model_path, tmp_path,
             assert_close(ours, theirs)
 
 
-def test_a_nan_stops_every_rank_and_leaves_the_weights(model_path):
+def test_a_nan_stops_every_rank_and_changes_no_weights(model_path):
     for message, untouched in run_ranks(WORLDS[-1], step_into_nan, model_path, cfg=config(mini_batch_size=6)):
         assert "nan" in message and untouched
 

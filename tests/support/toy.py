@@ -52,8 +52,8 @@ class ToyRanks:
 
         return finish
 
-    def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None:
-        if "weights" in what:
+    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
+        if "weights" in kinds:
             self.number = json.loads(files_at(files.directory).read(_FILE))
 
     def take_blocked(self) -> float:

@@ -122,14 +122,14 @@ class Ranks:
                 saving.append(group.start_aside("finish_save"))
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
-    def load(self, role: str, files: Any, what: Collection[str], steps_added: int = 0) -> None:
+    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
         """Restore the state of `role`.
 
         Args:
             steps_added: moves the place in the schedule of its learning rate by this many optimizer steps.
         """
         moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
-        self.call(role, "load", files, what, **moved)
+        self.call(role, "load", files, kinds, **moved)
 
     def release_memory(self) -> None:
         """Let every rank give unused GPU memory back."""

@@ -1,8 +1,8 @@
-"""Causal attention over packed rows: each sequence of a row attends to itself alone.
+"""Causal attention over packed rows: each sequence of a row attends only to itself.
 
-Registered with transformers under the name `PACKED`, for which transformers builds no mask. The boundaries of the
-sequences travel through the model as the keyword argument `packing`, so recomputed activations and FSDP see the
-boundaries of their own micro-batch.
+The attention is registered with transformers under the name `PACKED`, for which transformers builds no mask. The model
+passes the boundaries of the sequences on as the keyword argument `packing`, so that recomputed activations and FSDP use
+the boundaries of their own micro-batch.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ except ImportError:  # before torch 2.10
     _VARLEN = False
 
 PACKED = "packed"
-_VARLEN_WIDTHS = range(8, 257, 8)  # of a head
+_VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def set_attention(lm: PreTrainedModel) -> None:
-    """Let `lm`, which was built with transformers' `sdpa`, attend with `packed_attention` if it can."""
+    """Make `lm` use `packed_attention` if it was built with transformers' `sdpa` and can pack."""
     if lm.config._attn_implementation == "sdpa" and can_pack(lm):
         lm.set_attn_implementation(PACKED)
 
 
 def can_pack(module: nn.Module) -> bool:
-    """Whether several sequences in one row of `module` stay apart.
+    """Return whether `module` can keep several sequences in one row apart.
 
-    Models with recurrent layers carry a state from one token to the next, and models that do not take attention from
-    transformers' table never see the boundaries. They get one sequence at a time.
+    Recurrent layers carry a state from one sequence to the next. Models that do not take their attention from
+    transformers' table ignore the boundaries. Both kinds of models get one sequence at a time.
     """
     lm = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
@@ -49,7 +49,7 @@ def can_pack(module: nn.Module) -> bool:
 
 
 def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
-    """The keyword arguments with which a model of `config` takes the row of `packing`."""
+    """Return the keyword arguments that a model with this `config` needs for the row of `packing`."""
     implementation = config._attn_implementation
     if implementation == PACKED:
         return {"position_ids": packing.position_ids, "packing": packing}
@@ -59,7 +59,7 @@ def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
         boundaries = {"cu_seq_lens_q": packing.boundaries, "cu_seq_lens_k": packing.boundaries}
         longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
         return {"position_ids": packing.position_ids, **boundaries, **longest}
-    return {"position_ids": packing.position_ids}  # transformers masks by them, densely
+    return {"position_ids": packing.position_ids}  # transformers builds a dense mask from the positions
 
 
 def packed_attention(
@@ -75,24 +75,24 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row.
+    """Compute causal attention within each sequence of a packed row.
 
-    On CUDA in half precision, torch's variable-length kernel; else one call of SDPA for each bucket of sequences of
-    similar length, so that the cost is close to the sum of the squared lengths.
+    On CUDA in half precision this is torch's variable-length kernel. Otherwise it is one call of SDPA for each bucket
+    of sequences of similar length, so that the cost is close to the sum of the squared lengths.
 
     Args:
         query: `(1, H, N, D)`.
         key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
         packing: the sequences of the row.
-        scaling: of the scores; None: 1 / sqrt(D).
-        sliding_window: tokens that a token sees, itself among them.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        sliding_window: number of tokens that a token attends to, itself included.
         softcap: scores become softcap tanh(scores / softcap).
 
     Returns:
-        `(1, N, H, D)`, and no attention weights.
+        `(1, N, H, D)`, and None instead of attention weights.
 
     Raises:
-        UserError: the model does not hand on where its sequences begin.
+        UserError: the model does not pass `packing` on to its attention.
     """
     if packing is None:
         raise UserError(
@@ -117,21 +117,33 @@ def _varlen(
     boundaries, longest = packing.boundaries, packing.longest
     sight = (-1, 0) if window is None or window >= longest else (window - 1, 0)
     out = varlen_attn(
-        *rows, boundaries, boundaries, longest, longest,
-        scale=scaling, window_size=sight, enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+        *rows,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=sight,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
     return out[None]
 
 
 def _attend_bucket(
-    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, places: Tensor,
-    scaling: float | None, window: int | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """Attention of one bucket's tokens: `(1, tokens, H, D)`."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bucket: Bucket,
+    places: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute the attention of one bucket's tokens, `(1, tokens, H, D)`."""
     rows = len(bucket.lengths)
 
     def padded(tensor: Tensor) -> Tensor:
-        """`(1, H, N, D)` to `(rows, H, longest, D)`."""
+        """Turn `(1, H, N, D)` into `(rows, H, longest, D)`."""
         own = tensor[0, :, bucket.first : bucket.first + bucket.tokens].transpose(0, 1)
         own = own if bucket.is_even else _Spread.apply(own, places, rows * bucket.longest)
         return own.unflatten(0, (rows, bucket.longest)).transpose(1, 2)
@@ -142,7 +154,7 @@ def _attend_bucket(
 
 
 class _Spread(torch.autograd.Function):
-    """Put row i at `places[i]` of `size` rows of zeros. No place comes twice, so both directions only copy."""
+    """Copy row i to `places[i]` of `size` rows of zeros. No place repeats, so forward and backward only copy."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
@@ -156,7 +168,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Take the rows at `places`: the way back of `_Spread`."""
+    """Take the rows at `places`: the inverse of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
@@ -173,7 +185,7 @@ class _Collect(torch.autograd.Function):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Causal attention within each row: `(b, H, T, D)`. Padding on the right is out of every real token's sight."""
+    """Compute causal attention within each row, `(b, H, T, D)`. No real token attends to the padding on the right."""
     length = query.shape[2]
     if softcap is None and (window is None or window >= length):
         gqa = query.shape[1] != key.shape[1]

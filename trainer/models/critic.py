@@ -9,10 +9,10 @@ from trainer.parallel.packing import Packing
 
 
 class CriticModel(nn.Module):
-    """Values of the states of a sequence.
+    """Computes the values of the states of sequences.
 
-    The backbone sits under the name it has in the causal LM (`model` for most), so that its parameters
-    are called what the safetensors files call them.
+    The backbone has the same attribute name as in the causal LM (usually `model`), so that its parameters have the same
+    names as in the safetensors files.
     """
 
     def __init__(self, backbone: nn.Module, prefix: str):
@@ -29,13 +29,14 @@ class CriticModel(nn.Module):
         getattr(self, self._prefix).gradient_checkpointing_enable(options)
 
     def forward(self, input_ids: Tensor, packing: Packing) -> Tensor:
-        """Values of the states of the B sequences of `packing`.
+        """Return the values of the states of the B sequences of `packing`.
 
         Args:
             input_ids: `(1, N)`.
 
         Returns:
-            `(B, T)`, T the longest length: entry t is the value of the state before token t, and 0 at t = 0.
+            `(B, T)`, with T the length of the longest sequence. Entry t is the value of the state before token t; it is
+            0 at t = 0.
         """
         arguments = packing_arguments(self.config, packing)
         hidden = getattr(self, self._prefix)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state

@@ -1,6 +1,7 @@
-"""Models as Hugging Face directories. This module is cheap to import; two others write the tensors.
+"""Write models as Hugging Face directories. This module is cheap to import; two other modules write the tensors.
 
-`export_live` writes those of sharded modules, each rank its own rows; `export_saved` writes those of a checkpoint.
+`export_live` writes the tensors of sharded modules, each rank its own rows. `export_saved` writes the tensors of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class WritingRanks(Protocol):
 
 
 def export_target(cfg: Config, step: int) -> str:
-    """Return where the policy of a step is exported to."""
+    """Return the directory for the exported policy of a step."""
     return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")
 
 
@@ -40,9 +41,9 @@ class PolicyExporter:
     """Exports the policy of a job.
 
     Args:
-        model_path: directory of the start weights, from which config and generation config are taken.
-        adapter_alone: write the adapter in peft's format, and the tokenizer; else the merged model.
-        fence: raises when this process no longer holds the run directory; then nothing is published.
+        model_path: directory of the start weights, from which the config and the generation config are copied.
+        adapter_alone: write the adapter in peft's format, and the tokenizer, instead of the merged model.
+        fence: raises if this process no longer holds the run directory; then nothing is published.
     """
 
     ranks: WritingRanks
@@ -53,14 +54,14 @@ class PolicyExporter:
     fence: Callable[[], None]
 
     def export(self, target: str, dtype: str) -> None:
-        """Write the policy to the directory `target`, whole or not at all. An earlier export there is replaced.
+        """Write the policy to the directory `target`, atomically. An earlier export there is replaced.
 
         Args:
-            dtype: of the weights (see `RolloutConfig.dtype`).
+            dtype: dtype of the weights (see `RolloutConfig.dtype`).
         """
         self.fence()
-        for left in glob.glob(f"{glob.escape(target)}.writing*"):  # by a killed export
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in glob.glob(f"{glob.escape(target)}.writing*"):  # of a killed export
+            shutil.rmtree(leftover, ignore_errors=True)
         with whole_directory(target, self._before_publishing) as writing:
             if self.adapter_alone:
                 self.tokenizer.save_pretrained(writing)
@@ -80,12 +81,12 @@ class PolicyExporter:
 
 @contextmanager
 def whole_directory(target: str, before_publishing: Callable[[str], None] = lambda target: None) -> Iterator[str]:
-    """Give the block a new directory to fill, and publish it as `target`. If the block fails, nothing is left.
+    """Give the block a new directory to fill, and publish it as `target`. If the block fails, delete the directory.
 
-    Each directory has its own token, so that a process of a killed run that still writes cannot write into this one.
+    Each directory has a random token in its name, so that a surviving process of a killed run cannot write into it.
 
     Args:
-        before_publishing: called with `target` when only its publication is left.
+        before_publishing: called with `target` immediately before the publication.
     """
     target = os.path.abspath(target)
     writing = f"{target}.writing-{secrets.token_hex(4)}"
@@ -109,7 +110,7 @@ def place_in_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "m
         sizes: bytes of each tensor, by name.
 
     Returns:
-        the names of the tensors by the name of their file.
+        for each file name, the names of its tensors.
     """
     groups: list[list[str]] = [[]]
     used = 0
@@ -125,6 +126,6 @@ def place_in_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "m
 
 
 def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Write the file that says which file each tensor is in."""
+    """Write the index, which names the file of each tensor."""
     with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
         json.dump({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, index, indent=2)

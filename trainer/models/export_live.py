@@ -1,8 +1,8 @@
-"""Sharded modules back to Hugging Face safetensors, each rank writing its own rows.
+"""Write sharded modules as Hugging Face safetensors; each rank writes its own rows.
 
-The layout of a safetensors file is known from names, shapes and dtype alone. So rank 0 creates the files
-at full size, and every rank then writes its shards straight to their offsets: no gather, no second copy
-of the model anywhere. The same writer serves exports and the shared-memory weight sync.
+The layout of a safetensors file follows from names, shapes and dtype. Rank 0 creates the files at full size, and then
+every rank writes its shards to their offsets, without a gather and without a second copy of the model. Exports and the
+weight sync through shared memory both use this writer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from trainer.models.export import MAX_FILE_BYTES, place_in_files, write_index
 from trainer.models.lora import adapters_of, hugging_face_name
 from trainer.parallel.shard import reshard
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-                torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor goes."""
+    """The place of one tensor in the files."""
 
     file: str
     offset: int
@@ -38,8 +45,8 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Files, their headers and the slot of every tensor."""
+class FileLayout:
+    """The headers and sizes of the files, and the slot of every tensor."""
 
     headers: dict[str, bytes]
     sizes: dict[str, int]
@@ -47,13 +54,13 @@ class Layout:
 
 
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What belongs in a model file: parameters (tied ones once) and persistent buffers; adapters do not."""
+    """Return the tensors of a model file: parameters (tied ones once) and persistent buffers, without adapters."""
     reshard(module)
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        known_as = hugging_face_name(name)
-        if known_as is not None:
-            tensors[known_as] = parameter.detach()
+        file_name = hugging_face_name(name)
+        if file_name is not None:
+            tensors[file_name] = parameter.detach()
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in module.state_dict().items():
         if name not in parameters:
@@ -62,13 +69,13 @@ def export_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`export_tensors` one by one, each with its adapter in it. A collective where there are adapters."""
+    """Yield the tensors of `export_tensors` one by one, each with its adapter merged. A collective with adapters."""
     adapters = adapters_of(module)
     for name, tensor in export_tensors(module).items():
         yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
 
 
-def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> Layout:
+def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> FileLayout:
     """Place the tensors, in order, in files of at most `max_file_bytes` of data (a larger tensor alone)."""
     headers, sizes, slots = {}, {}, {}
     for file, names in place_in_files({n: _bytes(t, dtype) for n, t in tensors.items()}, max_file_bytes).items():
@@ -89,7 +96,7 @@ def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: 
         for name in names:
             start = len(headers[file]) + entries[name]["data_offsets"][0]  # type: ignore[index]
             slots[name] = Slot(file, start, tuple(tensors[name].shape), _stored_dtype(tensors[name], dtype))
-    return Layout(headers, sizes, slots)
+    return FileLayout(headers, sizes, slots)
 
 
 def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
@@ -129,7 +136,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
 
 
 def _own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
-    """This rank's rows and the index of the first; None when another rank writes them or there are none."""
+    """Return this rank's rows and the index of the first; None: another rank writes them, or there are no rows."""
     if not isinstance(tensor, DTensor):
         return (0, tensor) if dist.get_rank() == 0 else None
     mesh = tensor.device_mesh

@@ -1,6 +1,6 @@
-"""The policy of a checkpoint as a Hugging Face directory, without ranks. Holds one file's tensors at a time.
+"""Write the policy of a checkpoint as a Hugging Face directory, without ranks. Memory holds one file at a time.
 
-Executes nothing that the checkpoint holds, and copies only files that its manifest names.
+No code in the checkpoint is executed, and only files that its manifest names are copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MODEL = "model."
 
 
 class SavedFiles(Protocol):
-    """The files of a checkpoint, and the tensors of the roles in them (see `trainer.checkpoint.tensors`)."""
+    """The files of a checkpoint, and the tensors of its roles (see `trainer.checkpoint.tensors`)."""
 
     @property
     def path(self) -> str: ...
@@ -53,26 +53,26 @@ class _Source:
     """The tensors of an export."""
 
     bytes_of: dict[str, int]
-    """Size of each as it will be written, in the order of the file."""
+    """Size of each tensor when it is written, in the order of the file."""
     read: Callable[[list[str]], dict[str, Tensor]]
 
 
 def export(
     files: SavedFiles, out: str, dtype: str, max_file_bytes: int, adapter: bool = False, base: str | None = None
 ) -> list[str]:
-    """Write the policy as a Hugging Face directory, whole or not at all.
+    """Write the policy as a Hugging Face directory, atomically.
 
     Args:
-        dtype: `auto` (the config's), `float32`, `bfloat16` or `float16`.
-        adapter: write peft's adapter alone, in float32.
-        base: directory of the weights under the adapters; None: the one that the run had.
+        dtype: `auto` (the dtype in the config), `float32`, `bfloat16` or `float16`.
+        adapter: write the adapter alone, in peft's format and in float32.
+        base: directory of the adapted weights; None: the directory that the run used.
 
     Returns:
         the names of the weight files.
 
     Raises:
-        UserError: `out` exists or cannot be written, or the checkpoint holds no policy, or no adapter, or its base is
-            not there.
+        UserError: `out` exists or cannot be written; the checkpoint lacks a policy or an adapter; or the adapted
+            weights are missing.
     """
     if os.path.lexists(out):
         raise UserError(f"{out}: exists already; name another directory")
@@ -110,7 +110,7 @@ def export(
 
 
 def _assets(files: SavedFiles, left_out: set[str]) -> dict[str, bytes]:
-    """The files beside the weights, by their name in the export."""
+    """Return the other files of the export, by their name in it."""
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}
     return {name: files.read(path) for name, path in names.items() if name not in left_out}
 
@@ -128,7 +128,7 @@ def _write(directory: str, tensors: _Source, target: torch.dtype, groups: Mappin
         }
         try:
             save_file(written, os.path.join(directory, file), metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk, say
+        except SafetensorError as error:  # for example, a full disk
             raise OSError(first_line(error)) from error
         total += sum(tensor.numel() * tensor.itemsize for tensor in written.values())
         weight_map |= dict.fromkeys(written, file)
@@ -138,36 +138,36 @@ def _write(directory: str, tensors: _Source, target: torch.dtype, groups: Mappin
 
 
 def _plain(files: SavedFiles, config: dict[str, Any], target: torch.dtype) -> _Source:
-    """The weights of a policy without adapters."""
+    """Return the weights of a policy without adapters."""
     sizes = {}
     for name, entry in files.shapes("policy").items():
         tied = config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight"
         if name.startswith(_MODEL) and not tied:
-            own = entry.properties.dtype
-            itemsize = (target if own.is_floating_point else own).itemsize
+            saved = entry.properties.dtype
+            itemsize = (target if saved.is_floating_point else saved).itemsize
             sizes[name.removeprefix(_MODEL)] = math.prod(entry.size) * itemsize
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        found = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
-        return {name.removeprefix(_MODEL): tensor for name, tensor in found.items()}
+        tensors = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
+        return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
 
     return _Source(sizes, fetch)
 
 
 def _adapter(files: SavedFiles) -> _Source:
-    """The adapters under the names of peft's files."""
+    """Return the adapters, with the names of peft's files."""
     own = [name for name in files.shapes("policy") if name.startswith(_MODEL)]
     known = {peft_name(name.removeprefix(_MODEL)): name for name in own}
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        found = files.tensors("policy", [known[name] for name in names])
-        return {name: found[known[name]] for name in names}
+        tensors = files.tensors("policy", [known[name] for name in names])
+        return {name: tensors[known[name]] for name in names}
 
     return _Source(dict.fromkeys(known, 0), fetch)
 
 
 def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
-    """The weights in the directory `base` with the adapters in them."""
+    """Return the weights in the directory `base` with the adapters merged."""
     from safetensors import safe_open
 
     place, sizes = _base_weights(base, target)
@@ -175,8 +175,8 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dt
     adapted = {weight for weight in map(adapted_weight, own) if weight is not None}
     if not adapted <= set(place):
         raise UserError(
-            f"{base}: has no {sorted(adapted - set(place))[0]}, which has an adapter; its files name the weights in "
-            "their own way, so write the adapter alone with --adapter"
+            f"{base}: has no {sorted(adapted - set(place))[0]}, which has an adapter; its files use other names for "
+            "the weights, so write the adapter alone with --adapter"
         )
     known = files.json("start_weights.json", {str: str}).get("model.path")
     if known not in (None, digest_weights(base)):
@@ -189,20 +189,20 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dt
     def fetch(names: list[str]) -> dict[str, Tensor]:
         parts = {name: [f"{_MODEL}{part}" for part in adapter_parameters(name)] for name in names if name in adapted}
         adapters = files.tensors("policy", [part for pair in parts.values() for part in pair]) if parts else {}
-        found = {}
+        merged = {}
         for name in names:
             with safe_open(place[name], framework="pt") as weights:
-                found[name] = weights.get_tensor(name)
+                merged[name] = weights.get_tensor(name)
             if name in parts:
                 a, b = (adapters[part] for part in parts[name])
-                found[name] = found[name].float() + scale * (b @ a)
-        return found
+                merged[name] = merged[name].float() + scale * (b @ a)
+        return merged
 
     return _Source(sizes, fetch)
 
 
 def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[str, int]]:
-    """The file of each weight in the directory `base`, and its size as `target`."""
+    """Return the file of each weight in the directory `base`, and the size of each weight as `target`."""
     from safetensors import SafetensorError, safe_open
 
     index = os.path.join(base, "model.safetensors.index.json")
@@ -223,7 +223,7 @@ def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[
     for file in shards:
         try:
             with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118, it is no dict
+                for name in weights.keys():  # noqa: SIM118, `weights` is not a dict
                     place[name] = file
                     sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
         except (OSError, SafetensorError) as error:

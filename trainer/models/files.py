@@ -1,4 +1,4 @@
-"""Model directories: found or downloaded, and what they hold besides weights. Cheap to import."""
+"""Find or download model directories, and read and write their files other than weights. Cheap to import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.jinja", "tokenizer*"
 
 
 def resolve_model_path(path: str) -> str:
-    """The local directory of a model, absolute: `path` itself, or the Hub snapshot of that id (downloaded once).
+    """Return the absolute local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
 
     Raises:
         UserError: neither exists.
@@ -25,7 +25,7 @@ def resolve_model_path(path: str) -> str:
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "config.json")):
             raise UserError(f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model")
-        return os.path.abspath(path)  # ranks on a cluster that was there before have another working directory
+        return os.path.abspath(path)  # ranks on an existing cluster have another working directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -37,17 +37,17 @@ def resolve_model_path(path: str) -> str:
 
 
 def load_config(model: ModelConfig, path: str) -> PretrainedConfig:
-    """The architecture of the model at `path`."""
+    """Return the architecture of the model at `path`."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # a damaged config.json raises anything
+    except Exception as error:  # a damaged config.json can raise any exception
         raise UserError(f"model.path={path}: its config.json cannot be used ({first_line(error)})") from error
 
 
 def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
-    """Write what a model directory holds besides weights: config, generation config and tokenizer."""
+    """Write the files of a model directory other than weights: config, generation config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
     AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).save_pretrained(directory)

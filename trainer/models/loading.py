@@ -1,8 +1,8 @@
-"""Hugging Face causal LMs as FSDP2 modules: built on the meta device, sharded, then filled from safetensors.
+"""Load Hugging Face causal LMs as FSDP2 modules: build them on the meta device, shard them, fill them from safetensors.
 
-No rank ever holds the whole model: each reads its own slices. Architectures whose files do not match
-their modules name by name (weights that transformers converts while loading, or `.bin` files) are loaded
-by transformers on rank 0 and scattered.
+No rank ever holds the whole model, because each rank reads only its own slices. If the names in the files differ from
+those of the module (weights that transformers converts while loading, or `.bin` files), transformers loads the model on
+rank 0 and the weights are scattered.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from trainer.parallel.shard import param_dtype, shard_model
 def load_causal_lm(
     model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
 ) -> nn.Module:
-    """The causal LM of the local directory `path`, sharded over `mesh`. A collective.
+    """Load the causal LM of the local directory `path`, sharded over `mesh`. A collective.
 
-    In float32; what LoRA freezes in the precision of its forward pass, since no optimizer adds small steps to it.
+    Parameters are float32. Frozen ones (LoRA) are stored in the forward dtype, because no optimizer updates them.
 
     Args:
-        lora: train adapters instead of the weights, if it has a rank.
-        seed: of the adapters' start.
+        lora: if it has a rank, train adapters instead of the weights.
+        seed: seed of the adapters' start values.
     """
     lm = _empty_causal_lm(model, path)
     if lora is not None and lora.rank is not None:
@@ -51,7 +51,7 @@ def load_causal_lm(
 def load_critic(
     model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
 ) -> nn.Module:
-    """The same backbone with a value head instead of the LM head, sharded over `mesh` (see `load_causal_lm`)."""
+    """Load the same backbone with a value head instead of the LM head (see `load_causal_lm`). A collective."""
     lm = _empty_causal_lm(model, path)
     with init_empty_weights(include_buffers=False):
         critic = CriticModel(lm.base_model, lm.base_model_prefix)
@@ -68,14 +68,14 @@ def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-    lm.tie_weights()  # moving parameters to the meta device one by one has parted the tied ones
+    lm.tie_weights()  # re-tie: moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)
     return lm
 
 
 def _disable_dropout(lm: nn.Module) -> None:
-    """Old and new log-probs of the same weights must be equal, so nothing random may run in between."""
+    """Disable dropout: old and new log-probs of the same weights must be equal."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -89,7 +89,7 @@ def _shard_and_fill(
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, mesh.device_type))
-    # Buffers were computed for real (rotary frequencies); to_empty would leave rubbish in them.
+    # Keep the buffers (rotary frequencies), which are not on the meta device: to_empty would leave them uninitialised.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     shard_model(module, mesh, fsdp)
     module.to_empty(device="cpu" if fsdp.cpu_offload else mesh.device_type)
@@ -100,23 +100,26 @@ def _shard_and_fill(
             module.get_submodule(owner)._buffers[leaf] = buffer.to(mesh.device_type)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.startswith("value_head."):  # the first values are 0 whatever the rank count
+            if name.startswith("value_head."):  # the first values are 0 on any number of ranks
                 parameter.zero_()
 
     initialise_adapters(module, seed)
     parameters = {hugging_face_name(name): name for name, _ in module.named_parameters()}
-    names = {theirs: ours for theirs, ours in parameters.items() if theirs and not theirs.startswith("value_head.")}
+    names = {file_name: name for file_name, name in parameters.items() if file_name}
+    names = {file_name: name for file_name, name in names.items() if not file_name.startswith("value_head.")}
     if set(names) <= _names_in_safetensors(path):
-        wanted = {theirs: module.get_parameter(ours).detach() for theirs, ours in names.items()}
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
+        state = {file_name: module.get_parameter(name).detach() for file_name, name in names.items()}
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
     else:
         _scatter_from_rank0(module, model, path, names)
     return module
 
 
-def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, wanted: dict[str, str]) -> None:
-    """Args:
-    wanted: the module's names by those of the model's files.
+def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names: dict[str, str]) -> None:
+    """Load the model with transformers on rank 0 and scatter its weights.
+
+    Args:
+        names: the parameter names of the module, by their names in the model's files.
     """
     full: dict[str, Any] = {}
     problem = [None]
@@ -125,8 +128,8 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, wanted
             lm = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=model.trust_remote_code
             )
-            full = {wanted[name]: tensor for name, tensor in lm.state_dict().items() if name in wanted}
-            missing = sorted(set(wanted.values()) - set(full))
+            full = {names[name]: tensor for name, tensor in lm.state_dict().items() if name in names}
+            missing = sorted(set(names.values()) - set(full))
             problem = [f"it lacks the weight {missing[0]}" if missing else None]
         except (OSError, ValueError) as error:
             problem = [str(error).splitlines()[0]]
@@ -138,7 +141,7 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, wanted
 
 
 def _names_in_safetensors(path: str) -> set[str]:
-    """Tensor names that the safetensors files of a model directory hold."""
+    """Return the names of the tensors in the safetensors files of a model directory."""
     index = os.path.join(path, "model.safetensors.index.json")
     if os.path.exists(index):
         with open(index) as file:

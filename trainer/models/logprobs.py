@@ -1,4 +1,4 @@
-"""Log-probs of tokens under a language model, and the entropy of what they are drawn from."""
+"""Log-probs of tokens under a language model, and the entropy of its distributions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from trainer.parallel.packing import Packing
 
 
 def token_logprobs(model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float = 1.0) -> Tensor:
-    """Log-prob of each token given those before it in its sequence.
+    """Return the log-prob of each token given the previous tokens of its sequence.
 
     Args:
         input_ids: `(1, N)`, the B sequences of `packing`.
-        temperature: divides the logits, as the sampler's does; 0 (greedy) counts as 1.
+        temperature: divides the logits, as in the sampler; 0 (greedy) counts as 1.
 
     Returns:
-        nats, `(B, T)` float32, T the longest length; entry t belongs to token t and is 0 at t = 0 and in the padding.
+        nats, `(B, T)` float32, with T the length of the longest sequence. Entry t belongs to token t; it is 0 at t = 0
+        and in the padding.
     """
     logits = _logits(model, input_ids, packing, temperature)
     return _of_chosen(logits, torch.logsumexp(logits, dim=-1), input_ids, packing)
@@ -26,10 +27,10 @@ def token_logprobs(model: nn.Module, input_ids: Tensor, packing: Packing, temper
 def logprobs_and_entropy(
     model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float = 1.0, *, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the entropy of the distribution that each token came from.
+    """Return `token_logprobs`, and the entropy of the distribution of each token.
 
     Args:
-        entropy_grad: let gradients flow through the entropies (costs another `(1, N, V)` tensor).
+        entropy_grad: compute gradients of the entropies (this costs another `(1, N, V)` tensor).
 
     Returns:
         log-probs and entropies in nats, both `(B, T)` float32; entry t belongs to token t and is 0 at t = 0.

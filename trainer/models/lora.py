@@ -2,7 +2,7 @@
 
     W' = W + alpha / r B A
 
-with W `(out, in)`, the weight of a linear layer, frozen, and B `(out, r)`, from 0, and A `(r, in)` trained.
+W `(out, in)` is the frozen weight of a linear layer. B `(out, r)`, which starts at 0, and A `(r, in)` are trained.
 """
 
 from __future__ import annotations
@@ -38,32 +38,38 @@ class Adapter:
     scale: float
 
     def merged_into(self, weight: Tensor) -> Tensor:
-        """W + scale B A in float32, sharded as `weight` is. A collective; B is sharded by rows, as W is."""
+        """Return W + scale B A in float32, sharded like `weight`. A collective. B is sharded by rows, like W."""
         a = full(self.a).float()
         if not isinstance(weight, DTensor):
             return weight.float() + self.scale * (self.b.float() @ a)
         assert isinstance(self.b, DTensor) and self.b.placements == weight.placements, (self.b, weight)
         rows, base = self.b.to_local().float(), weight.to_local().float()
-        return DTensor.from_local(base + self.scale * (rows @ a.to(rows.device)), weight.device_mesh, weight.placements,
-                                  run_check=False, shape=weight.shape, stride=weight.stride())  # fmt: skip
+        return DTensor.from_local(
+            base + self.scale * (rows @ a.to(rows.device)),
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, on the device of its mesh; a collective when it is sharded."""
+    """Return the whole tensor, on the device of its mesh. A collective if the tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # offloaded shards come back for it
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # `.to`, because shards may be offloaded
 
 
 def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple[str, ...] = ()) -> None:
-    """Freeze `module` (on the meta device), but for `heads`, and give its linear layers adapters, in place.
+    """Freeze `module` (on the meta device), except `heads`, and add adapters to its linear layers, in place.
 
     Args:
         where: the config section of the adapters, for errors.
-        heads: prefixes of parameters that are trained as they are.
+        heads: prefixes of parameters that are trained without adapters.
 
     Raises:
-        UserError: no linear layer has one of the names `config.target_modules`.
+        UserError: a name of `config.target_modules` is not that of a linear layer.
     """
     from peft import inject_adapter_in_model
 
@@ -72,16 +78,20 @@ def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple
         raise UserError(f"{where}.rank={config.rank}: the model's blocks have no linear layers that could get adapters")
     unknown = sorted(set(config.target_modules) - linear)
     if unknown:
-        raise UserError(f"{where}.target_modules: the model has no linear layer {unknown[0]}; it has "
-                        f"{', '.join(sorted(linear))}")  # fmt: skip
-    inject_adapter_in_model(_peft_config(config, sorted(set(config.target_modules) or linear)), module,
-                            low_cpu_mem_usage=True)  # fmt: skip
+        raise UserError(
+            f"{where}.target_modules: the model has no linear layer {unknown[0]}; it has {', '.join(sorted(linear))}"
+        )
+    peft_config = _peft_config(config, sorted(set(config.target_modules) or linear))
+    inject_adapter_in_model(peft_config, module, low_cpu_mem_usage=True)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(_is_adapter(name) or name.startswith(heads))
 
 
 def initialise_adapters(module: nn.Module, seed: int) -> None:
-    """A uniform as in a linear layer, drawn by (seed, name) and so the same on any number of ranks; B zero."""
+    """Initialise A uniformly, as in a linear layer, and B with zeros.
+
+    A is keyed by (seed, name), so it is the same on any number of ranks.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith(_B):
@@ -98,42 +108,42 @@ def initialise_adapters(module: nn.Module, seed: int) -> None:
 
 
 def hugging_face_name(name: str) -> str | None:
-    """What the model's files call a parameter; None for one of an adapter."""
+    """Return the name of a parameter in the model's files; None: the parameter belongs to an adapter."""
     return None if _is_adapter(name) else name.replace(".base_layer.", ".")
 
 
 def adapted_weight(name: str) -> str | None:
-    """The Hugging Face name of the weight whose adapter has the parameter `name` as its A; None for any other."""
+    """Return the Hugging Face name of the weight whose adapter has `name` as its A; None: `name` is not an A."""
     return f"{name.removesuffix(_A)}.weight" if name.endswith(_A) else None
 
 
 def adapter_parameters(weight: str) -> tuple[str, str]:
-    """The parameters A and B of the adapter of a weight, by their names in the module."""
+    """Return the names in the module of the parameters A and B of a weight's adapter."""
     layer = weight.removesuffix(".weight")
     return f"{layer}{_A}", f"{layer}{_B}"
 
 
 def peft_name(parameter: str) -> str:
-    """What peft's files call a parameter of an adapter."""
+    """Return the name of an adapter's parameter in peft's files."""
     return f"base_model.model.{parameter.replace('.default.', '.')}"
 
 
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
-    """The adapters by the Hugging Face name of the weight they belong to; empty without LoRA."""
+    """Return the adapters by the Hugging Face name of their weight; empty without LoRA."""
     reshard(module)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    found = {}
+    adapters = {}
     for name, a in parameters.items():
         weight = adapted_weight(name)
         if weight is not None:
             scale = module.get_submodule(weight.removesuffix(".weight")).scaling["default"]
-            found[weight] = Adapter(a, parameters[adapter_parameters(weight)[1]], scale)
-    return found
+            adapters[weight] = Adapter(a, parameters[adapter_parameters(weight)[1]], scale)
+    return adapters
 
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """The module computes as if it had no adapters."""
+    """Disable the adapters of `module` while the block runs."""
     from peft.helpers import rescale_adapter_scale
 
     with rescale_adapter_scale(module, 0.0):
@@ -141,7 +151,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All adapters whole, in host memory, in float32, under the names that peft gives them in a file. A collective."""
+    """Return all adapters whole, in host memory, in float32, by their names in peft's files. A collective."""
     tensors = {}
     for weight, adapter in adapters_of(module).items():
         for name, tensor in zip(adapter_parameters(weight), (adapter.a, adapter.b), strict=True):
@@ -150,11 +160,11 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(config: LoraConfig, target_modules: list[str], base_model: str) -> str:
-    """peft's `adapter_config.json`.
+    """Return the content of peft's `adapter_config.json`.
 
     Args:
         target_modules: names of the layers that have adapters.
-        base_model: directory or Hub id of the weights that they were trained on.
+        base_model: directory or Hub id of the adapted weights.
     """
     chosen = _peft_config(config, target_modules)
     chosen.base_model_name_or_path, chosen.task_type, chosen.inference_mode = base_model, "CAUSAL_LM", True
@@ -162,12 +172,12 @@ def adapter_config(config: LoraConfig, target_modules: list[str], base_model: st
         chosen.save_pretrained(scratch)
         with open(os.path.join(scratch, ADAPTER_CONFIG)) as file:
             text = json.load(file)
-    text["target_modules"] = sorted(text["target_modules"])  # a set, in any order
+    text["target_modules"] = sorted(text["target_modules"])  # peft writes a set, in any order
     return json.dumps(text, indent=2, sort_keys=True)
 
 
 def adapted_modules(module: nn.Module) -> list[str]:
-    """Names of the linear layers that have adapters, without what is before the last dot."""
+    """Return the names of the linear layers that have adapters, without the path before the last dot."""
     return sorted({name.removesuffix(".weight").rpartition(".")[2] for name in adapters_of(module)})
 
 

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 def build_tiny(config: TinyConfig, path: str) -> None:
     """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer.
 
-    The weights depend on `config` alone, and the caller's random state is left as it was.
+    The weights depend only on `config`. The random state of the caller does not change.
 
     Args:
         config: shape of the model and seed of its weights.
@@ -44,7 +44,7 @@ def build_tiny(config: TinyConfig, path: str) -> None:
         **special,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)  # the CPU's alone, which is all that the fork restores
+        torch.default_generator.manual_seed(config.seed)  # only the CPU's generator, because fork_rng restores no other
         model = Qwen3ForCausalLM(qwen3).float()
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
@@ -52,7 +52,7 @@ def build_tiny(config: TinyConfig, path: str) -> None:
 
 
 def _byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """One token a byte of UTF-8, so that any text goes in and comes out unchanged, and five special tokens."""
+    """Return a tokenizer with one token for each byte of UTF-8, so that any text survives, and five special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

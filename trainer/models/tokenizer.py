@@ -1,4 +1,4 @@
-"""Tokenizers with what training needs of them: a chat template and a pad token."""
+"""Load tokenizers, and check that they have a chat template, an end token and a pad token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end token, and what the model's generation config adds.
+    """Return the tokens that end a completion: the tokenizer's end token, and those of the generation config.
 
-    Chat models have several: Qwen's end of turn and end of text, say.
+    Chat models have several; Qwen, for example, has an end of turn and an end of text.
 
     Raises:
         UserError: the generation config is damaged.
@@ -41,7 +41,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 def load_tokenizer(
     path: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model.
+    """Load the tokenizer of a model.
 
     Args:
         path: the model's directory.
@@ -50,15 +50,15 @@ def load_tokenizer(
     Raises:
         UserError: there is no tokenizer, chat template or end token.
     """
-    from transformers import AutoTokenizer  # takes seconds, in which the driver's workers can start
+    from transformers import AutoTokenizer  # late, because the import takes seconds
 
     if not os.path.isdir(path):
         raise UserError(f"model.path={path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a damaged file raises anything; the tokenizers package raises Exception itself
+    except Exception as error:  # a damaged file can raise any exception; tokenizers raises plain `Exception`
         raise UserError(f"model.path={path}: no tokenizer can be loaded from there ({first_line(error)})") from error
-    # Where there is only a config.json, transformers makes up an empty tokenizer of the model's kind.
+    # If there is only a config.json, transformers creates an empty tokenizer of the model's type.
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
     if not any(os.path.exists(os.path.join(path, file)) for file in files):
         raise UserError(f"model.path={path}: the directory has no tokenizer (none of {', '.join(sorted(files))})")

@@ -1,1 +1,1 @@
-"""Policy, critic and reference over a device mesh. No Ray in here."""
+"""Policy, critic and reference over a device mesh. This room does not import Ray."""

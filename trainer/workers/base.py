@@ -1,4 +1,4 @@
-"""What policy, critic and reference have in common: a sharded module, its optimizer, its state."""
+"""The base classes of policy, critic and reference: a sharded module, its optimizer, its state."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.workers.saving import StateFiles
 
 LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""From a micro-batch to its share of the mini-batch's loss, and metrics that are shares likewise."""
+"""Maps a micro-batch to its share of the mini-batch's loss, and its shares of the metrics."""
 
 STATE = ("weights", "optimizer", "rng")
 SHARDING_FILE = "fsdp_config.json"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then the schedule."""
+    """Return the learning rate of optimizer step `step` (from 0) of `total_steps`: warm-up, then the schedule."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.scheduler == "constant":
@@ -48,10 +48,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class ModelWorker:
-    """A sharded module and its checkpoint state; every method is a collective over the mesh.
+    """A sharded module and its checkpoint state. Every method is a collective over the mesh.
 
     Args:
-        before_weights_change: called before weights or optimizer state change: a save may still be copying them.
+        before_weights_change: called before weights or optimizer state change, because a save may still copy them.
     """
 
     role = "model"
@@ -66,11 +66,11 @@ class ModelWorker:
         self.module = module
         self.layout = layout
         self.device = layout.device
-        self.max_tokens = max_tokens_per_micro_batch if can_pack(module) else 1  # 1: one sequence a micro-batch
+        self.max_tokens = max_tokens_per_micro_batch if can_pack(module) else 1  # 1: one sequence per micro-batch
         self.before_weights_change = before_weights_change
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """The rows of each of this rank's micro-batches; every rank has as many."""
+        """Return the rows of each micro-batch of this rank. Every rank has the same number of micro-batches."""
         plan = plan_micro_batches(batch["lengths"].tolist(), self.layout.data_size, self.max_tokens)
         return plan[self.layout.data_rank]
 
@@ -78,8 +78,8 @@ class ModelWorker:
     def map_rows(self, batch: Batch, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Apply `function` (a micro-batch to `(b, t)` values) to this rank's share of `batch`.
 
-        Returns the rows `(n,)` this rank computed and their values `(n, T)`, zero-padded; over all ranks
-        the rows are the whole batch.
+        Returns the rows `(n,)` that this rank computed and their values `(n, T)`, zero-padded. The rows of all ranks
+        together are the whole batch.
         """
         results = []
         for rows in self.micro_batches(batch):
@@ -92,40 +92,40 @@ class ModelWorker:
     # State
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of this rank: its shards (not copies), the RNG and, when trained, the optimizer.
+        """Return this rank's checkpoint state: its shards (not copies), the RNG and, if it is trained, the optimizer.
 
-        Under LoRA the adapters alone: what they adapt is read from the model again.
+        With LoRA the state has only the adapters; a resume reads the adapted weights from the model again.
         """
         return self._state(set(STATE), with_rng=True)
 
     def sharding(self) -> str:
-        """How the state is sharded, as JSON."""
+        """Return how the state is sharded, as JSON."""
         return json.dumps({"fsdp_version": 2, **self.layout.describe()}, indent=2)
 
-    def load(self, files: StateFiles, what: Collection[str] = STATE) -> None:
-        """Restore what was saved of this role, on any number of ranks.
+    def load(self, files: StateFiles, kinds: Collection[str] = STATE) -> None:
+        """Restore the saved state of this role, on any number of ranks.
 
         Args:
-            what: any of `weights`, `optimizer` (with its schedule) and `rng`.
+            kinds: the kinds of state to restore, any of `weights`, `optimizer` (with its schedule) and `rng`.
         """
         try:
             saved = parse_object(files.read_json(self.role, SHARDING_FILE), {"world_size": is_count})
         except (OSError, ValueError) as error:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
         saved_world_size = saved["world_size"]
-        # A rank that did not exist keeps the RNG it was started with, which is keyed by its number.
-        state = self._state(set(what), with_rng="rng" in what and self.layout.rank < saved_world_size)
+        # A rank that did not exist at the save keeps its start RNG, which is keyed by its number.
+        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.rank < saved_world_size)
         files.read(self.role, state)
         self._restore(state)
 
-    def _state(self, what: set[str], with_rng: bool) -> dict[str, Any]:
+    def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        if "weights" in what:
+        if "weights" in kinds:
             state["model"] = get_model_state_dict(self.module)
-            if self._adapted:  # the rest is not trained, and as it was
+            if self._adapted:  # the other parameters are frozen
                 trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
                 state["model"] = {name: tensor for name, tensor in state["model"].items() if name in trained}
-        if with_rng:  # named per rank: DCP keeps one copy of entries that share a name
+        if with_rng:  # each rank uses its own name, because DCP keeps one copy of entries with the same name
             state[f"rng_rank{self.layout.rank}"] = capture_rng()
         return state
 
@@ -139,12 +139,12 @@ class ModelWorker:
 
     @property
     def _adapted(self) -> bool:
-        """Some weights are trained and some are not."""
+        """Whether some weights are trained and some are frozen."""
         return len({parameter.requires_grad for parameter in self.module.parameters()}) > 1
 
 
 def stack_rows(results: list[tuple[list[int], np.ndarray]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows `(n,)` of some micro-batches and their values `(n, width)`, zero-padded."""
+    """Return the rows `(n,)` of some micro-batches and their values `(n, width)`, zero-padded."""
     rows = [row for picked, _ in results for row in picked]
     padded = [np.pad(values, ((0, 0), (0, width - values.shape[1]))) for _, values in results]
     stacked = np.concatenate(padded) if padded else np.zeros((0, width), np.float32)
@@ -163,7 +163,7 @@ class TrainedWorker(ModelWorker):
         before_weights_change: Callable[[], None],
     ):
         super().__init__(module, layout, config.max_tokens_per_micro_batch, before_weights_change)
-        self.module.train()  # dropout is off; this only lets activation checkpointing act
+        self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.config = config
         self.optimizer_config = optimizer
         self.total_optimizer_steps = config.scheduled_steps()[self.role]
@@ -177,7 +177,7 @@ class TrainedWorker(ModelWorker):
         )
 
     def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
-        """The rows of each mini-batch of `batch`: whole groups, shuffled by a permutation keyed by (step, epoch)."""
+        """Return the rows of each mini-batch: whole groups, in an order that is keyed by (step, epoch)."""
         _, group = np.unique(batch["group_ids"], return_inverse=True)
         count, size = int(group.max()) + 1, self.config.mini_batch_size
         chosen = []
@@ -190,8 +190,8 @@ class TrainedWorker(ModelWorker):
         """Call `optimizer_step` with every mini-batch of `batch`.
 
         Returns:
-            the mean of its metrics over the mini-batches; `kl` is the mean over their tokens, and not there without
-            any; `lr` is the last one.
+            the means of its metrics over the mini-batches. `kl` is the mean over their tokens, and is missing if there
+            are none; `lr` is the last value.
         """
         metrics: list[dict[str, float]] = []
         tokens: list[float] = []
@@ -200,22 +200,22 @@ class TrainedWorker(ModelWorker):
             tokens.append(float(mini_batch["mask"].sum()))
             metrics.append(optimizer_step(mini_batch))
         means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
-        if "kl" in means:  # it steers a controller: what was left out of the losses must not count as 0
+        if "kl" in means:  # a controller reads the KL, so tokens that the losses leave out must not count as 0
             means.pop("kl")
             if any(tokens):
                 means["kl"] = float(np.average([m["kl"] for m in metrics], weights=tokens))
         return {**means, "lr": metrics[-1]["lr"]}
 
     def optimizer_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step on the mini-batch `batch`.
+        """Make one optimizer step on the mini-batch `batch`.
 
-        Gradients accumulate locally and are reduced once, with the last micro-batch.
+        Each rank accumulates gradients locally; they are reduced once, with the last micro-batch.
 
         Returns:
             the loss and the loss function's metrics over the global mini-batch, `grad_norm` and `lr`.
 
         Raises:
-            NonFiniteError: loss or gradient norm is NaN or infinite; the weights are untouched.
+            NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
         """
         plan = self.micro_batches(batch)
         sums: dict[str, Tensor] = {}
@@ -224,7 +224,7 @@ class TrainedWorker(ModelWorker):
             self.module.set_requires_gradient_sync(last)
             self.module.set_is_last_backward(last)
             loss, metrics = loss_function(take_rows(batch, rows, self.device))
-            # FSDP averages gradients over the shares of the data; the shares of the loss are to be summed.
+            # FSDP averages gradients over the shares of the data, but the shares of the loss must be summed.
             (loss * self.layout.data_size).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
@@ -242,8 +242,10 @@ class TrainedWorker(ModelWorker):
         return {**totals, "grad_norm": grad_norm, "lr": lr}
 
     def _configure_optimizer(self) -> float:
-        """Give every parameter group the config's values, since a checkpoint brings its own; returns the learning rate
-        of the next step."""
+        """Set every parameter group to the values of the config; returns the learning rate of the next step.
+
+        A checkpoint has its own values, which the config replaces.
+        """
         config = self.optimizer_config
         lr = learning_rate(config, self.optimizer_steps, self.total_optimizer_steps)
         for group in self.optimizer.param_groups:
@@ -258,19 +260,19 @@ class TrainedWorker(ModelWorker):
     # ---------------------------------------------------------------------------------------------------
     # State
 
-    def load(self, files: StateFiles, what: Collection[str] = STATE, steps_added: int = 0) -> None:
-        """Restore what was saved of this role (see `ModelWorker.load`).
+    def load(self, files: StateFiles, kinds: Collection[str] = STATE, steps_added: int = 0) -> None:
+        """Restore the saved state of this role (see `ModelWorker.load`).
 
         Args:
-            steps_added: moves the place in the learning rate's schedule by this many optimizer steps.
+            steps_added: number of optimizer steps by which the place in the learning rate schedule moves.
         """
-        super().load(files, what)
-        if "optimizer" in what:
+        super().load(files, kinds)
+        if "optimizer" in kinds:
             self.optimizer_steps += steps_added
 
-    def _state(self, what: set[str], with_rng: bool) -> dict[str, Any]:
-        state = super()._state(what, with_rng)
-        if "optimizer" in what:
+    def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
+        state = super()._state(kinds, with_rng)
+        if "optimizer" in kinds:
             state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
             state["optimizer_steps"] = torch.tensor(self.optimizer_steps)
         return state

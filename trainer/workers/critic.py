@@ -16,6 +16,8 @@ from trainer.workers.base import TrainedWorker
 
 
 class CriticWorker(TrainedWorker):
+    """The critic and its optimizer."""
+
     role = "critic"
 
     def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
@@ -23,17 +25,19 @@ class CriticWorker(TrainedWorker):
         self.value_clip = cfg.algorithm.value_clip
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Values of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
+        """Return the values of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         return self.map_rows(batch, lambda mb: self.module(mb.input_ids, mb.packing))
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """All optimizer steps of one step's experience.
+        """Make all optimizer steps of one step of the loop.
 
         Args:
-            batch: `input_ids`, `mask`, `values` (old ones), `returns`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
+            batch: `input_ids`, `mask`, `values` (of the critic before the update), `returns`: `(B, T)`; `lengths`,
+                `group_ids`: `(B,)`.
 
         Returns:
-            means of `loss`, `clip_frac` and `grad_norm` over the mini-batches (see `TrainedWorker.train`), and `lr`.
+            the means of `loss`, `clip_frac` and `grad_norm` over the mini-batches (see `TrainedWorker.train`), and
+            `lr`.
         """
         return self.train(batch, step, self._update_mini_batch)
 

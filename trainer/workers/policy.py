@@ -1,4 +1,4 @@
-"""The policy: log-probs, the policy update, and its weights for engines and exports. The reference."""
+"""The policy (log-probs, update, weights for engines and exports) and the reference."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 
 class WeightSender(Protocol):
-    """How weights leave the ranks when they do not go through shared memory."""
+    """Sends weights from the ranks to the engines when they do not go through shared memory."""
 
     def send(self, weights: Any, rank: int) -> Any: ...
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """What one step's update returns."""
+    """The result of the update of one step."""
 
     metrics: dict[str, float]
     """Means over the mini-batches (see `TrainedWorker.train`)."""
     rows: np.ndarray
-    """`(n,)`: rows of the batch that this rank computed, if it computed the old log-probs."""
+    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the batch had old log-probs."""
     logprobs: np.ndarray
-    """`(n, T)`: their old log-probs, zero-padded."""
+    """`(n, T)`: the old log-probs of these rows, zero-padded."""
 
 
 class PolicyWorker(TrainedWorker):
     """The policy and its optimizer.
 
     Args:
-        cfg: its `algorithm`, `rollout.temperature`, `rollout.max_response_tokens` and `trainer` are read.
+        cfg: the worker reads `algorithm`, `rollout.temperature`, `rollout.max_response_tokens` and `trainer`.
     """
 
     role = "policy"
@@ -59,26 +59,26 @@ class PolicyWorker(TrainedWorker):
         self._shared: SharedDirectory | None = None
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
+        """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         return self.map_rows(batch, self._logprobs)
 
     def _logprobs(self, mb: MicroBatch) -> Tensor:
         return token_logprobs(self.module, mb.input_ids, mb.packing, self.temperature)
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> PolicyUpdate:
-        """All optimizer steps of one step's experience.
+        """Make all optimizer steps of one step of the loop.
 
-        Without `old_logprobs` in the batch, the log-probs of the first forward pass stand in for them, and are
-        returned: they are the same, as long as there is one optimizer step.
+        If the batch has no `old_logprobs`, the log-probs of the first forward pass are used instead, and returned. The
+        two are equal if there is one optimizer step.
 
         Args:
-            batch: `input_ids`, `mask`, `advantages` and, where they exist, `old_logprobs`, `ref_logprobs` and
+            batch: `input_ids`, `mask`, `advantages` and, if they exist, `old_logprobs`, `ref_logprobs` and
                 `rollout_logprobs`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
-            kl_coef: weight of the KL in the loss; None: that of the config.
+            kl_coef: weight of the KL in the loss; None: the weight in the config.
 
         Returns:
-            the metrics `loss`, `grad_norm`, `lr` and, if somebody sampled the batch (`rollout_logprobs`), `kl` (to the
-            reference; without one, of the old policy to the new), `clip_frac` and `entropy`.
+            the metrics `loss`, `grad_norm`, `lr` and, if the batch was sampled (`rollout_logprobs`), `kl` (to the
+            reference; without a reference, of the old policy to the new), `clip_frac` and `entropy`.
         """
         coef = self.algorithm.kl_coef if kl_coef is None else kl_coef
         on_policy = "old_logprobs" not in batch
@@ -91,7 +91,7 @@ class PolicyWorker(TrainedWorker):
     def _update_mini_batch(
         self, batch: Batch, kl_coef: float, fresh: list[tuple[list[int], np.ndarray]]
     ) -> dict[str, float]:
-        """One optimizer step; on-policy log-probs go to `fresh`, with their rows."""
+        """Make one optimizer step. On-policy log-probs are appended to `fresh`, with their rows."""
         algorithm = self.algorithm
         totals = self._totals(batch)
         policy_loss = resolve(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss")
@@ -128,7 +128,7 @@ class PolicyWorker(TrainedWorker):
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> float:
-        """Cross-entropy (nats a token) of the tokens whose mask is 1; for held-out data."""
+        """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for held-out data."""
         totals = self._totals(batch)
         share = 0.0
         for rows in self.micro_batches(batch):
@@ -140,7 +140,7 @@ class PolicyWorker(TrainedWorker):
         return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])), self.max_response_tokens)
 
     def num_parameters(self) -> tuple[int, int]:
-        """Parameters, and how many of them are trained. No collective."""
+        """Return the number of parameters, and the number of trained parameters. Not a collective."""
         parameters = list(self.module.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
@@ -148,12 +148,15 @@ class PolicyWorker(TrainedWorker):
     # Weights for engines and exports
 
     def write_weights(self, directory: str, dtype: str) -> list[str]:
-        """Write the weights as safetensors of `dtype` (see `RolloutConfig.dtype`), adapters merged; each rank its own
-        rows. Returns the file names."""
+        """Write the weights as safetensors, adapters merged; returns the file names. Each rank writes its own rows.
+
+        Args:
+            dtype: dtype of the weights (see `RolloutConfig.dtype`).
+        """
         return write_safetensors(self.module, directory, param_dtype(dtype, self.device))
 
     def send_weights(self, sender: WeightSender, dtype: str) -> Any:
-        """Hand the tensors, one by one, to `sender`."""
+        """Pass the tensors, one by one, to `sender`."""
         return sender.send(self.stream_weights(dtype), self.layout.rank)
 
     @torch.no_grad()
@@ -161,38 +164,40 @@ class PolicyWorker(TrainedWorker):
         """Yield (Hugging Face name, full tensor) one by one; each `next` gathers one tensor from all ranks."""
         for name, tensor in merged_tensors(self.module):
             if tensor.dtype.is_floating_point:
-                tensor = tensor.to(param_dtype(dtype, self.device))  # before gathering: half the traffic in bfloat16
+                tensor = tensor.to(
+                    param_dtype(dtype, self.device)
+                )  # before the gather, to halve the traffic (bfloat16)
             if isinstance(tensor, DTensor):
-                tensor = tensor.to(self.device).full_tensor()  # offloaded shards come back for the gather
+                tensor = tensor.to(self.device).full_tensor()  # `.to`, because shards may be offloaded
             yield name, tensor
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the files that `write_weights` writes. No collective."""
+        """Return the size in bytes of the files that `write_weights` writes. Not a collective."""
         return sum(plan_layout(export_tensors(self.module), param_dtype(dtype, self.device)).sizes.values())
 
     def check_shared(self, dtype: str, reserved: int) -> None:
-        """Check that shared memory has room for the weights as `dtype` (see `check_room`). No collective."""
+        """Check that shared memory has room for the weights as `dtype` (see `check_room`). Not a collective."""
         check_room(self.weight_bytes(dtype), reserved)
 
     def open_shared(self, dtype: str, reserved: int) -> str:
-        """Make a directory in this machine's shared memory for the weights; returns its path. No collective."""
+        """Make a directory in this machine's shared memory for the weights; returns its path. Not a collective."""
         self.close_shared()
         self.check_shared(dtype, reserved)
         self._shared = SharedDirectory()
         return self._shared.path
 
     def close_shared(self) -> None:
-        """Delete what `open_shared` made. No collective."""
+        """Delete the directory that `open_shared` made. Not a collective."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
     def adapter_config(self, base_model: str) -> str:
-        """peft's config of the adapters, which names `base_model` as what they adapt. No collective."""
+        """Return peft's config of the adapters, which names `base_model` as the adapted model. Not a collective."""
         return adapter_config(self.config.policy.lora, adapted_modules(self.module), base_model)
 
     def adapter_weights(self) -> bytes | None:
-        """The adapters as a safetensors file, on the rank that reports."""
+        """Return the adapters as a safetensors file on the rank that reports, and None on the others."""
         from safetensors.torch import save
 
         tensors = adapter_tensors(self.module)
@@ -200,11 +205,11 @@ class PolicyWorker(TrainedWorker):
 
 
 class ReferenceWorker(ModelWorker):
-    """The start policy, frozen, or the policy of a later step (see `refresh`).
+    """The frozen start policy, or the policy of a later step (see `refresh`).
 
     Args:
-        policy: its weights are what `refresh` takes over; None: they are in other processes.
-            If `module` is this one, its weights without the adapters are the reference.
+        policy: the policy whose weights `refresh` copies; None: the policy is in other processes. If `module` is the
+            policy, its weights without the adapters are the reference.
     """
 
     role = "reference"
@@ -220,22 +225,22 @@ class ReferenceWorker(ModelWorker):
         super().__init__(module, layout, cfg.trainer.max_tokens_per_micro_batch, before_weights_change)
         self.temperature = cfg.rollout.temperature
         self.policy = policy
-        self.of_policy = module is policy
-        if not self.of_policy:
+        self.shares_policy = module is policy
+        if not self.shares_policy:
             self.module.requires_grad_(False)
             self.module.eval()
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        with adapters_off(self.module) if self.of_policy else nullcontext():
+        """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
+        with adapters_off(self.module) if self.shares_policy else nullcontext():
             return self.map_rows(
                 batch, lambda mb: token_logprobs(self.module, mb.input_ids, mb.packing, self.temperature)
             )
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the weights of the policy, adapters merged."""
-        assert self.policy is not None and not self.of_policy, "this reference cannot move"
+        """Copy the weights of the policy, adapters merged."""
+        assert self.policy is not None and not self.shares_policy, "this reference cannot move"
         self.before_weights_change()
         own = export_tensors(self.module)
         for name, tensor in merged_tensors(self.policy):

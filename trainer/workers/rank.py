@@ -1,4 +1,4 @@
-"""One rank: a process that hosts the shards of some or all roles. Without Ray, `torchrun` can run it too."""
+"""One rank: a process that holds the shards of some or all roles. It does not need Ray; `torchrun` can run it too."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from trainer.workers.saving import BackgroundSaver, StateFiles
 class Rank:
     """The workers of one rank, one for each of its roles.
 
-    The driver calls a method on all ranks at once: every method, of this class and of the workers, is a collective
-    unless it says that it is none.
+    The driver calls each method on all ranks at the same time. Every method of this class and of the workers is a
+    collective, unless its docstring says "Not a collective".
     """
 
     def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
@@ -42,7 +42,7 @@ class Rank:
         self.saver: BackgroundSaver | None = None
 
     def find_address(self, host: str, port: int = 0) -> str:
-        """Reserve a port of this rank for a store; returns `host:port`. `port` 0 takes a free one. No collective."""
+        """Reserve a port of this rank for a store (0: a free one); returns `host:port`. Not a collective."""
         try:
             return listen(host, port)
         except OSError as error:
@@ -52,13 +52,13 @@ class Rank:
             ) from error
 
     def connect(self, address: str, local_rank: int = 0) -> None:
-        """Join the process group, whose store is at `address`, and seed this rank's generators (for user code)."""
+        """Join the process group, whose store is at `address`, and seed this rank's generators, for user code."""
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
         self.layout = Layout(self.device, self.cfg.trainer.replicas)
         self.saver = BackgroundSaver(SideGroup(), self.device)
-        clear_abandoned()  # what killed runs left in this machine's memory
+        clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed = key(self.cfg.trainer.seed, "rank", self.rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -68,7 +68,7 @@ class Rank:
         """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`.
 
         Args:
-            critic_path: where the critic's come from instead.
+            critic_path: directory of the critic's start weights; None: `model_path`.
         """
         assert self.layout is not None and self.saver is not None, "connect first"
         cfg, t, mesh = self.cfg, self.cfg.trainer, self.layout.fsdp_mesh
@@ -92,7 +92,7 @@ class Rank:
         return getattr(self.roles[role], method)(*args, **kwargs)
 
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
-        """Take the state of `roles` as it is now and write it, on a thread, through `files`."""
+        """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
         workers = {role: self.roles[role] for role in roles}
         self.saver.begin(
@@ -102,19 +102,19 @@ class Rank:
         )
 
     def finish_save(self) -> list[dict]:
-        """Wait for the save that was begun; returns the files this rank wrote. May run beside other methods."""
+        """Wait for the save to end; returns the files that this rank wrote. Other methods may run meanwhile."""
         assert self.saver is not None, "connect first"
         return self.saver.finish()
 
     def take_blocked(self) -> float:
-        """Seconds that optimizer steps have waited for a save since this was last asked."""
+        """Return the seconds that optimizer steps have waited for a save since the last call."""
         assert self.saver is not None, "connect first"
         return self.saver.take_blocked()
 
     def release_memory(self) -> None:
-        """Give what torch keeps for later allocations back to the GPU. No collective."""
+        """Return torch's cached memory to the GPU. Not a collective."""
         torch.cuda.empty_cache()
 
     def device_name(self) -> str:
-        """The name of this rank's GPU, or `cpu`. No collective."""
+        """Return the name of this rank's GPU, or `cpu`. Not a collective."""
         return torch.cuda.get_device_name() if self.device == "cuda" else self.device

@@ -1,4 +1,4 @@
-"""A rank's share of a save: copied to host memory and written on a thread, while the rank goes on."""
+"""A rank's share of a save: a thread copies it to host memory and writes it while the rank continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.parallel.mesh import SideGroup
 
 
 class StateFiles(Protocol):
-    """Where sharded states are written and read (see `trainer.checkpoint.sharded.ShardedFiles`)."""
+    """Writes and reads sharded states (see `trainer.checkpoint.sharded.ShardedFiles`)."""
 
     def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: Any) -> list[dict]: ...
     def read(self, name: str, state: dict[str, Any], group: Any = None) -> None: ...
@@ -22,19 +22,24 @@ class StateFiles(Protocol):
 
 
 class BackgroundSaver:
-    """At most one save at a time. Host memory taken: one copy of this rank's shards, kept for the next save.
+    """Runs at most one save at a time. It keeps one copy of this rank's shards in host memory for the next save.
 
     Args:
-        group: a group that nothing else uses, so that the writers can talk to each other while the ranks train.
-        device: of the state; from `cuda` it is copied to pinned memory.
+        group: a group without other users, so that the writers can communicate while the ranks train.
+        device: device of the state; a state on `cuda` is copied to pinned memory.
     """
 
     def __init__(self, group: SideGroup, device: str):
         cuda = device == "cuda"
         self._group = group
-        self._stager = DefaultStager(StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda,
-        ))  # fmt: skip
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=cuda,
+            )
+        )
         self._device = torch.cuda.current_device() if cuda else None
         self._thread: threading.Thread | None = None
         self._staged = threading.Event()
@@ -47,8 +52,8 @@ class BackgroundSaver:
         """Start a save. The tensors in `states` must not change until `wait_until_staged` returns.
 
         Args:
-            states: by name, tensors of this rank and plain values.
-            extras: small files that rank 0 writes beside them, by name.
+            states: tensors of this rank and plain values, by name.
+            extras: small files that rank 0 adds to each state, by name.
         """
         assert self._thread is None, "finish the save before beginning another"
         self._entries, self._problem = [], None
@@ -57,7 +62,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait_until_staged(self) -> None:
-        """Until the tensors given to `begin` are copied and may change."""
+        """Wait until the tensors given to `begin` are copied and may change."""
         if not self._staged.is_set():
             started = time.monotonic()
             self._staged.wait()
@@ -77,7 +82,7 @@ class BackgroundSaver:
         return self._entries
 
     def take_blocked(self) -> float:
-        """Seconds that this rank has waited for staging since this was last asked."""
+        """Return the seconds that this rank has waited for staging since the last call."""
         blocked, self._blocked = self._blocked, 0.0
         return blocked
 
@@ -85,7 +90,7 @@ class BackgroundSaver:
         try:
             try:
                 if self._device is not None:
-                    torch.cuda.set_device(self._device)  # of this thread
+                    torch.cuda.set_device(self._device)  # each thread has its own current device
                 failpoint("save:staging")
                 staged = {name: self._stager.stage(state) for name, state in states.items()}
             except Exception as error:
@@ -105,9 +110,9 @@ class BackgroundSaver:
                     self._agree(str(error) or repr(error))
                 else:
                     self._agree(None)
-        except Exception as error:  # a rank is gone: its death ends the job, and says why
+        except Exception as error:  # a rank is dead; its own error ends the job and gives the reason
             self._problem = f"the ranks could not agree on the save: {error}"
 
     def _agree(self, problem: str | None) -> None:
-        """One rank's failure is everybody's, before any of them waits for a file that never comes."""
+        """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""
         self._problem = next((p for p in self._group.gather(problem) if p is not None), None)

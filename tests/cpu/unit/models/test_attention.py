@@ -115,7 +115,7 @@ def test_recomputed_activations_keep_the_boundaries_of_their_own_row(name):
 
 
 @pytest.mark.parametrize("implementation", ["packed", "eager"])
-def test_a_sequence_sees_nothing_of_its_neighbours(implementation):
+def test_a_sequence_does_not_attend_to_its_neighbours(implementation):
     model = packable("gemma2") if implementation == "packed" else random_model(ARCHITECTURES["gemma2"], "eager")
     ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
     before = token_logprobs(model, ids, packing)
@@ -128,7 +128,7 @@ def test_a_sequence_sees_nothing_of_its_neighbours(implementation):
     assert not torch.equal(before[1], after[1])
 
 
-def test_windows_and_soft_caps_act():
+def test_windows_and_soft_caps_change_the_result():
     """So that the comparisons above can fail."""
     for name, change in (("gemma2", {"attn_logit_softcapping": None}), ("gemma3", {"sliding_window": 99})):
         config = copy.deepcopy(ARCHITECTURES[name])
@@ -140,7 +140,7 @@ def test_windows_and_soft_caps_act():
     assert max(LENGTHS) > WINDOW
 
 
-def test_values_of_a_row_do_not_depend_on_its_company_beyond_rounding():
+def test_values_of_a_row_depend_on_other_rows_by_rounding_alone():
     model, ids = packable("qwen3"), sequences()
     together = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
     again = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
@@ -168,7 +168,7 @@ def test_other_models_get_one_sequence_at_a_time(name):
     assert packing_arguments(model.config, Packing([4], "cpu")) == {}
 
 
-def test_a_model_that_does_not_hand_on_the_boundaries_is_refused():
+def test_a_model_that_does_not_pass_the_boundaries_on_is_refused():
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UserError, match="choose model.attn_implementation=eager"):
         packed_attention(SimpleNamespace(), heads, heads, heads, None)

@@ -16,7 +16,7 @@ from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
-def test_a_directory_appears_when_it_is_complete(tmp_path):
+def test_a_directory_is_published_when_it_is_complete(tmp_path):
     with whole_directory(str(tmp_path / "a/out")) as writing:
         with open(os.path.join(writing, "file"), "w") as file:
             file.write("content")
@@ -25,7 +25,7 @@ def test_a_directory_appears_when_it_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
-def test_a_directory_whose_block_fails_leaves_nothing(tmp_path, error):
+def test_a_directory_whose_block_fails_is_deleted(tmp_path, error):
     with pytest.raises(type(error)), whole_directory(str(tmp_path / "out")) as writing:
         with open(os.path.join(writing, "file"), "w"):
             pass
@@ -33,7 +33,7 @@ def test_a_directory_whose_block_fails_leaves_nothing(tmp_path, error):
     assert os.listdir(tmp_path) == []
 
 
-def test_tensors_are_placed_in_order_and_a_large_one_alone():
+def test_tensors_are_placed_in_order_and_a_large_tensor_alone():
     sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
     assert place_in_files(sizes, 10) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
@@ -73,7 +73,7 @@ def exporter(ranks: Ranks, fence=lambda: None) -> PolicyExporter:
     return PolicyExporter(ranks, ranks.model, load_tokenizer(ranks.model), False, False, fence)
 
 
-def test_an_export_replaces_an_older_one_and_what_a_killed_one_left(model, tmp_path):
+def test_an_export_replaces_an_older_one_and_the_leftovers_of_a_killed_one(model, tmp_path):
     target = tmp_path / "global_step_1/policy"
     for name in ("policy", "policy.writing-of-a-killed-job"):
         target.with_name(name).mkdir(parents=True)

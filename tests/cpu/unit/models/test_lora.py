@@ -112,7 +112,7 @@ def test_adapters_alone_are_trained_and_kept(model_path, single_rank):
     assert np.abs(result["logprobs"] - result["start"]).max() > 1e-2
 
 
-def test_merged_weights_and_peft_compute_what_the_ranks_do(model_path, single_rank, tmp_path):
+def test_merged_weights_and_peft_equal_the_ranks(model_path, single_rank, tmp_path):
     result, out = single_rank
     expected = assembled([result], "logprobs")
     merged = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_merged_weights_and_peft_compute_what_the_ranks_do(model_path, single_ra
     assert np.abs(logprobs_of(PeftModel.from_pretrained(base, tmp_path)) - expected)[MASK].max() < 1e-5
 
 
-def test_adapters_go_on_on_any_number_of_ranks(model_path, tmp_path):
+def test_adapters_resume_on_any_number_of_ranks(model_path, tmp_path):
     directory, cfg = str(tmp_path), lora_config()
     uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
     assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
@@ -167,7 +167,7 @@ def left_out(rank: Rank, path: str) -> list[dict]:
     return found
 
 
-def test_a_kl_is_of_the_tokens_that_are_learnt(model_path):
+def test_the_kl_covers_only_trained_tokens(model_path):
     cfg = lora_config(mini_batch_size=1)
     cfg.trainer.policy.optimizer.lr = 0.0  # so that mini-batches do not depend on those before
     whole, half, nothing = run_ranks(1, left_out, model_path, cfg=cfg)[0]
@@ -178,7 +178,7 @@ def build_alone(rank: Rank, path: str) -> None:
     rank.build(["policy"], path)
 
 
-def test_layers_that_the_model_does_not_have_are_refused(model_path):
+def test_unknown_target_modules_are_refused(model_path):
     cfg = lora_config()
     cfg.trainer.policy.lora.target_modules = ["q_proj", "query"]
     with pytest.raises(
@@ -215,7 +215,7 @@ def load_reference(rank: Rank, path: str, directory: str) -> dict:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_reference_takes_over_the_policy_and_is_saved_as_it_was(model_path, tmp_path, lora, keep):
+def test_a_refreshed_reference_is_saved_and_restored(model_path, tmp_path, lora, keep):
     """Also where a forward pass leaves whole parameters behind."""
     cfg = lora_config() if lora else config(max_tokens_per_micro_batch=70)
     for role in (cfg.trainer.policy, cfg.trainer.reference):

@@ -42,7 +42,7 @@ from trainer.workers.base import learning_rate
         "cosine after a warm-up longer than the run",
     ],
 )
-def test_learning_rate_of_each_step(settings, total_steps, expected):
+def test_the_learning_rate_of_each_step(settings, total_steps, expected):
     config = OptimizerConfig(lr=2.0, **settings)
     rates = [learning_rate(config, step, total_steps) for step in range(len(expected))]
     assert rates == pytest.approx(expected, rel=1e-14, abs=1e-15)

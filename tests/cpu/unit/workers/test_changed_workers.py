@@ -231,12 +231,12 @@ def rate_of_the_next_step(rank: Rank, role: str, cfg: Config, path: str, directo
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_the_place_in_the_schedule_moves_with_the_optimizer_alone(model_path, tmp_path, role):
+def test_the_schedule_moves_only_if_the_optimizer_is_restored(model_path, tmp_path, role):
     cfg = configured({f"{OPTIMIZERS[role]}.{name}": value for name, value in COSINE.items()})
     rates = run_ranks(1, rate_of_the_next_step, role, cfg, model_path, str(tmp_path), cfg=cfg)[0]
     optimizer = cfg.trainer.policy.optimizer if role == "policy" else cfg.trainer.critic.optimizer
     assert rates == [learning_rate(optimizer, step, 10) for step in (1, 4, 0)]
 
 
-def test_every_key_that_acts_on_the_ranks_is_tried():
+def test_every_key_that_affects_the_ranks_is_tested():
     assert {key for _, key, *_ in CASES} == {key for key, proof in ALLOWED.items() if proof == RANKS}

@@ -77,7 +77,7 @@ def metrics_of(rank: Rank, path: str) -> list[dict]:
     return [rank.call("policy", "update", batch, 1).metrics for batch in (sampled, written)]
 
 
-def test_kl_clip_fraction_and_entropy_are_of_sampled_batches(model_path):
+def test_kl_clip_fraction_and_entropy_exist_for_sampled_batches_only(model_path):
     cfg = dataclasses.replace(config())
     cfg.algorithm.entropy_coef = 0.0
     sampled, written = run_ranks(1, metrics_of, model_path, cfg=cfg)[0]

@@ -72,7 +72,7 @@ def test_result_does_not_depend_on_ranks_replicas_or_micro_batches(model_path, s
     assert abs(assembled(single_rank, "values") * mask).max() > 1e-3, "the critic did not move"
 
 
-def test_logprobs_equal_transformers_and_weights_go_back_to_it(model_path, single_rank, tmp_path):
+def test_logprobs_equal_transformers_and_transformers_loads_the_weights(model_path, single_rank, tmp_path):
     out = str(tmp_path)
     results = run_ranks(2, train_two_steps, model_path, out, cfg=config(max_tokens_per_micro_batch=70))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -131,7 +131,7 @@ def all_weights(rank: Rank, path: str, directory: str) -> float:
     return float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
 
 
-def test_weights_can_be_taken_without_the_rest(model_path, tmp_path):
+def test_weights_can_be_restored_alone(model_path, tmp_path):
     directory = str(tmp_path)
     run_ranks(1, save_then_step, model_path, directory, cfg=config())
     weights, steps, _ = run_ranks(1, load_weights_alone, model_path, directory, cfg=config())[0]
@@ -154,7 +154,7 @@ def fail_to_write(rank: Rank, path: str, directory: str) -> tuple[str, float]:
     return str(error.value), seconds
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_succeeds(model_path, tmp_path):
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_save_succeeds(model_path, tmp_path):
     (first, seconds), (second, _) = run_ranks(2, fail_to_write, model_path, str(tmp_path), cfg=config())
     assert first == second and "rank 1" in first
     assert seconds < 30
@@ -176,7 +176,7 @@ def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
     return str(error.value)
 
 
-def test_a_full_disk_fails_the_save_and_leaves_the_one_before(model_path, tmp_path):
+def test_a_full_disk_fails_the_save_and_keeps_the_previous_checkpoint(model_path, tmp_path):
     first, second = run_ranks(2, run_out_of_space, model_path, str(tmp_path), cfg=config())
     assert first == second and "rank 1 could not write policy" in first and "GB are free" in first
 
@@ -213,14 +213,14 @@ def test_activation_checkpointing_changes_nothing_but_memory(model_path, single_
     )
 
 
-def test_a_nan_stops_every_rank_and_leaves_the_weights(model_path):
+def test_a_nan_stops_every_rank_and_changes_no_weights(model_path):
     cfg = config(mini_batch_size=GROUPS)
     for message, untouched in run_ranks(2, step_into_nan, model_path, cfg=cfg):
         assert "policy" in message and "nan" in message
         assert untouched
 
 
-def test_streamed_and_written_weights_are_the_same_and_rounded_once(model_path, tmp_path):
+def test_streamed_and_written_weights_are_equal_and_rounded_once(model_path, tmp_path):
     from safetensors.torch import load_file
 
     streamed = run_ranks(2, stream_and_write, model_path, str(tmp_path), cfg=config())
@@ -236,7 +236,7 @@ def draw(rank: Rank) -> tuple[float, float, float]:
     return float(torch.rand(())), float(np.random.random()), random.random()
 
 
-def test_ranks_draw_different_numbers_and_the_same_again_after_a_restart():
+def test_ranks_draw_different_numbers_and_repeat_them_after_a_restart():
     first, again = (run_ranks(2, draw, cfg=config(seed=1)) for _ in range(2))
     assert first == again
     other_seed = run_ranks(2, draw, cfg=config(seed=2))
@@ -265,7 +265,7 @@ def mini_batches(rank: Rank, path: str, steps: list[int]) -> dict[tuple[int, int
     return orders
 
 
-def test_mini_batches_are_whole_groups_in_an_order_of_their_step_and_epoch(tmp_path):
+def test_mini_batches_are_whole_groups_ordered_by_step_and_epoch(tmp_path):
     build_tiny(
         TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(tmp_path)
     )

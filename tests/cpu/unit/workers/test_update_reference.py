@@ -353,7 +353,7 @@ def assemble(parts: list[tuple[np.ndarray, np.ndarray]], batch: Batch) -> np.nda
     return found * batch["mask"]
 
 
-def test_old_logprobs_at_the_temperature_of_sampling_make_a_first_update_without_kl(model_path, experience):
+def test_the_first_update_has_no_kl_with_old_logprobs_at_the_sampling_temperature(model_path, experience):
     algorithm = dataclasses.replace(CASES["tokens"], **BOUNDS)
     for metrics, logprobs in run_ranks(2, first_update, model_path, experience, cfg=config(algorithm)):
         for name, found in metrics.items():
@@ -366,7 +366,7 @@ def test_old_logprobs_at_the_temperature_of_sampling_make_a_first_update_without
             np.testing.assert_allclose(logprobs[row, 1:length], plain.numpy() * mask, atol=1e-5)
 
 
-def test_the_coefficient_of_the_config_is_used_where_none_is_given(model_path, experience):
+def test_the_kl_coefficient_defaults_to_the_config(model_path, experience):
     algorithm = dataclasses.replace(CASES["tokens"], **BOUNDS)
     cfg = config(algorithm)
     losses = run_ranks(1, losses_at, model_path, experience, [None, cfg.algorithm.kl_coef, 0.0, 1.0], cfg=cfg)[0]
