@@ -149,7 +149,7 @@ def _check_base(base: str) -> None:
         )
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise UserError(
-            f"rollout.weight_sync=shared_memory: other users can rename what this run has in {base}; "
+            f"rollout.weight_sync=shared_memory: other users can rename the files of this run in {base}; "
             f"run `chmod +t {base}` there"
         )
 

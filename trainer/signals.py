@@ -115,7 +115,7 @@ class Signals:
             _say(f"{signal.Signals(number).name} for the third time: ending without cleaning up")
             os._exit(INTERRUPTED_STATUS)
         if self._count == 1 and self._in_steps:
-            _say(f"{self.first}: finishing this step, then saving and stopping; once more to stop without a save")
+            _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
         self.check()
 
 

@@ -44,10 +44,15 @@ SPLIT_DEPENDENT = ("clip_cov", "kl_cov")  # their selection is per piece, and sa
 
 
 OPTIONS = {
-    "clip_low": st.floats(0.01, 0.5), "clip_high": st.floats(0.01, 0.5), "tau_pos": st.floats(0.5, 3),
-    "tau_neg": st.floats(0.5, 3), "max_weight": st.floats(0.5, 20), "cov_frac": st.floats(0, 0.5),
-    "cov_kl_coef": st.floats(0, 2), "dual_clip": st.none() | st.floats(1.1, 5),
-}  # fmt: skip
+    "clip_low": st.floats(0.01, 0.5),
+    "clip_high": st.floats(0.01, 0.5),
+    "tau_pos": st.floats(0.5, 3),
+    "tau_neg": st.floats(0.5, 3),
+    "max_weight": st.floats(0.5, 20),
+    "cov_frac": st.floats(0, 0.5),
+    "cov_kl_coef": st.floats(0, 2),
+    "dual_clip": st.none() | st.floats(1.1, 5),
+}
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
@@ -90,8 +95,16 @@ def test_losses_of_ratios_beyond_both_bounds(name, aggregation):
     old = [[x - r for x, r in zip(*pair, strict=True)] for pair in zip(new, LOG_RATIOS, strict=True)]
     tensors = [padded(x, mask) for x in (new, old, GAINS)]
     check_loss(name, *tensors, mask, aggregation)
-    options = {"max_weight": 1.3, "cov_frac": 0.25, "tau_pos": 2.0, "tau_neg": 3.0, "cov_low": 0.1, "cov_high": 1.05,
-               "clip_low": 0.1, "clip_high": 0.3}  # fmt: skip
+    options = {
+        "max_weight": 1.3,
+        "cov_frac": 0.25,
+        "tau_pos": 2.0,
+        "tau_neg": 3.0,
+        "cov_low": 0.1,
+        "cov_high": 1.05,
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+    }
     options = {n: v for n, v in options.items() if n in options_of(POLICY_LOSSES[name])}
     metrics = check_loss(name, *tensors, mask, aggregation, **options)
     flat = [r for row in LOG_RATIOS for r in row]
@@ -358,10 +371,15 @@ def test_mismatch_metrics_equal_numpy():
     a, b = ours[mask > 0], engine[mask > 0]
     rho = np.exp(a - b)
     expected = {
-        "kl": np.mean(b - a), "k3_kl": np.mean(rho - 1 - np.log(rho)), "ratio_p1": np.percentile(rho, 1),
-        "ratio_p50": np.percentile(rho, 50), "ratio_p99": np.percentile(rho, 99), "ratio_max": rho.max(),
-        "ess": rho.sum() ** 2 / (len(rho) * (rho**2).sum()), "pearson": np.corrcoef(a, b)[0, 1],
-    }  # fmt: skip
+        "kl": np.mean(b - a),
+        "k3_kl": np.mean(rho - 1 - np.log(rho)),
+        "ratio_p1": np.percentile(rho, 1),
+        "ratio_p50": np.percentile(rho, 50),
+        "ratio_p99": np.percentile(rho, 99),
+        "ratio_max": rho.max(),
+        "ess": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
+        "pearson": np.corrcoef(a, b)[0, 1],
+    }
     assert found == pytest.approx(expected, abs=1e-9)
     same = mismatch(*(torch.from_numpy(x) for x in (ours, ours, mask)))
     assert (same["kl"], same["ess"], same["ratio_max"], same["pearson"]) == pytest.approx((0, 1, 1, 1))
@@ -403,6 +421,15 @@ def test_every_name_has_its_section():
     text = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
     sections = set(re.findall(r"^#+ .*?`([\w+]+)`", text, flags=re.MULTILINE))
     sections |= set(re.findall(r"`([\w+]+)`", " ".join(re.findall(r"^#+ .*$", text, flags=re.MULTILINE))))
-    names = {*ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *KL_ESTIMATORS, *CORRECTIONS, "fixed", "adaptive",
-             "overlong_penalty", "informative_groups"}  # fmt: skip
+    names = {
+        *ADVANTAGES,
+        *POLICY_LOSSES,
+        *AGGREGATIONS,
+        *KL_ESTIMATORS,
+        *CORRECTIONS,
+        "fixed",
+        "adaptive",
+        "overlong_penalty",
+        "informative_groups",
+    }
     assert names <= sections, sorted(names - sections)

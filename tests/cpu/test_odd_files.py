@@ -312,7 +312,7 @@ def test_a_lock_that_is_garbage_is_taken_over_when_it_is_old(tmp_path, content):
 @pytest.mark.parametrize("name", [".lock", ".lock.guard"])
 def test_a_lock_that_is_a_directory_is_refused(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match="the lock cannot be taken.*remove what is there"):
+    with pytest.raises(UserError, match="the lock cannot be taken.*remove that path"):
         RunLock(str(tmp_path), 60).acquire()
 
 

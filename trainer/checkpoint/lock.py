@@ -96,7 +96,7 @@ class RunLock:
                 if not (_is_foreign(self.path) or _is_foreign(f"{self.path}.guard")):
                     raise
                 raise UserError(
-                    f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove what is there, or "
+                    f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove that path, or "
                     f"{self._remedy}"
                 ) from error
             if (_is_local(owner) or watch.moved) and not wait:
@@ -155,7 +155,7 @@ class RunLock:
     def _make(self) -> None:
         # makedirs would fail if the last owner removed the directory at the same moment.
         if os.path.islink(self.directory) and not os.path.exists(self.directory):
-            raise FileExistsError(errno.EEXIST, "a link to what is not there", self.directory)
+            raise FileExistsError(errno.EEXIST, "a link to a missing directory", self.directory)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.directory)
 

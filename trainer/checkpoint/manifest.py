@@ -144,7 +144,7 @@ def read(path: str) -> Checkpoint:
     if problem:
         raise DamagedError(f"{path}: {MANIFEST} is damaged ({problem})")
     if step_in(path) not in (None, manifest["step"]):
-        raise DamagedError(f"{path}: {MANIFEST} is that of step {manifest['step']}")
+        raise DamagedError(f"{path}: {MANIFEST} belongs to step {manifest['step']}")
     return Checkpoint(path, manifest["step"], manifest)
 
 

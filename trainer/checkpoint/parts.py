@@ -185,7 +185,7 @@ def assets_part(
 def start_weights_part(cfg: Config, model_path: str) -> Part:
     """Make the part that holds a fingerprint of the base weights.
 
-    Checkpoints of LoRA runs, and those of runs with a frozen reference, do not contain these weights, so a resume must
+    Checkpoints of LoRA runs, and of runs with a frozen reference, do not contain these weights, so a resume must
     find the same files. The files are read on a thread while the ranks start.
     """
     t = cfg.trainer

@@ -90,7 +90,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return found
 
     def load(self) -> Any:
-        """Unpickle.
+        """Return the unpickled object.
 
         Raises:
             UserError: the pickle changed a class or a member of an enum; the change is undone.

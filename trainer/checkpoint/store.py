@@ -72,7 +72,7 @@ class CheckpointStore(Protocol):
 
 
 def step_in(path: str) -> int | None:
-    """Return the step in the name of a checkpoint; None if the name is not that of a checkpoint."""
+    """Return the step in the name of a checkpoint; None if the name does not belong to a checkpoint."""
     match = _STEP_DIR.match(os.path.basename(path.rstrip("/")))
     return int(match[1]) if match else None
 

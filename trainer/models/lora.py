@@ -69,7 +69,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple
         heads: prefixes of parameters that are trained without adapters.
 
     Raises:
-        UserError: a name of `config.target_modules` is not that of a linear layer.
+        UserError: a name of `config.target_modules` does not belong to a linear layer.
     """
     from peft import inject_adapter_in_model
 

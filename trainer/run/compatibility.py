@@ -172,7 +172,7 @@ def check(
         impossible: further keys that must not change, besides `IMPOSSIBLE`, with the reasons.
 
     Raises:
-        UserError: names the first key that may not change, and what to do.
+        UserError: names the first key that must not change, and the remedy.
     """
     permitted = []
     reasons = IMPOSSIBLE | dict(impossible or {})
