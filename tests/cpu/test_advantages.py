@@ -40,6 +40,7 @@ TOKENS = torch.tensor([1, 5, 3, 2, 4, 2, 5, 1, 3])
     [
         ("gae", {"gamma": 0.9, "lam": 0.8, "normalize_std": False}),
         ("gae", {"gamma": 1.0, "lam": 0.5, "normalize_std": True}),
+        ("reward", {}),
         ("grpo", {}),
         ("grpo", {"normalize_std": False}),
         ("rloo", {}),

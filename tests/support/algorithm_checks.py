@@ -48,19 +48,19 @@ def rows(values: Tensor, mask: Tensor) -> list[list[float]]:
 
 def assert_rows(values: Tensor, mask: Tensor, expected: list[list[float]]) -> None:
     assert torch.isfinite(values).all() and not values[mask == 0].any()
-    for ours, theirs in zip(rows(values, mask), expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+    for row, expected_row in zip(rows(values, mask), expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-9, abs=1e-9)
 
 
 def check_advantages(name: str, rewards: Tensor, mask: Tensor, ids: Tensor, values: Tensor, **options: Any) -> None:
-    """Advantages and returns of `name` equal the reference's. Options that it does not take are left out."""
+    """Check that the advantages and returns of `name` equal the reference. Unknown options are left out."""
     baselines = torch.linspace(-1, 1, len(ids), dtype=torch.float64)
     takes = options_of(ADVANTAGES[name])
-    ours = {"values": values, "baselines": baselines, **options}
-    advantages, returns = ADVANTAGES[name](rewards, mask, ids, **{n: v for n, v in ours.items() if n in takes})
-    theirs = {"values": rows(values, mask), "baselines": baselines.tolist(), **options}
+    given = {"values": values, "baselines": baselines, **options}
+    advantages, returns = ADVANTAGES[name](rewards, mask, ids, **{n: v for n, v in given.items() if n in takes})
+    reference_options = {"values": rows(values, mask), "baselines": baselines.tolist(), **options}
     formula = getattr(reference, name)
-    wanted = {n: v for n, v in theirs.items() if n in inspect.signature(formula).parameters}
+    wanted = {n: v for n, v in reference_options.items() if n in inspect.signature(formula).parameters}
     assert_rows(advantages, mask, formula(rows(rewards, mask), ids.tolist(), **wanted))
     if name == "gae":
         plain = reference.gae(rows(rewards, mask), ids.tolist(), rows(values, mask), options["gamma"], options["lam"])
@@ -75,7 +75,7 @@ def check_advantages(name: str, rewards: Tensor, mask: Tensor, ids: Tensor, valu
 def check_loss(
     name: str, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, aggregation: str, **options: Any
 ) -> dict[str, Tensor]:
-    """The loss of `name` equals the reference's, and its gradient is finite. Returns its metrics."""
+    """Check that the loss of `name` equals the reference and has a finite gradient; returns its metrics."""
     logprobs = logprobs.clone().requires_grad_()
     loss, metrics = POLICY_LOSSES[name](logprobs, old, advantages, mask, aggregation=aggregation, **options)
     expected = getattr(reference, name)(*(rows(x, mask) for x in (logprobs.detach(), old, advantages)), **options)

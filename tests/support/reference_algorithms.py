@@ -47,6 +47,10 @@ def gae(rewards, ids, values, gamma, lam, normalize_std=False):
     return whiten(out, 1e-8) if normalize_std else out
 
 
+def reward(rewards, ids):
+    return spread([sum(row) for row in rewards], rewards)
+
+
 def grpo(rewards, ids, normalize_std=True):
     scores, out = [sum(row) for row in rewards], [0.0] * len(rewards)
     for members in groups_of(ids).values():
@@ -223,9 +227,9 @@ def kl(kind: str, new: float, ref: float) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[kind.rstrip("+")]
 
 
-def correction_weights(ours, engine, kind, level, low, high):
+def correction_weights(trainer, engine, kind, level, low, high):
     out = []
-    for a, b in zip(ours, engine, strict=True):
+    for a, b in zip(trainer, engine, strict=True):
         logs = [x - y for x, y in zip(a, b, strict=True)]
         if level == "token":
             ratios = [math.exp(x) for x in logs]
