@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -66,6 +67,16 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and all that it has started."""
     parent = psutil.Process(pid)
     return [parent, *parent.children(recursive=True)]
+
+
+def members(pid: int) -> list[psutil.Process]:
+    """The ranks and engines of a job, as far as they have started."""
+    found = []
+    for process in family(pid):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "ray::_Host" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
