@@ -78,7 +78,7 @@ def test_presets_that_sample_in_their_own_way(tmp_path, ray_address):
     done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", f"trainer.ray_address={ray_address}",
                    "algorithm.rollout_correction=tis", "algorithm.policy_loss=own:loss", "algorithm.clip_high=null",
                    "+algorithm.options.factor=0",
-                   "reward.name=tests.cpu.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
+                   "reward.name=tests.cpu.jobs.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     dapo, remax = (metrics(next((tmp_path / "outputs/default").glob(f"*algorithm={n}*"))) for n in ("dapo", "remax"))
     for row in dapo[1:]:
@@ -236,7 +236,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(tmp_path, marker):
 
 
 def test_real_gsm8k_trains_on_two_ranks(tmp_path, ray_address):
-    data = Path(__file__).resolve().parents[2] / "../shared/data/gsm8k"
+    data = Path(__file__).resolve().parents[3] / "../shared/data/gsm8k"
     if not data.exists():
         pytest.skip("the GSM8K files are not beside this checkout")
     done = run_job("data=gsm8k", f"data.train_files=[{data}/train.jsonl]", f"data.val_files=[{data}/test.jsonl]",

@@ -60,7 +60,7 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, mod
         ),
         (  # everything that remembers earlier steps, on a cluster that outlives the job
             "dapo",
-            ["rollout=transformers", "data.curriculum=tests.cpu.test_killed_jobs:hardest_first", "data.train_size=24",
+            ["rollout=transformers", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
              "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
              "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis", "logger.rollouts=true"],
             ["logged,2", "save:manifest_written,2"],
@@ -152,8 +152,3 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path, mark
     back = run_job(*job, "trainer.on_resume_mismatch=fallback", module="trainer.sft", cwd=tmp_path)
     assert back.returncode == 0 and "checkpoints/global_step_4, step 4" in back.stdout, back.stdout + back.stderr
     assert comparable(metrics(runs[1])) == rows[0]
-
-
-def hardest_first(prompts, epoch: int, rewards) -> list[int]:
-    """A curriculum that goes by what the run has learnt."""
-    return sorted(range(len(prompts)), key=lambda place: (rewards.get(place, 0.0), (7 * place + epoch) % 24))

@@ -17,7 +17,7 @@ def test_the_adapted_kl_coefficient_is_used_and_the_critic_warms_up(tmp_path):
     done = run_job(
         "algorithm=ppo", "algorithm.kl_controller=adaptive", "algorithm.kl_coef=2", "algorithm.kl_target=1e-9",
         "algorithm.kl_horizon=32", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3", "algorithm.entropy_coef=0.3",
-        "reward.name=tests.cpu.test_loop:nothing", "rollout=transformers", "trainer.total_steps=4",
+        "reward.name=tests.cpu.jobs.test_kl_and_warm_up:nothing", "rollout=transformers", "trainer.total_steps=4",
         "trainer.mini_batch_size=8", "trainer.update_epochs=1", "trainer.critic.warmup_steps=1",
         "trainer.policy.optimizer.lr=1e-3", "trainer.policy.optimizer.scheduler=constant", "trainer.val_interval=-1",
         "trainer.ckpt_interval=-1", "logger.plot=false", cwd=tmp_path,

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.cpu.test_closed_jobs import BASE, reach
+from tests.cpu.jobs.test_closed_jobs import BASE, reach
 from tests.support.jobs import command, environment, family, kill_all, left_running
 from tests.support.namespaces import TwoNetworks
 
