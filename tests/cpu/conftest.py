@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ def marker(monkeypatch, tmp_path) -> str:
     """A value in the environment of everything that the test starts."""
     monkeypatch.setenv("TRAINER_TEST_MARKER", str(tmp_path))
     return str(tmp_path)
+
+
+@pytest.fixture
+def read_only(tmp_path) -> Iterator[Path]:
+    """A directory that cannot be written."""
+    path = tmp_path / "read_only"
+    path.mkdir(mode=0o555)
+    yield path
+    path.chmod(0o755)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,30 +1,21 @@
-"""Examples from files and generators, prompts through chat templates, and what a user is told of bad ones."""
+"""Examples from files, and prompts through chat templates."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import time
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.errors import OfflineModeIsEnabled
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import check_files, load_prompts, read_examples
 from trainer.data.examples import load_train
-from trainer.data.generators import generate
 from trainer.errors import UserError
-from trainer.hub import with_retries
-from trainer.models.files import resolve_model_path
 from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.models.tokenizer import load_tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 
@@ -48,9 +39,6 @@ def jsonl(path: Path, *rows: object) -> str:
 
 def files(*names: str, **options) -> DataConfig:
     return DataConfig(train_files=list(names), **options)
-
-
-# Reading
 
 
 def test_jsonl_rows_in_order(tmp_path):
@@ -158,59 +146,6 @@ def test_bad_parquet_is_refused(tmp_path):
         read_examples(files(str(tmp_path / "c.parquet")), "train")
 
 
-# The Hub, at an address where nothing listens
-
-
-@pytest.fixture
-def no_hub(monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-
-
-def test_a_hub_that_does_not_answer_is_asked_three_times(no_hub):
-    for call, message in (
-        (lambda: read_examples(files("hf://nobody/nothing"), "train"),
-         "data.train_files=hf://nobody/nothing: cannot be loaded from the Hub .*; with HF_HUB_OFFLINE=1 .*"),
-        (lambda: resolve_model_path("nobody/nothing"),
-         "model.path=nobody/nothing: no such directory, and the Hub cannot be reached .*"),
-    ):  # fmt: skip
-        start = time.monotonic()
-        with pytest.raises(UserError) as error:
-            call()
-        assert 1.4 < time.monotonic() - start < 15
-        assert_matches(message, error)
-
-
-def test_only_failed_connections_are_tried_again():
-    calls = []
-
-    def fail_with(*errors):
-        def call():
-            calls.append(1)
-            if len(calls) <= len(errors):
-                raise errors[len(calls) - 1]
-            return "done"
-
-        calls.clear()
-        return call
-
-    wrapped = OSError("wrapped")
-    wrapped.__cause__ = ConnectionRefusedError()
-    assert with_retries(fail_with(wrapped, TimeoutError())) == "done"
-    assert len(calls) == 3
-    with pytest.raises(FileNotFoundError):
-        with_retries(fail_with(FileNotFoundError(), FileNotFoundError()))
-    assert len(calls) == 1
-    with pytest.raises(OfflineModeIsEnabled):
-        with_retries(fail_with(OfflineModeIsEnabled("no")))
-    assert len(calls) == 1
-
-
-# Prompts
-
-
 def test_prompts_go_through_the_chat_template(tmp_path, tokenizer):
     data = files(jsonl(tmp_path / "a.jsonl", {"prompt": "hé", "answer": "x"}, {"prompt": CHAT, "answer": "y"}))
     first, second = load_prompts(data, "train", tokenizer, 100).prompts
@@ -246,102 +181,6 @@ def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):
     data.system_prompt = "Think."
     with pytest.raises(UserError, match="model.chat_template: .* system, user .No system!"):
         load_prompts(data, "train", strict, 9)
-
-
-# Tokenizers
-
-
-def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
-    with pytest.raises(UserError, match="model.path=.*missing: no such directory"):
-        load_tokenizer(str(tmp_path / "missing"))
-    weights_only = tmp_path / "weights"
-    weights_only.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(model / name, weights_only)
-    template = tmp_path / "t.jinja"
-    template.write_text("x")
-    for chat_template in (None, str(template)):
-        with pytest.raises(UserError, match="model.path=.*weights: .* no tokenizer"):
-            load_tokenizer(str(weights_only), chat_template)
-    no_template = tmp_path / "no_template"
-    shutil.copytree(model, no_template)
-    (no_template / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="no_template: .*no chat template; name a Jinja file in model.chat_template"):
-        load_tokenizer(str(no_template))
-    assert load_tokenizer(str(no_template), str(template)).chat_template == "x"
-    with pytest.raises(UserError, match="model.chat_template=.*none.jinja: cannot be read"):
-        load_tokenizer(str(model), str(tmp_path / "none.jinja"))
-
-
-def test_end_and_pad_tokens(tmp_path, model):
-    changed = tmp_path / "changed"
-    shutil.copytree(model, changed)
-    config = json.loads((changed / "tokenizer_config.json").read_text())
-    del config["pad_token"]
-    (changed / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(str(changed))
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    del config["eos_token"]
-    (changed / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="no end-of-sequence token"):
-        load_tokenizer(str(changed))
-
-
-def test_every_end_token_of_the_model_stops_a_completion(tmp_path, model):
-    tokenizer = load_tokenizer(str(model))
-    eos = tokenizer.eos_token_id
-    assert stop_token_ids(str(model), tokenizer) == (eos,)
-    changed = tmp_path / "changed"
-    shutil.copytree(model, changed)
-    for named, expected in ([7, eos], (eos, 7)), (9, (eos, 9)), (None, (eos,)):
-        (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-        assert stop_token_ids(str(changed), tokenizer) == expected
-
-
-# Generators
-
-
-@settings(max_examples=20, deadline=None)
-@given(name=st.sampled_from(["arithmetic", "reverse_text"]), train=st.integers(1, 300), val=st.integers(1, 100))
-def test_generated_splits_never_meet(name, train, val):
-    ours, theirs = generate(name, {}, train, "train"), generate(name, {}, val, "val")
-    prompts = {e["prompt"] for e in ours}
-    assert len(ours) == len(prompts) == train
-    assert len({e["prompt"] for e in theirs}) == val
-    assert prompts.isdisjoint(e["prompt"] for e in theirs)
-    assert generate(name, {}, train, "train") == ours
-    assert generate(name, {}, train + 5, "train")[:train] == ours
-
-
-def test_generated_examples_are_right():
-    for example in generate("arithmetic", {"max_value": 30}, 200, "train"):
-        a, b = example["prompt"].removesuffix("=").split("+")
-        assert max(int(a), int(b)) <= 30
-        assert int(example["answer"]) == int(a) + int(b)
-    words = generate("reverse_text", {"min_letters": 2, "max_letters": 3}, 200, "val")
-    assert {len(e["prompt"]) for e in words} == {2, 3}
-    assert all(e["answer"] == e["prompt"][::-1] for e in words)
-
-
-def test_generated_examples_do_not_change():
-    """Runs, caches and reported numbers stand on them."""
-    assert [e["prompt"] for e in generate("reverse_text", {}, 3, "train")] == ["rqhzg", "issapnuwwj", "ockbbpsym"]
-    assert [e["prompt"] for e in generate("arithmetic", {}, 3, "val")] == ["66+70=", "2+46=", "87+44="]
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("reverse_text", {"min_letters": 1, "max_letters": 1}, "data.train_size=100: .* only 2. different examples"),
-        ("arithmetic", {"max_value": 9}, "data.train_size=100: .* only .. different examples for train"),
-        ("arithmetic", {"max_value": -1}, "data.generator_args: max_value=-1"),
-        ("reverse_text", {"min_letters": 0}, "data.generator_args: min_letters=0"),
-        ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.generator_args: min_letters=5 and max_letters=4"),
-    ],
-)
-def test_generators_refuse_what_they_cannot_make(name, args, message):
-    with pytest.raises(UserError, match=message):
-        generate(name, args, 100, "train")
 
 
 def test_files_are_looked_into_before_they_are_needed(tmp_path):

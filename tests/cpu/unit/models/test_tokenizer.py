@@ -1,0 +1,73 @@
+"""Tokenizers of model directories, and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trainer.config import TinyConfig
+from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build_tiny(TinyConfig(), str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return load_tokenizer(str(model))
+
+
+def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
+    with pytest.raises(UserError, match="model.path=.*missing: no such directory"):
+        load_tokenizer(str(tmp_path / "missing"))
+    weights_only = tmp_path / "weights"
+    weights_only.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, weights_only)
+    template = tmp_path / "t.jinja"
+    template.write_text("x")
+    for chat_template in (None, str(template)):
+        with pytest.raises(UserError, match="model.path=.*weights: .* no tokenizer"):
+            load_tokenizer(str(weights_only), chat_template)
+    no_template = tmp_path / "no_template"
+    shutil.copytree(model, no_template)
+    (no_template / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no_template: .*no chat template; name a Jinja file in model.chat_template"):
+        load_tokenizer(str(no_template))
+    assert load_tokenizer(str(no_template), str(template)).chat_template == "x"
+    with pytest.raises(UserError, match="model.chat_template=.*none.jinja: cannot be read"):
+        load_tokenizer(str(model), str(tmp_path / "none.jinja"))
+
+
+def test_end_and_pad_tokens(tmp_path, model):
+    changed = tmp_path / "changed"
+    shutil.copytree(model, changed)
+    config = json.loads((changed / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (changed / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(changed))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    del config["eos_token"]
+    (changed / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        load_tokenizer(str(changed))
+
+
+def test_every_end_token_of_the_model_stops_a_completion(tmp_path, model):
+    tokenizer = load_tokenizer(str(model))
+    eos = tokenizer.eos_token_id
+    assert stop_token_ids(str(model), tokenizer) == (eos,)
+    changed = tmp_path / "changed"
+    shutil.copytree(model, changed)
+    for named, expected in ([7, eos], (eos, 7)), (9, (eos, 9)), (None, (eos,)):
+        (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert stop_token_ids(str(changed), tokenizer) == expected
