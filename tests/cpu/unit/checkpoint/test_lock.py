@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.odd_files import ODD_JSON
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
 
@@ -148,3 +149,19 @@ def test_an_owner_in_another_time_namespace_does_not_count_as_dead(tmp_path):
     finally:
         holder.kill()
         holder.wait()
+
+
+@pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
+def test_a_lock_that_is_garbage_is_taken_over_when_it_is_old(tmp_path, content):
+    """Nobody keeps its heartbeat going."""
+    lock = RunLock(str(tmp_path), 0.2)
+    Path(lock.path).write_bytes(content)
+    assert "took over the run directory from an unknown process" in lock.acquire()
+    lock.release()
+
+
+@pytest.mark.parametrize("name", [".lock", ".lock.guard"])
+def test_a_lock_that_is_a_directory_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match="the lock cannot be taken.*remove that path"):
+        RunLock(str(tmp_path), 60).acquire()

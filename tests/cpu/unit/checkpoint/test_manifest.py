@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import manager, save, sharded_parts
+from tests.support.odd_files import ODD_JSON, config, open_run, resume, rewrite
+from tests.support.one_rank import open_run as open_one_rank_run
+from tests.support.opened import opened_files
+from tests.support.ranks import run_ranks
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.manifest import DamagedError, verify
+from trainer.documents import is_count
+from trainer.errors import UserError
+from trainer.workers.rank import Rank
 
 FILES = ("manifest.json", "trainer_state.json", "policy/.metadata", "policy/__0_0.distcp", "policy/extra.json")
 
@@ -94,3 +105,103 @@ def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path):
                 found.setdefault(content, []).append(level)
     sizes = ["hash", "size"]
     assert found == {b"abd": ["hash"], b"ab": sizes, b"abcd": sizes, None: sizes}
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([10**30, -(10**30), 2**63]), st.text(max_size=4),
+    st.sampled_from([float("inf"), float("nan"), -0.5, 1e300, "../x", "\x1b[2J", "\ud800", "global_step_1", "\0"]),
+    st.lists(st.none() | st.integers(0, 2), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(0, 1)),
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value in nested lists and objects."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [place for name, child in children for place in places(child, (*path, name))]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_manifest_of_any_shape_is_valid_or_damaged(real_run, tmp_path, capsys, caplog, data):
+    run_dir = tmp_path / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    shutil.copytree(real_run, run_dir)
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["parent"] = data.draw(st.sampled_from([None, {"forked_from": "/x", "step": 1, "manifest": "0"}]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        where = data.draw(st.sampled_from(places(manifest) or [("x",)]))
+        holder = manifest
+        for name in where[:-1]:
+            holder = holder[name]
+        if data.draw(st.booleans()):
+            holder[where[-1]] = data.draw(VALUES)
+        else:
+            del holder[where[-1]]
+    if is_count(manifest.get("metrics_from")):  # another number is of the right shape, and the lines would be missing
+        manifest["metrics_from"] = None
+    rewrite(checkpoint, manifest)
+    valid = {}
+    for level in ("off", "size", "hash"):
+        try:
+            valid[level] = verify(str(checkpoint), level) is not None
+        except DamagedError as error:
+            valid[level] = False
+            assert str(checkpoint) in str(error)
+    for arguments in (["ls", str(run_dir)], ["verify", str(run_dir), "--json"], ["show", str(checkpoint)]):
+        assert checkpoint_tool(arguments) in (0, 1)
+    assert "\x1b" not in capsys.readouterr().out
+    state: dict = {}
+    caplog.clear()
+    with open_run(config(run_dir), state) as run:
+        assert run.resume.checkpoint.step == (2 if valid["hash"] else 1)
+        assert ("skipped a damaged checkpoint" in caplog.text) != valid["hash"]
+        try:
+            run.load()
+        except UserError as error:
+            assert valid["hash"] and "part" not in str(error), error
+
+
+@pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
+def test_a_manifest_that_is_no_manifest_falls_back(run_dir, content):
+    (run_dir / "checkpoints/global_step_2/manifest.json").write_bytes(content)
+    assert resume(run_dir) == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link", "endless"])
+def test_a_manifest_that_is_no_regular_file_falls_back(run_dir, kind):
+    path = run_dir / "checkpoints/global_step_2/manifest.json"
+    path.rename(run_dir / "kept")
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "endless" else run_dir / "kept")
+    assert resume(run_dir) == 1
+
+
+def test_a_manifest_without_files_is_not_valid(run_dir):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    rewrite(checkpoint, manifest | {"files": []})
+    with pytest.raises(DamagedError, match="names no file"):
+        verify(str(checkpoint), "off")
+    assert resume(run_dir) == 1
+
+
+def test_a_manifest_without_any_of_its_files_falls_back(run_dir):
+    for name in os.listdir(run_dir / "checkpoints/global_step_2"):
+        if name != "manifest.json":
+            (run_dir / "checkpoints/global_step_2" / name).unlink()
+    assert resume(run_dir) == 1
+
+
+def resume_and_count(rank: Rank, root: str, model: str) -> int:
+    with opened_files() as names, open_one_rank_run(rank, root, model) as run:
+        run.load()
+    return names.count("manifest.json")
+
+
+def test_a_resume_reads_the_manifest_once(saved_run, model):
+    assert run_ranks(1, resume_and_count, str(saved_run), str(model)) == [1]

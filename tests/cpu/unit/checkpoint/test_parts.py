@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from tests.support.checkpoints import manager, save
+from tests.support.odd_files import ODD_JSON, config, replace, resume
+from tests.support.runs import OpenRun
+from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.manifest import Checkpoint, verify
-from trainer.checkpoint.parts import Restore, is_allowed, json_part, models_part
-from trainer.config import RESUME_LOAD
+from trainer.checkpoint.parts import Restore, assets_part, config_yaml, is_allowed, json_part, models_part
+from trainer.config import RESUME_LOAD, Config, TinyConfig
+from trainer.documents import parse_yaml
 from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
 
 
 def test_a_change_is_allowed_by_its_key_or_section_and_not_by_a_prefix_of_its_name():
@@ -66,3 +75,63 @@ def test_models_are_restored_by_role(checkpoint, caplog):
 def test_a_checkpoint_without_a_part_is_refused(checkpoint, tmp_path):
     with pytest.raises(UserError, match="the checkpoint has no ledger; it holds config, start_weights"):
         manager(tmp_path).load(checkpoint, [json_part("ledger", dict, lambda _: None)])
+
+
+DEEP_YAML = "a: " + "[" * 5_000 + "]" * 5_000
+
+
+@pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
+@pytest.mark.parametrize("name", ["trainer_state.json", "data.json"])
+def test_a_state_of_another_shape_is_refused(run_dir, name, content, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, name, content)
+    verify(str(checkpoint))
+    result = resume(run_dir)
+    if name == "trainer_state.json":
+        assert isinstance(result, str) and "global_step_2: trainer_state.json is damaged" in result
+    for arguments in (["show", str(checkpoint)], ["show", "--json", str(checkpoint)]):
+        assert checkpoint_tool(arguments) in (0, 1)
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "text", "- 1", "3", "a: 1", "trainer: text", "algorithm: null", "a: [", "a: !!python/object:os.system x",
+     "a: !!timestamp x", "a: 2020-99-99", "a: !!int x", "a: !!bool x", "a: &x {b: *x}", "a: &x {}\nb: *x", DEEP_YAML,
+     "\0", "? [1]\n: 2", "a: !!binary x", "a: !!float ''", "%YAML 9"],
+)  # fmt: skip
+def test_a_config_that_is_no_mapping_of_sections_is_refused(run_dir, text, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, "config.yaml", text.encode())
+    assert "global_step_2: config.yaml is damaged" in resume(run_dir)
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) == 1
+    assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+def test_configs_that_lack_keys_are_compared(run_dir, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, "config.yaml", b"trainer: {policy: {optimizer: {schedule_steps: 3}}}")
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) == 0
+
+
+def test_the_config_of_a_run_is_read_as_it_was_written():
+    assert parse_yaml(config_yaml(Config())) == yaml.safe_load(config_yaml(Config()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
+    return path
+
+
+def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
+    with OpenRun(config(tmp_path)) as run:
+        run.parts = [assets_part(str(model), tokenizer, False)]
+        run.save(1)
+        saved = Path(
+            run.directory.checkpoints.store.path(1), "policy/huggingface/additional_chat_templates/tool_use.jinja"
+        )
+        assert saved.read_text() == "x"

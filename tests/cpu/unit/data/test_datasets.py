@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.datasets import check_files, load_prompts, read_examples
+from trainer.data.datasets import check_files, load_prompts, read_examples, read_rows
 from trainer.data.examples import load_train
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -197,3 +197,21 @@ def test_files_are_looked_into_before_they_are_needed(tmp_path):
     with pytest.raises(UserError, match="data.prompt_key=question: .*few.jsonl:1 has no such key"):
         check_files(data, validation=False)
     check_files(data, examples=False, validation=False)
+
+
+def test_a_line_without_end_is_refused_without_reading_it(tmp_path):
+    path = tmp_path / "data.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"prompt": "a", "answer": "b"}\n')
+        file.truncate(2**36)  # a sparse file: one line of 64 GB
+    rows = read_rows(str(path), "data.train_files")
+    assert next(rows)[1] == {"prompt": "a", "answer": "b"}
+    with pytest.raises(UserError, match="data.train_files: .*data.jsonl:2 is longer than 64 MiB"):
+        next(rows)
+
+
+def test_a_deep_line_is_refused(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    with pytest.raises(UserError, match="data.train_files: .*data.jsonl:1 is not JSON .*nested too deeply"):
+        next(read_rows(str(path), "data.train_files"))

@@ -219,3 +219,16 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
         return committed
 
     assert run(kills) == run([])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": "1"}, {"position": -1}, {"position": 10**9}, {"position": None}, {"epoch": 2**70}, {"curriculum": 3}],
+)
+def test_a_place_in_the_data_that_cannot_be_is_refused(change):
+    ledger = Ledger([range(4)], 1, "prompts", lambda: "content")
+    state = ledger.state_dict()
+    place = state["places"][0] | {name: value for name, value in change.items() if name != "curriculum"}
+    changed = {**state, "places": [place], **{name: value for name, value in change.items() if name == "curriculum"}}
+    with pytest.raises(UserError, match="place in the data is damaged|data.curriculum"):
+        ledger.load_state_dict(changed)

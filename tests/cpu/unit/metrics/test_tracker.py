@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.metrics import make_tracker
+from tests.support.odd_files import DEEP_JSON
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.metrics import names
+from trainer.metrics.report import write_report
 from trainer.metrics.tracker import Tracker, read_metrics
 
 ROOT = Path(__file__).parents[4]
@@ -297,3 +299,18 @@ def test_lines_that_are_cut_are_kept_and_each_only_once(tmp_path):
     kept = [json.loads(line) for line in (tmp_path / "metrics.cut.jsonl").read_text().splitlines()]
     assert [(row["step"], row["reward/mean"]) for row in kept] == [(2, 0.5), (3, 0.5), (4, 0.5), (0, 0.5), (1, 0.5)]
     assert [row["reward/mean"] for row in read_metrics(str(tmp_path / "metrics.jsonl"))] == [0.25] * 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [DEEP_JSON, b'{"step": "1"}', b'{"step": 1e3}', b'{"step": true}', b'{"step": 5, "a": "b"}',
+     b'{"step": 5, "a": []}', b'{"step": -1}', b'{"step": 5, "a": ' + b"9" * 400 + b"}",
+     b'{"step": 5, "a": Infinity}', b"\xff"],
+    ids=range(10),
+)  # fmt: skip
+def test_lines_of_metrics_of_another_shape_are_refused(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "reward/mean": 0.5}\n' + line + b"\n" + b'{"step": 6}\n')
+    for read in (lambda: read_metrics(str(path)), lambda: write_report(str(tmp_path))):
+        with pytest.raises(UserError, match=r"metrics.jsonl:2 has no JSON object with a step"):
+            read()

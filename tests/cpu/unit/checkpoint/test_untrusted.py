@@ -1,4 +1,4 @@
-"""What a checkpoint, a chat template or a data file holds is data: nothing of it is executed, followed or trusted."""
+"""What a checkpoint holds is data: nothing of it is executed, followed or trusted."""
 
 from __future__ import annotations
 
@@ -8,66 +8,24 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from tests.cpu.test_odd_files import config, replace, rewrite
-from tests.support.opened import opened_files
+from tests.support.odd_files import replace, rewrite
+from tests.support.one_rank import open_run
 from tests.support.ranks import run_ranks
-from tests.support.runs import OpenRun
+from tests.support.templates import ESCAPES
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.parts import assets_part, config_part, json_part, models_part
 from trainer.checkpoint.safe_dcp import load_metadata
-from trainer.config import ModelConfig, TinyConfig
-from trainer.data import datasets
-from trainer.data.datasets import read_rows, render_text
+from trainer.config import ModelConfig
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
 from trainer.models.files import load_config
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.workers.rank import Rank
-
-# ----------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-class OneRank:
-    """What `trainer.learner.ranks.Ranks` is to a run directory, with one rank in this process."""
-
-    saved_roles = ["policy"]
-
-    def __init__(self, rank: Rank):
-        self.rank = rank
-
-    def begin_save(self, files: Any) -> Any:
-        self.rank.begin_save(["policy"], files)
-        return self.rank.finish_save
-
-    def load(self, role: str, files: Any, what: Any, steps_added: int = 0) -> None:
-        self.rank.call(role, "load", files, what, steps_added)
-
-
-def open_run(rank: Rank, root: str, model: str) -> OpenRun:
-    rank.build(["policy"], model)
-    run = OpenRun(config(Path(root)))
-    run.parts = [
-        config_part(run.cfg),
-        json_part("trainer_state", lambda: {"step": 1}, lambda _: None),
-        json_part("data", lambda: {"position": 1}, lambda _: None),
-        models_part(OneRank(rank)),  # type: ignore[arg-type]
-        assets_part(model, load_tokenizer(model), False),
-    ]
-    return run
-
-
-def save_run(rank: Rank, root: str, model: str) -> None:
-    with open_run(rank, root, model) as run:
-        run.save(1, roles=["policy"])
 
 
 def resume_run(rank: Rank, root: str, model: str) -> str:
@@ -77,20 +35,6 @@ def resume_run(rank: Rank, root: str, model: str) -> str:
             return run.resume.checkpoint.path
     except UserError as error:
         return str(error)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
-    return path
-
-
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory, model) -> Path:
-    root = tmp_path_factory.mktemp("saved")
-    run_ranks(1, save_run, str(root), str(model))
-    return root
 
 
 @pytest.fixture
@@ -115,16 +59,6 @@ def name_file(checkpoint: Path, name: str, data: bytes) -> None:
 
 def export(checkpoint: Path, out: Path, *flags: str) -> int:
     return checkpoint_tool(["export", str(checkpoint), str(out), *flags])
-
-
-def resume_and_count(rank: Rank, root: str, model: str) -> int:
-    with opened_files() as names, open_run(rank, root, model) as run:
-        run.load()
-    return names.count("manifest.json")
-
-
-def test_a_resume_reads_the_manifest_once(saved_run, model):
-    assert run_ranks(1, resume_and_count, str(saved_run), str(model)) == [1]
 
 
 def test_an_export_copies_the_files_of_the_manifest_alone(checkpoint, tmp_path):
@@ -242,91 +176,3 @@ def test_code_in_a_checkpoint_is_not_executed(run_dir, checkpoint, model, tmp_pa
     assert not executed.exists()
     AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert executed.exists(), "the code was none, so the test showed nothing"
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Chat templates
-
-ESCAPES = [
-    "{{{{ messages.__class__.__mro__[1].__subclasses__()[0]('{executed}') }}}}",
-    "{{{{ cycler.__init__.__globals__.os.mkdir('{executed}') }}}}",
-    "{{{{ lipsum.__globals__['os'].mkdir('{executed}') }}}}",
-    "{{{{ raise_exception.__globals__['__builtins__']['__import__']('os').mkdir('{executed}') }}}}",
-    "{{{{ self._TemplateReference__context.environment.from_string('x').module.__loader__ }}}}",
-    "{{{{ ''|attr('__class__') }}}}{{{{ (''|attr('__class__')).mro() }}}}",
-    "{{{{ '{{0.__class__.__mro__}}'.format(messages) }}}}{{{{ messages.append(1) }}}}",
-    "{{% set x = messages.append({{}}) %}}",
-    "{{{{ strftime_now.__globals__.__builtins__.open('{executed}', 'w') }}}}",
-]
-FAILURES = [
-    "{% if %}", "{{ undefined.x }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}", "{{ none() }}", "{{ messages + 1 }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
-    "{{ raise_exception('No!') }}", "{{ 'x' * 2 ** 62 }}", "{{ messages[0].content.nothing() }}",
-]  # fmt: skip
-
-
-def tokenizer_with(model: Path, tmp_path: Path, template: str, own: bool) -> Any:
-    """A tokenizer with this template, its own or that of `model.chat_template`."""
-    if not own:
-        (tmp_path / "template.jinja").write_text(template)
-        return load_tokenizer(str(model), str(tmp_path / "template.jinja"))
-    copy = shutil.copytree(model, tmp_path / "copy", dirs_exist_ok=True)
-    (copy / "chat_template.jinja").write_text(template)
-    return load_tokenizer(str(copy))
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own", "key"])
-@pytest.mark.parametrize("template", [*ESCAPES, *FAILURES], ids=range(len(ESCAPES) + len(FAILURES)))
-def test_a_template_reaches_nothing_of_the_process(model, tmp_path, template, own):
-    executed = tmp_path / "executed"
-    template = template.format(executed=executed) if template in ESCAPES else template
-    tokenizer = tokenizer_with(model, tmp_path, template, own)
-    with pytest.raises(
-        UserError, match="model.chat_template: the chat template in use .*cannot render a chat of user"
-    ) as e:
-        text = render_text(tokenizer, [{"role": "user", "content": "hé"}], add_generation_prompt=True)
-        raise AssertionError(text)
-    assert "\n" not in str(e.value) and (not own or str(tmp_path / "copy") in str(e.value))
-    assert not executed.exists()
-
-
-def test_a_template_without_end_is_stopped(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "_RENDER_S", 0.2)
-    loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
-    tokenizer = tokenizer_with(model, tmp_path, loops, own=True)
-    with pytest.raises(UserError, match="model.chat_template: .*ran for more than 0.2 seconds"):
-        render_text(tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
-
-
-def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):
-    tokenizer = load_tokenizer(str(model))
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
-    with OpenRun(config(tmp_path)) as run:
-        run.parts = [assets_part(str(model), tokenizer, False)]
-        run.save(1)
-        saved = Path(
-            run.directory.checkpoints.store.path(1), "policy/huggingface/additional_chat_templates/tool_use.jinja"
-        )
-        assert saved.read_text() == "x"
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Data files
-
-
-def test_a_line_without_end_is_refused_without_reading_it(tmp_path):
-    path = tmp_path / "data.jsonl"
-    with open(path, "wb") as file:
-        file.write(b'{"prompt": "a", "answer": "b"}\n')
-        file.truncate(2**36)  # a sparse file: one line of 64 GB
-    rows = read_rows(str(path), "data.train_files")
-    assert next(rows)[1] == {"prompt": "a", "answer": "b"}
-    with pytest.raises(UserError, match="data.train_files: .*data.jsonl:2 is longer than 64 MiB"):
-        next(rows)
-
-
-def test_a_deep_line_is_refused(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(UserError, match="data.train_files: .*data.jsonl:1 is not JSON .*nested too deeply"):
-        next(read_rows(str(path), "data.train_files"))

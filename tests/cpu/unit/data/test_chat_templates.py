@@ -1,0 +1,64 @@
+"""A chat template is a program of somebody else's: it reaches nothing of this process, and it ends."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.templates import ESCAPES
+from trainer.config import TinyConfig
+from trainer.data import datasets
+from trainer.data.datasets import render_text
+from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
+    return path
+
+
+FAILURES = [
+    "{% if %}", "{{ undefined.x }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}", "{{ none() }}", "{{ messages + 1 }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
+    "{{ raise_exception('No!') }}", "{{ 'x' * 2 ** 62 }}", "{{ messages[0].content.nothing() }}",
+]  # fmt: skip
+
+
+def tokenizer_with(model: Path, tmp_path: Path, template: str, own: bool) -> Any:
+    """A tokenizer with this template, its own or that of `model.chat_template`."""
+    if not own:
+        (tmp_path / "template.jinja").write_text(template)
+        return load_tokenizer(str(model), str(tmp_path / "template.jinja"))
+    copy = shutil.copytree(model, tmp_path / "copy", dirs_exist_ok=True)
+    (copy / "chat_template.jinja").write_text(template)
+    return load_tokenizer(str(copy))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "key"])
+@pytest.mark.parametrize("template", [*ESCAPES, *FAILURES], ids=range(len(ESCAPES) + len(FAILURES)))
+def test_a_template_reaches_nothing_of_the_process(model, tmp_path, template, own):
+    executed = tmp_path / "executed"
+    template = template.format(executed=executed) if template in ESCAPES else template
+    tokenizer = tokenizer_with(model, tmp_path, template, own)
+    with pytest.raises(
+        UserError, match="model.chat_template: the chat template in use .*cannot render a chat of user"
+    ) as e:
+        text = render_text(tokenizer, [{"role": "user", "content": "hé"}], add_generation_prompt=True)
+        raise AssertionError(text)
+    assert "\n" not in str(e.value) and (not own or str(tmp_path / "copy") in str(e.value))
+    assert not executed.exists()
+
+
+def test_a_template_without_end_is_stopped(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "_RENDER_S", 0.2)
+    loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+    tokenizer = tokenizer_with(model, tmp_path, loops, own=True)
+    with pytest.raises(UserError, match="model.chat_template: .*ran for more than 0.2 seconds"):
+        render_text(tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)

@@ -1,0 +1,46 @@
+"""A run whose policy is one rank in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.odd_files import config
+from tests.support.runs import OpenRun
+from trainer.checkpoint.parts import assets_part, config_part, json_part, models_part
+from trainer.models.tokenizer import load_tokenizer
+from trainer.workers.rank import Rank
+
+
+class OneRank:
+    """What `trainer.learner.ranks.Ranks` is to a run directory, with one rank in this process."""
+
+    saved_roles = ["policy"]
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+
+    def begin_save(self, files: Any) -> Any:
+        self.rank.begin_save(["policy"], files)
+        return self.rank.finish_save
+
+    def load(self, role: str, files: Any, what: Any, steps_added: int = 0) -> None:
+        self.rank.call(role, "load", files, what, steps_added)
+
+
+def open_run(rank: Rank, root: str, model: str) -> OpenRun:
+    rank.build(["policy"], model)
+    run = OpenRun(config(Path(root)))
+    run.parts = [
+        config_part(run.cfg),
+        json_part("trainer_state", lambda: {"step": 1}, lambda _: None),
+        json_part("data", lambda: {"position": 1}, lambda _: None),
+        models_part(OneRank(rank)),  # type: ignore[arg-type]
+        assets_part(model, load_tokenizer(model), False),
+    ]
+    return run
+
+
+def save_run(rank: Rank, root: str, model: str) -> None:
+    with open_run(rank, root, model) as run:
+        run.save(1, roles=["policy"])
