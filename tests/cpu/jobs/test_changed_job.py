@@ -62,7 +62,7 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
     assert third["progress/prompts"] - second["progress/prompts"] == 4
     assert third["progress/samples"] - second["progress/samples"] == 4 * 3
     assert third["reward/zero_std_frac"] == 1.0, "the likeliest token alone is sampled"
-    assert third["rollout/logprob_diff_max"] > 1e-3 > second["rollout/logprob_diff_max"]
+    assert fourth["rollout/logprob_diff_max"] > 1e-3 > second["rollout/logprob_diff_max"]
     assert "policy/loss" in second and "policy/loss" not in third and fourth["policy/loss"] is not None
     checkpoint = tmp_path / "outputs/default/checkpoints/global_step_4"
     trainer = yaml.safe_load((checkpoint / "config.yaml").read_text())["trainer"]
