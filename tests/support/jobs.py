@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,12 @@ def left_running(marker: str) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return left
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait; the time limit of the test ends a wait in vain."""
+    while not condition():
+        time.sleep(0.02)
 
 
 def shared_memory() -> set[str]:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.support.jobs import (
     run_job,
     shared_memory,
     start_job,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -66,10 +66,7 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
     assert (runs[1] / "checkpoints/global_step_2/critic/__0_0.distcp").exists()
     assert {"critic/loss", "critic/explained_variance", "critic/grad_norm"} <= set(metrics(runs[1])[1])
     assert left_running(marker) == []
-    deadline = time.monotonic() + 60  # what other tests have there at this moment goes by itself
-    while not shared_memory() <= memory and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert shared_memory() <= memory
+    wait_until(lambda: shared_memory() <= memory)  # other tests may have something there at this moment
 
 
 def test_presets_that_sample_in_their_own_way(tmp_path, ray_address):

@@ -1,4 +1,4 @@
-"""Whole jobs that are told to leave, or come back to something that is not as they left it."""
+"""Whole jobs that are asked to stop, and jobs that resume from something that has changed meanwhile."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from trainer.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.early
 
-STEPS = 8
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_leaves_when_told_and_minds_what_it_comes_back_to(tmp_path, ray_address):
+def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path, ray_address):
     """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a checkpoint gone bad."""
-    base = ["rollout=transformers", f"trainer.total_steps={STEPS}", "trainer.resume_mode=latest",
-            "trainer.val_interval=-1", "logger.plot=false", f"trainer.ray_address={ray_address}"]  # fmt: skip
+    base = [
+        "rollout=transformers",
+        "trainer.resume_mode=latest",
+        "trainer.val_interval=-1",
+        "logger.plot=false",
+        f"trainer.ray_address={ray_address}",
+    ]
     run = tmp_path / "outputs/default"
-    job = start_job(*base, "trainer.ckpt_interval=100", cwd=tmp_path)
+    job = start_job(*base, "trainer.ckpt_interval=100000", "trainer.total_steps=100000", cwd=tmp_path)
     output = ""
     for line in job.stdout:
         output += line
-        if " ".join(line.split()).startswith(f"step 1/{STEPS} "):
+        if " ".join(line.split()).startswith("step 1/100000 "):
             job.send_signal(signal.SIGTERM)
             break
-    output += job.communicate(timeout=60)[0]
+    output += job.communicate(timeout=300)[0]
     assert job.returncode == 75, output
     assert "SIGTERM: finishing this step" in output and "stopped after step" in output
     done = metrics(run)[-1]["step"]
-    assert 1 <= done < STEPS - 1, "the machine is too quick for this test, or SIGTERM came late"
+    steps = done + 6
+    base.append(f"trainer.total_steps={steps}")
     assert (run / f"checkpoints/global_step_{done}/manifest.json").exists()
 
     with RunLock(str(run), 60) as lock:
@@ -66,11 +70,11 @@ def test_a_job_leaves_when_told_and_minds_what_it_comes_back_to(tmp_path, ray_ad
     back = run_job(*base, "trainer.on_resume_mismatch=fallback", cwd=tmp_path)
     assert back.returncode == 0, back.stdout + back.stderr
     assert f"going back to {run}/checkpoints/global_step_{done}" in back.stdout, back.stdout
-    assert [r["step"] for r in metrics(run)] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in metrics(run)] == list(range(1, steps + 1))
 
     # The newest checkpoint rots: the one before it takes its place, and the run ends where it had ended.
     before = comparable(metrics(run))
-    shard = run / f"checkpoints/global_step_{STEPS}/policy/__0_0.distcp"
+    shard = run / f"checkpoints/global_step_{steps}/policy/__0_0.distcp"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.jobs import comparable, left_running, metrics, run_job, shared_memory
+from tests.support.jobs import comparable, left_running, metrics, run_job, shared_memory, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +20,6 @@ def test_a_job_without_ray_trains_as_one_with_ray(tmp_path, marker, monkeypatch)
     without = run_job(*base, "trainer.ray_address=processes", "trainer.run_name=processes", cwd=tmp_path)
     assert without.returncode == 0, without.stderr
     assert left_running(marker) == []
-    assert shared_memory() <= before
+    wait_until(lambda: shared_memory() <= before)  # other tests may have something there at this moment
     outputs = tmp_path / "outputs"
     assert comparable(metrics(outputs / "processes")) == comparable(metrics(outputs / "ray"))

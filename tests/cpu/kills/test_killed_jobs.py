@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.jobs import comparable, family, kill_all, left_running, metrics, run_job, start_job
+from tests.support.jobs import comparable, family, kill_all, left_running, metrics, run_job, start_job, wait_until
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 
 pytestmark = pytest.mark.early
@@ -35,12 +35,8 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, mod
         if reached.exists() if at_place else time.monotonic() - started > float(place):
             kill_all(family(process.pid))
             process.wait()
-            deadline = time.monotonic() + 20
-            while left_running(marker) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert left_running(marker) == []
+            wait_until(lambda: left_running(marker) == [])
             return True
-        assert time.monotonic() - started < 300, log.read_text()
         time.sleep(0.02)
     assert process.returncode == 0, log.read_text()
     return False

@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from tests.cpu.unit.cluster.members import Host
-from tests.support.jobs import left_running
+from tests.support.jobs import left_running, wait_until
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.supervisor import is_running
@@ -99,12 +98,6 @@ def test_the_death_of_the_driver_leaves_nothing(kind, marker):
     driver.kill()
     driver.wait()
     wait_until(lambda: left_running(marker) == [] and ended(int(child)))
-
-
-def wait_until(condition) -> None:
-    """The test's own time limit ends a vain wait."""
-    while not condition():
-        time.sleep(0.01)
 
 
 def test_the_death_of_the_launcher_ends_the_job_with_a_sentence():
