@@ -97,10 +97,9 @@ def select(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:
     return {name: array[rows] for name, array in batch.items()}
 
 
-def stack_padded(rows: Sequence[Sequence[float]], dtype: type, length: int, offsets: Sequence[int] | None = None):
-    """Return rows of different lengths as one zero-padded `(B, length)` array; row i starts at `offsets[i]`."""
+def stack_padded(rows: Sequence[Sequence[float]], dtype: type, length: int) -> np.ndarray:
+    """Return rows of different lengths as one `(B, length)` array, padded with zeros on the right."""
     out = np.zeros((len(rows), length), dtype=dtype)
     for i, row in enumerate(rows):
-        start = offsets[i] if offsets is not None else 0
-        out[i, start : start + len(row)] = row
+        out[i, : len(row)] = row
     return out
