@@ -57,7 +57,7 @@ class TrainerConfig(Section):
     update_epochs: int = number(1, at_least=1)
     """Passes over the experience of a step."""
     max_tokens_per_micro_batch: int = number(16384, at_least=1)
-    """Most tokens that one rank takes through the model at once. Sequences are laid one after another, without padding.
+    """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding.
     A longer sequence is processed alone."""
     val_interval: int = number(10, at_least=1, off=-1)
     """Validate every this many steps and after the last step. -1: never."""

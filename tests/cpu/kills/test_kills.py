@@ -1,4 +1,4 @@
-"""Kill a job anywhere and restart it with the same command: the result is that of a job that nobody killed.
+"""Kill a job anywhere and restart it with the same command: the result is that of an undisturbed job.
 
 The job is the real one: trainer, run directory, source, ranks and engine, with a tiny model. All its processes are
 killed at once, inside every phase of a save and at random moments, until it finishes. Its metrics and the bytes of
@@ -87,7 +87,7 @@ class Uninterrupted:
 
 @pytest.fixture(scope="module")
 def uninterrupted(jobs, overrides, tmp_path_factory) -> Uninterrupted:
-    """The outcome of a job that nobody kills, and how long it took."""
+    """The outcome of an undisturbed job, and its duration."""
     job = Job(jobs, tmp_path_factory.mktemp("uninterrupted"), overrides)
     started = time.monotonic()
     assert job.run()
