@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import multiprocessing
 import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -19,7 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from trainer.errors import WorkerError, one_line
+from trainer.errors import WorkerError
+from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
 from trainer.plugins import takes_parameter
 from trainer.rewards.functions import resolve
 
@@ -34,14 +27,6 @@ _STARTS = 3
 """This many processes in a row may die before they are ready; then the run fails."""
 _START_S = 600.0
 """Longest time for the imports of a process."""
-_STOP_S = 10.0
-"""Longest time for the guard to end the processes that a reward function has started."""
-_DEATH_S = 1.0
-"""Longest time between the end of a worker's pipe and the end of the worker."""
-_PIPE_S = 10
-"""Longest time for the rest of a message once it has begun."""
-_LINES = 20
-_OUTPUT_BYTES = 4000
 
 
 @dataclass
@@ -70,75 +55,17 @@ class RewardFailures:
         return lines
 
 
-class _Died(Exception):
-    """A worker process can no longer be used."""
-
-
-class _Worker:
-    """One process that computes the reward `name`, with its guard (see `trainer.rewards.worker`)."""
+class _Worker(GuardedProcess):
+    """One process that computes the reward `name`."""
 
     def __init__(self, name: str, environment: dict[str, str]):
-        self.pipe, worker_end = multiprocessing.Pipe()
-        self.output, output = os.pipe()
-        os.set_blocking(self.output, False)
-        with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
-                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PIPE_S, 0))
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from trainer.rewards.worker import main; "
-            f"main({os.getpid()}, {worker_end.fileno()}, {name!r})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[worker_end.fileno()],
-            env=environment,
-            start_new_session=True,  # only the driver handles signals to the job
-        )
-        worker_end.close()
-        os.close(output)
+        super().__init__("trainer.rewards.worker:serve", [name], environment)
         self.ready = False
         self.work: deque[int] = deque()
         """Completions that it has received and not answered, in order."""
         self.since = time.monotonic()
         """When it was started, or when it began with the first completion of `work`."""
         self.replaces_failed = False
-
-    def send(self, chunk: list[tuple]) -> None:
-        self.since = time.monotonic()
-        try:
-            self.pipe.send_bytes(json.dumps(chunk, default=str).encode())  # Parquet rows may hold dates
-        except OSError as error:
-            raise _Died from error
-
-    def receive(self) -> Any:
-        try:
-            return json.loads(self.pipe.recv_bytes(maxlength=1 << 16))
-        except (EOFError, OSError, ValueError) as error:
-            raise _Died from error
-
-    def end(self, died: bool = False) -> str:
-        """End the process and everything that it has started. Return how it ended.
-
-        Args:
-            died: it is ending by itself; wait for that to see how.
-        """
-        self.pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_DEATH_S if died else 0)
-        self.process.terminate()
-        try:
-            code = self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        if code > 128:
-            with contextlib.suppress(ValueError):
-                hint = ", perhaps because memory ran out" if code - 128 == signal.SIGKILL else ""
-                return f"killed by {signal.Signals(code - 128).name}{hint}"
-        return f"exit status {code}"
 
 
 class RewardPool:
@@ -159,8 +86,7 @@ class RewardPool:
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the cores are for ranks and engines
         self._workers: list[_Worker] = []
         self._bad_starts = 0
-        self._output = bytearray()
-        self._output_left_out = 0
+        self._printed = PrintedText("reward")
 
     def __enter__(self) -> RewardPool:
         # The processes import their modules while engines and ranks start.
@@ -168,11 +94,7 @@ class RewardPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.process.terminate()
-        for worker in self._workers:
-            worker.end()
-            os.close(worker.output)
+        end_all(self._workers)
         self._workers = []
 
     def score(
@@ -203,18 +125,19 @@ class RewardPool:
             for worker in [worker for worker in self._workers if worker.work]:
                 self._replace(call, worker, failed=False)
             for worker in self._workers:
-                self._read_output(worker)
+                self._printed.read(worker)
         rewards, failures = call.rewards()
-        for line in [*self._take_output(), *failures.lines()]:
+        for line in [*self._printed.take(), *failures.lines()]:
             LOG.info(line)
         return rewards, failures
 
     def _give(self, call: _Call, worker: _Worker, size: int) -> None:
         indices = [call.todo.popleft() for _ in range(min(size, len(call.todo)))]
         worker.work.extend(indices)
+        worker.since = time.monotonic()
         try:
             worker.send([call.items[i] for i in indices])
-        except _Died:
+        except ProcessDied:
             self._replace(call, worker, failed=False)
 
     def _listen(self, call: _Call) -> None:
@@ -227,7 +150,7 @@ class RewardPool:
             if stopped:
                 worker.since = time.monotonic()
             if worker.output in heard:
-                self._read_output(worker)
+                self._printed.read(worker)
             if worker.pipe in heard:
                 self._hear(call, worker)
             elif (
@@ -255,8 +178,8 @@ class RewardPool:
                 case {"cannot_start": str() as reason}:
                     raise WorkerError(f"the processes of reward.name={self._name} die as they start: {reason}")
                 case _:  # user code wrote into the pipe
-                    raise _Died
-        except _Died:
+                    raise ProcessDied
+        except ProcessDied:
             self._bury(call, worker)
 
     def _answer(self, call: _Call, worker: _Worker, result: float | str, last: bool) -> None:
@@ -284,8 +207,8 @@ class RewardPool:
         elif not worker.ready:
             self._bad_starts += 1
             if self._bad_starts >= _STARTS:
-                printed = self._output.decode(errors="replace").strip().splitlines()
-                output = f"; the last output: {one_line(printed[-1])}" if printed else ""
+                printed = self._printed.last_line()
+                output = f"; the last output: {printed}" if printed else ""
                 raise WorkerError(f"the processes of reward.name={self._name} die as they start ({ending}){output}")
 
     def _replace(self, call: _Call, worker: _Worker, failed: bool, died: bool = False) -> str:
@@ -295,27 +218,12 @@ class RewardPool:
         call.todo.extendleft(reversed(worker.work))
         worker.work.clear()
         ending = worker.end(died)
-        self._read_output(worker)
-        os.close(worker.output)
+        self._printed.read(worker)
+        worker.close()
         new = _Worker(self._name, self._environment)
         new.replaces_failed = failed
         self._workers[self._workers.index(worker)] = new
         return ending
-
-    def _read_output(self, worker: _Worker) -> None:
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(worker.output, 1 << 20)
-            kept = data[: max(0, _OUTPUT_BYTES - len(self._output))]
-            self._output += kept
-            self._output_left_out += len(data) - len(kept)
-
-    def _take_output(self) -> list[str]:
-        """Return what reward functions have printed since the last call, shortened."""
-        lines = [one_line(line) for line in self._output.decode(errors="replace").splitlines() if line.strip()]
-        more = self._output_left_out + sum(len(line) for line in lines[_LINES:])
-        self._output, self._output_left_out = bytearray(), 0
-        shown = [f"[reward] {line}" for line in lines[:_LINES]]
-        return [*shown, f"[reward] … {more} more bytes of output are not shown"] if more else shown
 
 
 class _Call:

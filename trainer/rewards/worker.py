@@ -1,125 +1,33 @@
-"""A process that computes rewards, and its guard, which ends every process that the reward function has started.
-
-    driver (trainer.rewards.pool) -> guard -> worker -> processes that the function starts
-
-The guard runs no user code. When the worker ends, when the driver asks for it (SIGTERM), or when the driver is gone,
-the guard ends all processes below it, daemons too: the kernel gives orphans to the nearest "subreaper" above them,
-which is the worker, and then the guard.
-"""
+"""What a reward process does: it calls the reward function for one completion after another."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import math
 import os
-import resource
-import signal
-import sys
-import threading
-import time
-import traceback
-from _signal import getsignal  # fifteen times as fast as signal.getsignal, which looks for a name
 from collections.abc import Callable
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import psutil
-
 from trainer.errors import describe_error, one_line
-from trainer.output import guard_output
+from trainer.isolation.guard import ProcessState, send
 from trainer.rewards.functions import REWARDS, resolve
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 _LARGEST = 1e12
 """Largest absolute reward. The sum of 10^9 squares of it is finite in float32."""
-_PATIENCE_S = 0.5
-"""Longest time that processes which a reward function has started may run after it."""
-_THREADS_LEFT = 32
-"""A worker is replaced if it has this many threads more than after its imports."""
 
 
-def main(driver: int, pipe: int, name: str) -> NoReturn:
-    """Be the guard of one worker, which computes the reward `name`. End with the worker's exit code.
-
-    Args:
-        driver: the process to serve.
-        pipe: descriptor of the worker's end of the pipe to it.
-    """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the death of the driver wakes the guard
-    guard = os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        try:
-            _work(Connection(pipe), guard, name)
-        except OSError:  # the pipe to the driver is closed
-            pass
-        except BaseException:
-            traceback.print_exc()
-        finally:  # without exit handlers and threads of user code
-            os._exit(1)
-    os.close(pipe)
-    code = _wait_for(worker, driver)
-    _end_children()
-    os._exit(code if code >= 0 else 128 - code)
-
-
-def _wait_for(worker: int, driver: int) -> int:
-    """Return the worker's exit code (negative: a signal) once it ends, or 0 once it is no longer needed."""
-    awaited = {signal.SIGCHLD, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    while True:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process == worker:
-            return os.waitstatus_to_exitcode(status)
-        if process != 0:
-            continue  # an orphan that the guard has inherited
-        if os.getppid() != driver:
-            return 0
-        signalled = signal.sigtimedwait(awaited, 0.5)
-        if signalled is not None and signalled.si_signo == signal.SIGTERM:
-            return 0
-
-
-def _end_children() -> None:
-    """Kill the children until there are none. Children of a killed process become children of this one."""
-    for _ in range(1000):
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0] != 0:
-                pass
-        except ChildProcessError:
-            return
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        time.sleep(0.01)
-
-
-def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
-    """Be the worker: answer each (completion, answer[, row]) with `[reward or reason, is this worker's last]`."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it died before that took effect
-        os._exit(1)
-    os.setsid()  # `kill 0` in a reward function must not reach the guard
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, the kernel kills this process before driver, ranks and engines
-    guard_output()
+def serve(pipe: Connection, name: str) -> NoReturn:
+    """Answer each (completion, answer[, row]) with `[reward or reason, is this worker's last]`."""
     try:
         function = resolve(name)
         if name in REWARDS:  # `math` imports more at its first call
             function("0", "1")
     except BaseException as error:
-        _send(pipe, {"cannot_start": describe_error(error)})
+        send(pipe, {"cannot_start": describe_error(error)})
         os._exit(1)
-    before, worker = _State(pipe), os.getpid()
-    _send(pipe, {"ready": True})
+    before, worker = ProcessState(pipe), os.getpid()
+    send(pipe, {"ready": True})
     while True:
         try:
             chunk = json.loads(pipe.recv_bytes())
@@ -135,7 +43,7 @@ def _work(pipe: Connection, guard: int, name: str) -> NoReturn:
                 reason = "left a process running: {}; start what must stay when the module is imported"
                 result = reason.format(left) if isinstance(result, float) else result
             last = bool(left) or not restored
-            _send(pipe, [result, last])
+            send(pipe, [result, last])
             if last:
                 os._exit(0)
 
@@ -158,94 +66,3 @@ def _reward(
     if not math.isfinite(value):
         return f"is {value}"
     return value if abs(value) <= _LARGEST else f"is {value:g}, beyond {_LARGEST:g}"
-
-
-class _State:
-    """The state of the process after the imports, which is restored after each call of the reward function."""
-
-    def __init__(self, pipe: Connection):
-        self._directory = os.getcwd()
-        self._environment = dict(os.environ._data)  # comparing os.environ itself takes 50 times as long
-        self._stdio = (sys.stdin, sys.stdout, sys.stderr)
-        self._handlers = [(int(number), getsignal(number)) for number in signal.valid_signals()]
-        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        limits = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-        self._limits = {limit: resource.getrlimit(limit) for limit in limits}
-        self._umask = os.umask(0)
-        os.umask(self._umask)
-        self._files = {number: _identity(number) for number in (0, 1, 2, pipe.fileno())}
-        self._threads = threading.active_count()
-        self._helpers = {child.pid for child in psutil.Process().children()}
-
-    def restore(self) -> bool:
-        """Undo the changes of the last call. Return whether the process can be used again."""
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # a pending alarm
-            for number, handler in self._handlers:
-                if getsignal(number) is not handler:
-                    signal.signal(number, handler)
-            if signal.pthread_sigmask(signal.SIG_BLOCK, ()) != self._blocked:
-                signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
-            for limit, values in self._limits.items():
-                if resource.getrlimit(limit) != values:
-                    resource.setrlimit(limit, values)
-            os.umask(self._umask)
-            if os.environ._data != self._environment:
-                os.environb.clear()
-                os.environb.update(self._environment)
-            sys.stdin, sys.stdout, sys.stderr = self._stdio
-            if any(stream.closed for stream in self._stdio):
-                return False
-            os.chdir(self._directory)
-            files = {number: _identity(number) for number in self._files}
-            return files == self._files and threading.active_count() <= self._threads + _THREADS_LEFT
-        except Exception:  # a directory that is gone, a hard limit that was lowered, a closed descriptor
-            return False
-
-    def processes_left(self) -> str:
-        """Return the name of a process that the last call has started and that still runs; empty if there is none."""
-        end = time.monotonic() + _PATIENCE_S
-        while _has_children():
-            running = [child for child in psutil.Process().children() if self._is_left(child)]
-            if not running:
-                break
-            if time.monotonic() > end:
-                with contextlib.suppress(psutil.Error):
-                    return one_line(running[0].name()) or "?"
-            time.sleep(0.02)
-        return ""
-
-    def _is_left(self, child: psutil.Process) -> bool:
-        if child.pid in self._helpers:
-            return False
-        with contextlib.suppress(psutil.Error):
-            if child.status() == psutil.STATUS_ZOMBIE:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(child.pid, os.WNOHANG)
-                return False
-            if resource_tracker.__name__ in " ".join(child.cmdline()):  # Python's own, which ends with its parent
-                self._helpers.add(child.pid)
-                return False
-            return True
-        return False  # it has just ended
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
-
-
-def _send(pipe: Connection, message: Any) -> None:
-    pipe.send_bytes(json.dumps(message).encode())
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
