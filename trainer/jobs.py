@@ -53,8 +53,8 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
         with cluster or _cluster(cfg, device) as cluster, directory.settling():
             trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
-    best = trainer.state.best
-    shown = f", best val/accuracy {best['val/accuracy']:.3f} at step {best['step']}" if best else ""
+    best = "".join(f", best {name} {value:.3f}" for name, value in trainer.state.best.items() if name != "step")
+    shown = f"{best} at step {trainer.state.best['step']}" if best else ""
     LOG.info(f"finished step {trainer.state.step} of {t.total_steps}{shown}")
     if cfg.logger.plot:
         final_report(t.run_dir)

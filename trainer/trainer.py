@@ -35,6 +35,7 @@ from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, first_step, read_metrics
 from trainer.models.export import PolicyExporter, export_target
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
+from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
 from trainer.run.replay import ReplayAudit
 from trainer.run.saves import SaveResults
@@ -68,7 +69,7 @@ class TrainerState:
     samples: int = 0
     tokens: int = 0
     best: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The best `val/accuracy` so far, and its step."""
+    """The best value so far of the metric that is compared (see `trainer.run.best`), and its step."""
 
 
 class Trainer:
@@ -258,13 +259,14 @@ class Trainer:
             return
         started = time.monotonic()
         self.tracker.flush()  # a checkpoint must not outlive the lines of its steps
-        score = metrics.get(t.best_metric)
+        metric = compared_metric(self.state.best, t.best_metric, metrics)
+        score = metrics.get(metric)
         description = {
             "roles": self.learner.ranks.saved_roles,
             "ranks": t.num_workers,
             "replicas": t.replicas,
             "config_digest": digest_bytes(config_yaml(self.directory.cfg)),
-            "score_metric": t.best_metric,
+            "score_metric": metric,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.directory.lineage or None,
             "metrics_from": first_step(self.directory.metrics_file),
@@ -365,9 +367,8 @@ class Trainer:
             self._log(0, self.source.evaluate(0))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        accuracy = metrics.get("val/accuracy")
-        if accuracy is not None and accuracy > self.state.best.get("val/accuracy", -math.inf):
-            self.state.best = {"val/accuracy": accuracy, "step": step}
+        t = self.cfg.trainer
+        self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
         self.tracker.log(step, metrics)
         self.progress.update(step, metrics)
 

@@ -169,6 +169,7 @@ HARMLESS: tuple[str, ...] = (
     "data.curriculum",
     "reward.timeout_s",
     "reward.num_processes",
+    "reward.success_threshold",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
     "rollout.share_gpus",

@@ -178,7 +178,11 @@ class CheckpointManager:
 
     def _prune(self, committed: int) -> None:
         steps = self.steps()
-        scores = {step: self._score(step) for step in steps} if self.retention.best > 0 else dict.fromkeys(steps)
+        scores: dict[int, float | None] = dict.fromkeys(steps)
+        for metric in (self.retention.best_metric, self.retention.instead) if self.retention.best > 0 else ():
+            scores = {step: self._score(step, metric) for step in steps}
+            if any(score is not None for score in scores.values()):
+                break
         protected = {committed} | ({self.resumed_from} - {None})
         self.delete(self.retention.disposable(scores, protected))  # type: ignore[arg-type]
 
@@ -189,14 +193,14 @@ class CheckpointManager:
             failpoint("save:deleting")
             self.store.remove(left)
 
-    def _score(self, step: int) -> float | None:
-        """Return the best metric of `step`; None if it was not measured, or if the run had another best metric."""
+    def _score(self, step: int, metric: str) -> float | None:
+        """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric."""
         try:
             manifest = manifests.read(self.store.path(step)).manifest
         except DamagedError:
             return None
-        wanted = self.retention.best_metric
-        return manifest.get("score") if manifest.get("score_metric", wanted) == wanted else None
+        saved = manifest.get("score_metric", self.retention.best_metric)
+        return manifest.get("score") if saved == metric else None
 
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading

@@ -15,6 +15,8 @@ class Retention:
     best: int = 0
     best_mode: str = "max"
     best_metric: str = ""
+    instead: str = ""
+    """The metric that checkpoints are compared by if none of them has `best_metric`."""
 
     def disposable(self, scores: Mapping[int, float | None], protected: Collection[int] = ()) -> list[int]:
         """Return the steps that no rule keeps, oldest first.

@@ -79,3 +79,6 @@ class RewardConfig(Section):
     after that the remaining completions are not tried and count as failed."""
     num_processes: int = number(1, at_least=1)
     """Number of processes that compute rewards."""
+    success_threshold: float = number(1.0)
+    """A held-out completion with at least this reward is a success: `val/accuracy` is the share of successes, and
+    `val/pass@k` the share of prompts with at least one."""

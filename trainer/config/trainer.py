@@ -86,7 +86,9 @@ class TrainerConfig(Section):
     keep_best: int = number(0, at_least=0)
     """Also keep this many checkpoints with the best `best_metric`."""
     best_metric: str = "val/accuracy"
-    """Metric of `keep_best`, measured at the step of the checkpoint."""
+    """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. While no
+    held-out completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
+    `val/accuracy`."""
     best_mode: str = choice("max", ("max", "min"))
     """`max`: a higher `best_metric` is better. `min`: a lower one is."""
     resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"))

@@ -63,9 +63,14 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
-    "val/accuracy": Metric("Held-out prompts whose greedy completion is exactly right.", "share"),
+    "val/accuracy": Metric(
+        "Held-out prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
+        "share",
+    ),
     "val/pass@k": Metric(
-        "Held-out prompts for which at least one of k sampled completions is right; k is `rollout.val_n`.", "share"
+        "Held-out prompts for which at least one of k sampled completions is a success (see `val/accuracy`); k is "
+        "`rollout.val_n`.",
+        "share",
     ),
     "sft/loss": Metric("Cross-entropy of the tokens to learn (supervised training).", "nats"),
     "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),

@@ -142,7 +142,7 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
     values = _series(rows, "val/accuracy")[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
     title = f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
-    axes.set(title=title, ylabel="share right")
+    axes.set(title=title, ylabel="share of successes")
     if len(axes.lines) > 1:
         axes.legend()
 

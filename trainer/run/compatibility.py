@@ -21,6 +21,7 @@ HARMLESS = (
     "trainer.total_steps",
     "reward.timeout_s",
     "reward.num_processes",
+    "reward.success_threshold",
     "trainer.run_name",
     "trainer.run_dir",
     "trainer.export_path",
@@ -92,7 +93,7 @@ ROUNDING = (
 )
 
 # Harmless changes after which the logged validation means something else.
-VALIDATION = ("data.val_*", "rollout.val_n")
+VALIDATION = ("data.val_*", "rollout.val_n", "reward.success_threshold")
 
 # Explanations for keys that need the user's permission, where the reason is not obvious.
 REASONS = {

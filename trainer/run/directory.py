@@ -15,6 +15,7 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
 from trainer.run import lineage, record
+from trainer.run.best import instead_of
 from trainer.run.claim import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
 from trainer.signals import Stopped
@@ -39,7 +40,9 @@ class RunDirectory:
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             LocalStore(t.ckpt_path),
-            Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric),
+            Retention(
+                t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric, instead_of(t.best_metric)
+            ),
             t.verify_checkpoint,
             fence=self.claim.check,
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -76,6 +77,8 @@ class RolloutSource:
         if cfg.trainer.val_interval > 0:
             self._held_out = load_prompts(cfg.data, "val", tokenizer, cfg.rollout.max_prompt_tokens).prompts
         self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
+        self._largest_reward = -math.inf
+        self._evaluations = 0
         self._last: _Step | None = None
 
     def __str__(self) -> str:
@@ -213,13 +216,14 @@ class RolloutSource:
     # Evaluation
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return the greedy reward, the accuracy (share of rewards of 1 or more) and pass@k of the held-out prompts."""
+        """Return the greedy reward, the accuracy (share of successes) and pass@k of the held-out prompts."""
         if not self._held_out:
             return {}
         prompts, k, r = self._held_out, self.cfg.rollout.val_n, self.cfg.rollout
+        threshold = self.cfg.reward.success_threshold
         greedy = self.fleet.generate([self._held_out_request(p, step, 0) for p in prompts], self._greedy())
         rewards, _ = self._judge(greedy, prompts)
-        metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= 1.0).mean())}
+        metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= threshold).mean())}
         for prompt, completion, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             LOG.info("  %r -> %r  reward %.2f", _shorten(prompt.text), _shorten(text), reward)
@@ -227,8 +231,22 @@ class RolloutSource:
             requests = [self._held_out_request(p, step, 1 + j) for p in prompts for j in range(k)]
             sampled = self.fleet.generate(requests, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
             scores, _ = self._judge(sampled, [p for p in prompts for _ in range(k)])
-            metrics["val/pass@k"] = float((scores.reshape(-1, k) >= 1.0).any(axis=1).mean())
+            metrics["val/pass@k"] = float((scores.reshape(-1, k) >= threshold).any(axis=1).mean())
+        self._warn_without_success(step)
         return metrics
+
+    def _warn_without_success(self, step: int) -> None:
+        """Say once, after the second evaluation or the last step, that no reward has been a success."""
+        threshold = self.cfg.reward.success_threshold
+        self._evaluations += 1
+        due = self._evaluations == 2 or (self._evaluations == 1 and step == self.cfg.trainer.total_steps)
+        if due and self._largest_reward < threshold:
+            LOG.warning(
+                "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is 0 and "
+                "steps are compared by val/reward/mean; set the threshold to the reward of a success",
+                threshold,
+                self._largest_reward,
+            )
 
     # ---------------------------------------------------------------------------------------------------
     # State
@@ -270,6 +288,7 @@ class RolloutSource:
         texts = self._texts([completion.token_ids for completion in completions])
         answers, rows = [prompt.answer for prompt in prompts], [prompt.row for prompt in prompts]
         rewards, failures = self.rewards.score(texts, answers, rows)
+        self._largest_reward = max(self._largest_reward, *rewards)
         return np.asarray(rewards, dtype=np.float64), failures.count
 
     def _texts(self, token_ids: Sequence[Sequence[int]]) -> list[str]:

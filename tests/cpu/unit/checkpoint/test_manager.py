@@ -165,6 +165,16 @@ def test_retention_keeps_the_best_and_the_resumed_checkpoint(tmp_path):
     assert again.steps() == [2, 3, 5], "3 is what the run was resumed from"
 
 
+def test_retention_uses_the_other_metric_until_a_checkpoint_has_the_best_metric(tmp_path):
+    checkpoints = manager(tmp_path, Retention(newest=1, best=1, best_metric="accuracy", instead="reward"))
+    for step, score in ((1, 0.1), (2, 0.5), (3, 0.3), (4, 0.2)):
+        save(checkpoints, step, score=score, score_metric="reward")
+    assert checkpoints.steps() == [2, 4]
+    for step, score in ((5, 0.4), (6, 0.3)):
+        save(checkpoints, step, score=score, score_metric="accuracy")
+    assert checkpoints.steps() == [5, 6]
+
+
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
     checkpoints = manager(tmp_path, Retention(newest=1))
     save(checkpoints, 1)

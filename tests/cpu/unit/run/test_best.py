@@ -1,0 +1,47 @@
+"""Which step of a run is the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.run.best import better, compared_metric, instead_of
+
+
+def best_of(rows: list[dict[str, float]], metric: str = "val/accuracy", mode: str = "max") -> dict[str, float]:
+    best: dict[str, float] = {}
+    for step, row in enumerate(rows):
+        best = better(best, metric, mode, step, row)
+    return best
+
+
+def line(accuracy: float, reward: float) -> dict[str, float]:
+    return {"val/accuracy": accuracy, "val/reward/mean": reward}
+
+
+def test_the_accuracy_decides_once_a_step_has_a_success():
+    rows = [line(0.0, 0.9), line(0.1, 0.2), line(0.3, 0.1), line(0.0, 0.95), {}, line(0.3, 0.8)]
+    assert best_of(rows) == {"val/accuracy": 0.3, "step": 2}
+
+
+def test_the_mean_reward_decides_while_there_is_no_success():
+    rows = [line(0.0, 0.2), line(0.0, 0.6), line(0.0, 0.5)]
+    assert best_of(rows) == {"val/reward/mean": 0.6, "step": 1}
+    assert best_of([line(0.0, float("nan")), line(0.0, -3.0)]) == {"val/reward/mean": -3.0, "step": 1}
+
+
+def test_an_accuracy_of_zero_in_an_old_checkpoint_gives_way_to_the_mean_reward():
+    assert better({"val/accuracy": 0.0, "step": 0}, "val/accuracy", "max", 5, line(0.0, 0.1))["step"] == 5
+
+
+@pytest.mark.parametrize("mode, step", [("max", 2), ("min", 1)])
+def test_another_metric_is_compared_as_it_is(mode, step):
+    rows = [{}, {"policy/kl": 0.0}, {"policy/kl": 2.0}, {"policy/kl": 2.0, **line(0.5, 0.5)}]
+    assert best_of(rows, "policy/kl", mode) == {"policy/kl": rows[step]["policy/kl"], "step": step}
+
+
+def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
+    assert instead_of("val/accuracy") == "val/reward/mean"
+    assert instead_of("reward/mean") == "reward/mean"
+    assert compared_metric({"val/reward/mean": 0.6}, "val/accuracy", line(0.0, 0.5)) == "val/reward/mean"
+    assert compared_metric({"val/accuracy": 0.6}, "val/accuracy", line(0.0, 0.5)) == "val/accuracy"
+    assert compared_metric({}, "val/accuracy", line(0.1, 0.5)) == "val/accuracy"

@@ -1,0 +1,49 @@
+"""The best step of a run, by `trainer.best_metric`.
+
+A run whose rewards never reach `reward.success_threshold` has a `val/accuracy` of 0 at every step. Then the mean reward
+says which step is the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+ACCURACY = "val/accuracy"
+INSTEAD = "val/reward/mean"
+"""The metric that steps are compared by until one has an accuracy above 0."""
+
+
+def compared_metric(best: Mapping[str, float], best_metric: str, metrics: Mapping[str, float]) -> str:
+    """Return the metric that steps are compared by.
+
+    Args:
+        best: the best value so far (see `better`).
+        metrics: of the present step.
+    """
+    succeeded = max(best.get(ACCURACY, 0.0), metrics.get(ACCURACY, 0.0)) > 0
+    return INSTEAD if best_metric == ACCURACY and not succeeded else best_metric
+
+
+def better(
+    best: dict[str, float], best_metric: str, mode: str, step: int, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Return `{metric: value, "step": step}` of the better one: `best`, or the step that has these metrics.
+
+    Args:
+        best: empty if no step has been compared yet. If it has another metric, it does not count.
+        mode: `max` or `min`.
+    """
+    metric = compared_metric(best, best_metric, metrics)
+    value = metrics.get(metric)
+    if value is None or not math.isfinite(value):
+        return best
+    sign = 1 if mode == "max" else -1
+    if metric in best and not sign * value > sign * best[metric]:
+        return best
+    return {metric: value, "step": step}
+
+
+def instead_of(best_metric: str) -> str:
+    """Return the metric of the best checkpoint if none has a `best_metric` that says something."""
+    return compared_metric({}, best_metric, {})
