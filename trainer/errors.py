@@ -1,13 +1,16 @@
 """Exceptions of the project, and errors as one line of text."""
 
+from collections.abc import Sequence
+
 _LONGEST_TEXT = 200
 
 
 class UserError(ValueError):
     """An error that the user can fix: bad input, a missing file, a setting that cannot work.
 
-    The message is one sentence that names the problem, its place and the remedy. The command line prints it without a
-    traceback and exits with status 2. Every other exception is a bug or a broken machine and keeps its traceback.
+    The message is one sentence that names the problem, its place and the remedy, or a list of such sentences, one line
+    each (see `as_list`). The command line prints it without a traceback and exits with status 2. Every other exception
+    is a bug or a broken machine and keeps its traceback.
     """
 
 
@@ -28,6 +31,11 @@ def memory_ran_out(error: BaseException) -> bool:
     # By name, because this module does not import torch.
     from_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
     return isinstance(error, MemoryError) or from_torch
+
+
+def as_list(headline: str, sentences: Sequence[str]) -> str:
+    """Return the sentences, one line each, below `headline`; a single sentence stands alone."""
+    return "\n  ".join([headline, *sentences]) if len(sentences) > 1 else sentences[0]
 
 
 def describe_error(error: BaseException) -> str:

@@ -321,9 +321,7 @@ class Trainer:
             self._wandb_run_id = None
             return
         self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
-        if not resume.same_run:
-            LOG.info("replayed steps are not compared with what was logged, since the config has changed")
-        self.audit = ReplayAudit(t.run_dir, checkpoint.step, t.resume_tolerance, resume.same_rounding, resume.same_run)
+        self.audit = ReplayAudit(t.run_dir, checkpoint.step, t.resume_tolerance, resume.same_rounding, resume.altered)
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state

@@ -9,9 +9,9 @@ RANKS, EXPERIENCE, KL, LEDGER, START, DRIVER = "ranks", "experience", "kl", "led
 
 PROOFS = {
     RANKS: "unit/workers/test_changed_workers.py::test_a_change_acts_as_if_the_run_had_started_with_it",
-    EXPERIENCE: "unit/run/test_config_changes.py::test_a_step_s_experience_follows_the_config",
-    KL: "unit/run/test_config_changes.py::test_the_kl_controller_takes_its_settings_from_the_config",
-    LEDGER: "unit/run/test_config_changes.py::test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger",
+    EXPERIENCE: "unit/learner/test_experience.py::test_a_step_s_experience_follows_the_config",
+    KL: "unit/algorithms/test_kl.py::test_the_kl_controller_takes_its_settings_from_the_config",
+    LEDGER: "unit/data/test_ledger.py::test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger",
     START: "unit/run/test_directory.py::test_a_resume_refuses_changed_start_weights",
     DRIVER: "jobs/test_changed_job.py::test_what_a_resume_may_change_acts_in_a_whole_job",
 }

@@ -24,6 +24,10 @@ def settings(root: Path, **trainer: Any) -> Config:
     return cfg
 
 
+Settings = dict[str, Any]
+"""Values of dotted keys."""
+
+
 class OpenRun:
     """A run directory with a state of one step: `with OpenRun(cfg) as run`."""
 
@@ -78,3 +82,36 @@ def a_run(root: Path, steps: Sequence[int] = (1, 2), **trainer: Any) -> None:
             with open(root / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, "reward/mean": step / 2}) + "\n")
             run.save(step)
+
+
+def configured(root: Any, *changes: Settings, **trainer: Any) -> Config:
+    """The default config of a run in `root`, with these changes."""
+    cfg = Config()
+    paths = {"trainer.run_dir": str(root), "trainer.ckpt_path": str(root / "checkpoints")}
+    for key, value in {**paths, **{f"trainer.{k}": v for k, v in trainer.items()}, **_merged(changes)}.items():
+        *sections, name = key.split(".")
+        node: Any = cfg
+        for section in sections:
+            node = getattr(node, section)
+        assert hasattr(node, name), key
+        setattr(node, name, value)
+    return cfg
+
+
+def _merged(changes: tuple[Settings, ...]) -> Settings:
+    return {key: value for change in changes for key, value in change.items()}
+
+
+def opened(cfg: Config, supervised: bool = False) -> OpenRun:
+    """A run of `cfg`, with a part that stands for its models."""
+    run = OpenRun(cfg, {"step": 0}, supervised)
+    run.parts.append(json_part("models", dict, lambda _: None))
+    return run
+
+
+def save_steps(cfg: Config, *steps: int, supervised: bool = False, metrics: dict[str, float] | None = None) -> None:
+    """A run of `cfg` that has saved these steps."""
+    cfg.trainer.resume_mode = "latest"
+    with opened(cfg, supervised=supervised) as run:
+        for step in steps:
+            run.save(step, metrics)

@@ -25,7 +25,7 @@ from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
 from trainer.checkpoint.parts import Part, Restore
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
-from trainer.errors import UserError
+from trainer.errors import UserError, as_list
 from trainer.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)
@@ -271,16 +271,27 @@ class CheckpointManager:
             restore: the kinds of state to restore; None: all.
 
         Raises:
-            UserError: the checkpoint lacks a part.
+            UserError: the checkpoint lacks a part, or parts of it cannot be used.
         """
         saved = checkpoint.manifest["parts"]
-        for part in parts:
-            if part.name not in saved:
-                raise UserError(
-                    f"trainer.resume_path={checkpoint.path}: the checkpoint has no {part.name}; it holds "
-                    f"{', '.join(saved)}"
-                )
-            part.load(checkpoint, restore or Restore())
+        missing = [part.name for part in parts if part.name not in saved]
+        if missing:
+            raise UserError(
+                f"trainer.resume_path={checkpoint.path}: the checkpoint has no {' and no '.join(missing)}; it holds "
+                f"{', '.join(saved)}"
+            )
+        refused: list[UserError] = []
+        for part in sorted(parts, key=lambda part: part.is_large):
+            if refused and part.is_large:
+                break
+            try:
+                part.load(checkpoint, restore or Restore())
+            except UserError as error:
+                refused.append(error)
+        if len(refused) == 1:
+            raise refused[0]
+        if refused:
+            raise UserError(as_list(f"{checkpoint.path} cannot be used:", [str(error) for error in refused]))
         if checkpoint.path == self.store.path(checkpoint.step):
             self.resumed_from = checkpoint.step
 

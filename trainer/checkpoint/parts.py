@@ -18,7 +18,7 @@ from trainer.checkpoint.store import CheckpointFiles
 from trainer.config import RESUME_LOAD, Config, with_new_names
 from trainer.documents import Shape, parse_yaml
 from trainer.durable import digest_bytes, digest_weights
-from trainer.errors import UserError
+from trainer.errors import UserError, as_list
 from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
 
 LOG = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Part:
     hashed files."""
     load: Callable[[Checkpoint, Restore], None] = _load_nothing
     """Restores the state."""
+    is_large: bool = False
+    """Restored last, and only if every other part accepts its state."""
 
 
 def files_part(
@@ -153,7 +155,7 @@ def models_part(ranks: SavingRanks) -> Part:
                 continue
             ranks.load(role, files, kinds, restore.added_steps.get(role, 0))
 
-    return Part("models", begin, load)
+    return Part("models", begin, load, is_large=True)
 
 
 def assets_part(
@@ -205,13 +207,16 @@ def start_weights_part(cfg: Config, model_path: str) -> Part:
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
         saved = read_object(checkpoint, "start_weights.json", {str: str})
+        refused = []
         for name, digest in digests.items():
             known = saved.get(name) if adapted or not restore.fork else None  # a fork may have another reference
             if known not in (None, digest.result()) and not is_allowed(name, t.allow_config_change):
-                raise UserError(
+                refused.append(
                     f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
                     f"depends on those; restore them, or allow others with trainer.allow_config_change=[{name}]"
                 )
+        if refused:
+            raise UserError(as_list(f"{checkpoint.path} cannot be used with these weights:", refused))
 
     return files_part("start_weights", content, load)
 

@@ -241,7 +241,7 @@ class Ledger:
             if state.get(name) != own:
                 raise UserError(
                     f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {state.get(name)}); "
-                    "resume with the data and seed of the run"
+                    "resume with the data and seed of the run, or fork without `data` in trainer.resume_load"
                 )
 
     def _problem(self, state: dict[str, Any]) -> str | None:

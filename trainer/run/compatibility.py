@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint.parts import is_allowed
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, as_list
 
 # Changes of these keys do not change the computed values, beyond rounding: directories, logging, saving, validation,
 # and the split of the work over machines. Data is here because the ledger compares the examples themselves.
@@ -64,15 +64,28 @@ HARMLESS = (
     "rollout.lora_sync",
 )
 
-# The saved state has no meaning under another value.
+
+@dataclass(frozen=True)
+class Bound:
+    """Why saved state has no meaning under another value of a key."""
+
+    reason: str
+    kinds: tuple[str, ...] = ()
+    """The kinds of state (of `RESUME_LOAD`) that lose their meaning. A fork that restores none of them may change the
+    key."""
+
+
 IMPOSSIBLE = {
-    "model.tiny.*": "the saved weights belong to another model",
-    "trainer.seed": "every random draw of the run depends on it",
-    "algorithm.advantage_estimator": "only one of the two has a critic",
-    "algorithm.ref_update_interval": "it decides whether the checkpoint holds the reference",
-    "trainer.*.lora.rank": "the saved adapters have another shape",
-    "trainer.*.lora.target_modules": "the saved adapters belong to other layers",
+    "model.tiny.*": Bound("the saved weights belong to another model", ("weights", "optimizer")),
+    "trainer.seed": Bound("every random draw of the run depends on it", ("data",)),
+    "algorithm.advantage_estimator": Bound("only one of the two has a critic"),
+    "algorithm.ref_update_interval": Bound("it decides whether the checkpoint holds the reference"),
+    "trainer.*.lora.rank": Bound("the saved adapters have another shape", ("weights", "optimizer")),
+    "trainer.*.lora.target_modules": Bound("the saved adapters belong to other layers", ("weights", "optimizer")),
 }
+
+# Keys that even a fork changes with permission alone, if it restores weights or their optimizer state.
+FORK_NEEDS_PERMISSION = ("model.path",)
 
 # Harmless changes after which a replayed step equals the logged one only to rounding.
 ROUNDING = (
@@ -95,8 +108,25 @@ ROUNDING = (
 # Harmless changes after which the logged validation means something else.
 VALIDATION = ("data.val_*", "rollout.val_n", "reward.success_threshold")
 
+# Changes that act in the update of a step: the rollouts of the first step after a resume are as they were logged.
+UPDATE = (
+    "trainer.*.optimizer.*",
+    "trainer.critic.*",
+    "trainer.mini_batch_size",
+    "trainer.update_epochs",
+    "sft.optimizer.*",
+    "algorithm.*",
+)
+SAMPLING = ("algorithm.dynamic_sampling", "algorithm.max_sample_batches")  # the exceptions to `UPDATE`
+
+# The metrics that a change alters, by the beginning of their names.
+OF_VALIDATION = ("val/",)
+OF_UPDATE = ("critic/", "policy/", "rollout/", "sft/", "val/")
+ALL_METRICS = ("",)
+
 # Explanations for keys that need the user's permission, where the reason is not obvious.
 REASONS = {
+    "model.path": "the saved weights belong to that model",
     "*.optimizer.schedule_steps": "the learning rate of every step goes by it (null: the number of steps of the run)",
 }
 
@@ -145,55 +175,85 @@ def ignored_keys(cfg: Config, supervised: bool) -> tuple[str, ...]:
     return ("sft.*",) if cfg.model.path is not None else ()
 
 
-def impossible_changes(cfg: Config, saved: Mapping[str, Any], restored: set[str]) -> dict[str, str]:
-    """Return the keys that must not change because of the state that is restored, with the reasons.
+def impossible_changes(cfg: Config, saved: Mapping[str, Any]) -> dict[str, Bound]:
+    """Return the keys that must not change between these two configs, with the reasons."""
+    impossible = dict(IMPOSSIBLE)
+    if has_critic(saved) == cfg.has_critic:
+        del impossible["algorithm.advantage_estimator"]
+    if saved.get("algorithm", {}).get("kl_controller") == cfg.algorithm.kl_controller == "adaptive":
+        impossible["algorithm.kl_coef"] = Bound("the adaptive controller has steered the weight since", ("state",))
+    return impossible
 
-    Args:
-        restored: the kinds of state that are restored, of `RESUME_LOAD`.
-    """
-    before = saved.get("algorithm", {}).get("kl_controller")
-    if "state" in restored and before == cfg.algorithm.kl_controller == "adaptive":
-        return {"algorithm.kl_coef": "the adaptive controller has steered the weight since"}
-    return {}
+
+def has_critic(saved: Mapping[str, Any]) -> bool:
+    """Return whether a run with this nested config has a critic."""
+    return saved.get("algorithm", {}).get("advantage_estimator") == "gae"
 
 
 def check(
     changes: list[Change],
     allowed: list[str],
     harmless: tuple[str, ...] = (),
-    critic_changes: bool = True,
-    impossible: Mapping[str, str] | None = None,
+    impossible: Mapping[str, Bound] = IMPOSSIBLE,
+    forked: Collection[str] | None = None,
 ) -> list[Change]:
-    """Refuse changes of keys that must not change; returns the changes that needed the user's permission.
+    """Refuse changes of keys that must not change; return the changes that may change what is computed.
+
+    A resume needs the user's permission for these. A fork is asked for explicitly, so it needs permission for few keys.
 
     Args:
         allowed: keys or sections that the user allows to change (`trainer.allow_config_change`).
         harmless: patterns of further keys that may change, besides `HARMLESS`.
-        critic_changes: only one of the two configs has a critic.
-        impossible: further keys that must not change, besides `IMPOSSIBLE`, with the reasons.
+        impossible: keys that must not change, with the reasons.
+        forked: the kinds of state that a fork restores; None: the run continues.
 
     Raises:
-        UserError: names the first key that must not change, and the remedy.
+        UserError: lists all keys that must not change, with the remedies.
     """
-    permitted = []
-    reasons = IMPOSSIBLE | dict(impossible or {})
-    for change in changes:
-        if matches(change.key, (*HARMLESS, *harmless)):
-            continue
-        reason = next((why for pattern, why in reasons.items() if fnmatchcase(change.key, pattern)), None)
-        if reason is not None and (critic_changes or change.key != "algorithm.advantage_estimator"):
-            raise UserError(
-                f"{change.key}={change.now}: the checkpoint was saved with {change.saved}, and {reason}; "
-                "restore the value, or start a new run"
+    effective = [change for change in changes if not matches(change.key, (*HARMLESS, *harmless))]
+    refused: list[str] = []
+    askable: list[str] = []
+    for change in effective:
+        saved = f"{change.key}={change.now}: the checkpoint was saved with {change.saved}"
+        bound = next((bound for pattern, bound in impossible.items() if fnmatchcase(change.key, pattern)), None)
+        if bound is not None and (forked is None or set(bound.kinds) & set(forked)):
+            other = (
+                "start a new run" if forked is None else f"leave {' and '.join(bound.kinds)} out of trainer.resume_load"
             )
-        if not is_allowed(change.key, allowed):
+            refused.append(f"{saved}, and {bound.reason}; restore the value, or {other}")
+        elif _needs_permission(change.key, forked) and not is_allowed(change.key, allowed):
             why = "".join(f", and {why}" for pattern, why in REASONS.items() if fnmatchcase(change.key, pattern))
-            raise UserError(
-                f"{change.key}={change.now}: the checkpoint was saved with {change.saved}{why}; restore "
-                f"the value, or allow it with trainer.allow_config_change=[{change.key}]"
+            refused.append(
+                f"{saved}{why}; restore the value, or allow it with trainer.allow_config_change=[{change.key}]"
             )
-        permitted.append(change)
-    return permitted
+            askable.append(change.key)
+    if len(askable) > 1:
+        keys = ",".join([*allowed, *askable])
+        refused.append(f"to allow all that can be allowed: trainer.allow_config_change=[{keys}]")
+    if refused:
+        raise UserError(as_list("the checkpoint cannot be used with this config:", refused))
+    return effective
+
+
+def _needs_permission(key: str, forked: Collection[str] | None) -> bool:
+    if forked is None:
+        return True
+    return matches(key, FORK_NEEDS_PERMISSION) and bool({"weights", "optimizer"} & set(forked))
+
+
+def altered_metrics(changes: Sequence[Change], effective: Sequence[Change]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the metrics that the changes alter (`()`, `OF_VALIDATION`, `OF_UPDATE` or `ALL_METRICS`), and the keys.
+
+    Args:
+        effective: those of the changes that change what is computed in training.
+    """
+    of_validation = [change.key for change in changes if matches(change.key, VALIDATION)]
+    keys = [change.key for change in effective]
+    if any(not matches(key, UPDATE) or matches(key, SAMPLING) for key in keys):
+        return ALL_METRICS, keys
+    if keys:
+        return OF_UPDATE, keys
+    return (OF_VALIDATION, of_validation) if of_validation else ((), [])
 
 
 def added_steps(changes: list[Change], trainer: TrainerConfig, step: int) -> dict[str, int]:

@@ -30,8 +30,9 @@ class Resume:
     """The kinds of state that are restored, and whether the resume is a fork of another run."""
     same_rounding: bool
     """The work is split as before, so replayed steps are equal to the last bit."""
-    same_run: bool
-    """The config computes the same values as before, so replayed steps can be compared with the logged ones."""
+    altered: tuple[str, ...]
+    """Metrics, by the beginning of their names, that the config alters, so replayed steps cannot be compared in them
+    (see `compatibility.altered_metrics`)."""
 
 
 def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -> Resume | None:
@@ -55,10 +56,16 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
             )
         return None
     if t.resume_mode == "latest":
-        found, fork = find_newest(cfg, checkpoints), False
-    else:
-        found, fork = _find_named(cfg, checkpoints, holds_run)
-    return None if found is None else compare(cfg, found, fork, supervised)
+        found = find_newest(cfg, checkpoints)
+        if found is None:
+            _check_no_fork(t.run_dir)
+            return None
+        return compare(cfg, found, False, supervised)
+    found, fork = _find_named(cfg, checkpoints, holds_run)
+    resume = compare(cfg, found, fork, supervised)
+    if fork:
+        lineage.write(t.run_dir, found)
+    return resume
 
 
 def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None = None) -> Checkpoint | None:
@@ -76,6 +83,20 @@ def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None 
     return found
 
 
+def _check_no_fork(run_dir: str) -> None:
+    """Check that this run is no fork: a fork without a checkpoint of its own starts from that of its parent.
+
+    Raises:
+        UserError: it is a fork.
+    """
+    if forked := lineage.read(run_dir):
+        raise UserError(
+            f"trainer.run_dir={run_dir}: holds a fork that has no checkpoint yet; start it again with "
+            f"trainer.resume_mode=from_path trainer.resume_path={forked['forked_from']}, or choose another "
+            "trainer.run_name"
+        )
+
+
 def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) -> tuple[Checkpoint, bool]:
     """Return the checkpoint at `trainer.resume_path`, or the newest checkpoint of the fork that started there.
 
@@ -89,7 +110,7 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
     if os.path.realpath(os.path.dirname(path)) == os.path.realpath(t.ckpt_path):
         return _verify_newest(cfg, checkpoints, path), False
     forked = lineage.read(t.run_dir)
-    if forked:
+    if forked and (holds_run or forked["forked_from"] == path):  # else no fork was ever trained here
         if forked["forked_from"] != path:
             raise UserError(
                 f"trainer.run_dir={t.run_dir}: holds a fork of {forked['forked_from']}; choose another "
@@ -103,9 +124,7 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
             "continue it with trainer.resume_mode=latest"
         )
-    checkpoint = manifests.verify(path, t.verify_checkpoint)  # no fallback: the user named this checkpoint
-    lineage.write(t.run_dir, checkpoint)
-    return checkpoint, True
+    return manifests.verify(path, t.verify_checkpoint), True  # no fallback: the user named this checkpoint
 
 
 def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
@@ -124,35 +143,41 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint.
 
     Raises:
-        UserError: a key differs that must not change, or must not change without permission.
+        UserError: keys differ that must not change, or must not change without permission.
     """
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.resume_load or RESUME_LOAD) if fork else frozenset(RESUME_LOAD)
     changes = compatibility.find_changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
-    if not restored & {"optimizer", "data", "state"}:  # weights alone depend on the model and its adapters alone
-        changes = [change for change in changes if change.key.startswith("model.") or ".lora." in change.key]
-    if "weights" not in restored:
-        changes = [change for change in changes if ".lora." not in change.key]
-    saved_critic = saved.get("algorithm", {}).get("advantage_estimator") == "gae"
-    if not (saved_critic and cfg.has_critic):  # no critic is restored
-        changes = [change for change in changes if not change.key.startswith("trainer.critic.")]
-    permitted = compatibility.check(
+    harmless = compatibility.ignored_keys(cfg, supervised)
+    if not (compatibility.has_critic(saved) and cfg.has_critic):  # no critic is restored
+        harmless = (*harmless, "trainer.critic.*")
+    effective = compatibility.check(
         changes,
         cfg.trainer.allow_config_change,
-        compatibility.ignored_keys(cfg, supervised),
-        saved_critic != cfg.has_critic,
-        compatibility.impossible_changes(cfg, saved, set(restored)),
+        harmless,
+        compatibility.impossible_changes(cfg, saved),
+        forked=restored if fork else None,
     )
-    keys = [change.key for change in changes]
     for change in changes:
         if not change.key.startswith(("trainer.resume_", "trainer.allow_")):
             LOG.info("config changed since the checkpoint: %s", change)
+    altered, by = compatibility.altered_metrics(changes, effective)
+    if by and not fork:
+        LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(by))
     added_steps = {} if supervised else compatibility.added_steps(changes, cfg.trainer, checkpoint.step)
     return Resume(
         checkpoint,
         Restore(restored, fork, added_steps),
         # Another version of this package may sum in another order.
         same_rounding=checkpoint.manifest.get("trainer_version") == __version__
-        and not any(compatibility.matches(key, compatibility.ROUNDING) for key in keys),
-        same_run=not permitted and not any(compatibility.matches(key, compatibility.VALIDATION) for key in keys),
+        and not any(compatibility.matches(change.key, compatibility.ROUNDING) for change in changes),
+        altered=altered,
     )
+
+
+_NOT_COMPARED = {
+    compatibility.ALL_METRICS: "replayed steps are not compared with what was logged",
+    compatibility.OF_UPDATE: "of the replayed steps, the first alone is compared with what was logged, and only in "
+    f"what comes before its update (not in {', '.join(compatibility.OF_UPDATE)})",
+    compatibility.OF_VALIDATION: "replayed steps are not compared with what was logged in val/",
+}

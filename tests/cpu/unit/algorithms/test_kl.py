@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import reference_algorithms as reference
+from tests.support.config_keys import ALLOWED, KL
 from trainer.algorithms import (
     KL_ESTIMATORS,
     AdaptiveKL,
@@ -83,3 +84,20 @@ def test_the_adaptive_controller_steers_and_restores_its_weight():
     fixed.update(9.0, 100)
     fixed.load_state_dict(fixed.state_dict())
     assert fixed.coef == 0.3
+
+
+def test_the_kl_controller_takes_its_settings_from_the_config():
+    controller = AdaptiveKL(0.1, target=0.5, horizon=100)
+    controller.load_state_dict({"kind": "adaptive", "coef": 0.3})
+    controller.update(kl=0.55, samples=10)
+    assert controller.coef == pytest.approx(0.3 * (1 + 0.1 * 10 / 100))  # the saved weight, the new target and horizon
+    assert set(controller.state_dict()) == set(FixedKL(0.1).state_dict()) == {"kind", "coef"}
+    adaptive, fixed = AdaptiveKL(0.1, 0.5, 100), FixedKL(0.1)
+    adaptive.load_state_dict(FixedKL(0.7).state_dict())
+    fixed.load_state_dict(AdaptiveKL(0.7, 0.5, 100).state_dict())
+    assert adaptive.coef == fixed.coef == 0.1
+    assert {key for key, proof in ALLOWED.items() if proof == KL} == {
+        "algorithm.kl_controller",
+        "algorithm.kl_target",
+        "algorithm.kl_horizon",
+    }

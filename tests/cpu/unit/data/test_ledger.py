@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.config_keys import ALLOWED, LEDGER
+from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.data.datasets import Prompt, load_prompts
+from trainer.data.examples import load_train
 from trainer.data.ledger import Draw, Ledger
+from trainer.data.rollouts import write_rollouts
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.rollouts import choose_groups
+from trainer.sources.supervised import SupervisedSource
 
 
 def ledger(count: int, seed: int = 1, curriculum=None, name: str = "", content: str = "rows") -> Ledger:
@@ -232,3 +242,95 @@ def test_a_place_in_the_data_that_cannot_be_is_refused(change):
     changed = {**state, "places": [place], **{name: value for name, value in change.items() if name == "curriculum"}}
     with pytest.raises(UserError, match="place in the data is damaged|data.curriculum"):
         ledger.load_state_dict(changed)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Changes of what is drawn
+
+
+Settings = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """A model's directory, another chat template, examples and rollouts."""
+    root = tmp_path_factory.mktemp("files")
+    build_tiny(TinyConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(root / "model"))
+    (root / "other.jinja").write_text("{% for m in messages %}<|user|>Q: {{ m['content'] }}{% endfor %}<|assistant|>")
+    for name, words in (("a", ("one", "three")), ("b", ("seven", "eleven"))):
+        lines = [json.dumps({"prompt": word * (i + 1), "answer": word[::-1]}) for i, word in enumerate(words)]
+        (root / f"{name}.jsonl").write_text("\n".join(lines))
+    tokenizer = load_tokenizer(str(root / "model"), None, False)
+    episodes, texts = [], []
+    for number, (tokens, reward) in enumerate((([65, 66], 1.0), ([67], 0.0))):
+        ids = np.asarray([1, 2, *tokens])
+        sample = Sample(ids, (np.arange(len(ids)) > 1).astype(np.float32), -np.arange(len(ids), dtype=np.float32))
+        episodes.append(Episode(f"0:0:{number}", "0:0", [sample], reward))
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    write_rollouts(str(root), 1, [Prompt(0, (1, 2), "p", "a")], episodes, texts)
+    rollouts = str(root / "rollouts/step_1.jsonl")
+    return {
+        "model": str(root / "model"),
+        "template": str(root / "other.jinja"),
+        "a": str(root / "a.jsonl"),
+        "b": str(root / "b.jsonl"),
+        "rollouts": rollouts,
+    }
+
+
+ROLLOUTS = {"source": "rollouts", "files": ("rollouts", "rollouts"), "max_length": 8}
+LEDGER_CHANGES: list[tuple[str, Any, Settings, bool]] = [
+    ("model.chat_template", "template", {}, False),
+    ("rollout.max_prompt_tokens", 8, {}, False),
+    ("sft.batch_size", 2, {}, True),
+    ("sft.max_length", 64, {}, True),
+    ("sft.max_length", 12, {}, False),
+    ("sft.train_on", ["user"], {}, False),
+    ("sft.weights", [3.0, 1.0], {"weights": [1.0, 1.0]}, True),
+    ("sft.weights", [1.0, 1.0], {}, False),
+    ("sft.source", "rollouts", {}, False),
+    ("sft.min_reward", 0.5, ROLLOUTS, False),
+]
+"""Key, new value, what supervised training has set, and whether the change is accepted; else the ledger refuses it."""
+
+
+def source_of(files: dict[str, str], before: Settings, key: str, value: Any = None) -> Ledger | SupervisedSource:
+    """The source that `key` belongs to, with its new value if one is given."""
+    settings = {"batch_size": 1, "max_length": 40, **before}
+    names = settings.pop("files", ("a", "b"))
+    section, _, name = key.partition(".")
+    changed = {} if value is None else {name: value}
+    if changed.get("source") == "rollouts":
+        names = ("rollouts", "rollouts")
+    data = DataConfig(train_files=[files[file] for file in names])
+    template = files[changed["chat_template"]] if "chat_template" in changed else None
+    tokenizer = load_tokenizer(files["model"], template, False)
+    if section != "sft":
+        prompts = load_prompts(data, "train", tokenizer, changed.get("max_prompt_tokens", 512)).prompts
+        return Ledger([prompts], 1, "prompts", lambda: repr(prompts))
+    sft = SFTConfig(**{**settings, **changed})
+    parts = load_train(data, sft, tokenizer)
+    return SupervisedSource(sft, parts, [], 1, lambda _: 0.0)
+
+
+@pytest.mark.parametrize("key, value, before, accepted", LEDGER_CHANGES)
+def test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger(files, key, value, before, accepted):
+    old, new = source_of(files, before, key), source_of(files, before, key, value)
+    if isinstance(old, SupervisedSource):
+        old.next(1)
+        old.commit(1)
+    else:
+        old.commit(old.take(1))
+    state = json.loads(json.dumps(old.state_dict()))
+    if not accepted:
+        with pytest.raises(UserError, match="data: the .* is not that of the checkpoint"):
+            new.load_state_dict(state)
+        return
+    new.load_state_dict(state)
+    assert isinstance(old, SupervisedSource) and isinstance(new, SupervisedSource)
+    before_change, after_change = old.next(2), new.next(2)
+    assert [e.uid for e in before_change] != [e.uid for e in after_change]
+
+
+def test_every_key_of_the_ledger_is_tried():
+    assert {key for key, *_ in LEDGER_CHANGES} == {key for key, proof in ALLOWED.items() if proof == LEDGER}

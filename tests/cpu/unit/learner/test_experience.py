@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from tests.support.config_keys import ALLOWED, EXPERIENCE
+from trainer.algorithms import shape_rewards
 from trainer.config import AlgorithmConfig
 from trainer.episodes import Sample
 from trainer.learner.experience import (
@@ -146,3 +151,65 @@ def test_explained_variance_is_that_of_scikit_learn():
     equal[::2] += 1e-8  # rounding
     assert explained_variance(np.linspace(0, 1, 1000), equal) == 0.0
     assert explained_variance(np.full(3, 0.25), np.ones(3)) == 1.0
+
+
+Settings = dict[str, Any]
+
+
+def gae(**options: Any) -> Settings:
+    return {"advantage_estimator": "gae", **options}
+
+
+CORRECTED = {"rollout_correction": "mis", "rollout_correction_low": 0.5, "rollout_correction_high": 2.0}
+EXPERIENCE_CHANGES: list[tuple[str, Any, Settings]] = [
+    ("normalize_std", False, {}),
+    ("gamma", 0.5, gae(gamma=1.0)),
+    ("lam", 0.5, gae(lam=1.0)),
+    ("pass_k", 2, {"advantage_estimator": "grpo_passk", "pass_k": 1}),
+    ("rollout_correction", "tis", {}),
+    ("rollout_correction_level", "product", CORRECTED),
+    ("rollout_correction_low", 0.9, CORRECTED),
+    ("rollout_correction_high", 1.01, CORRECTED),
+    ("filter_zero_variance", True, {}),
+    ("overlong_buffer", 2, {}),
+    ("overlong_factor", 3.0, {"overlong_buffer": 2}),
+    ("overlong_masking", True, {}),
+]
+
+
+def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
+    """What a step trains on, from two groups of three completions."""
+    rng = np.random.default_rng(0)
+    mask = (np.arange(5) < np.array([[5], [3], [4], [5], [2], [5]])).astype(np.float32)
+    old = -np.abs(rng.normal(size=mask.shape)).astype(np.float32) * mask
+    batch = {
+        "mask": mask,
+        "group_ids": np.array([0, 0, 0, 1, 1, 1]),
+        "old_logprobs": old,
+        "rollout_logprobs": (old + 0.5 * rng.normal(size=mask.shape).astype(np.float32)) * mask,
+        "values": rng.normal(size=mask.shape).astype(np.float32),
+    }
+    lengths = mask.sum(axis=1).astype(int)
+    status = ["length" if n == 5 else "stop" for n in lengths]
+    rewards = shape_rewards(
+        torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]).double(),
+        torch.from_numpy(lengths),
+        5,
+        algorithm.overlong_buffer,
+        algorithm.overlong_factor,
+    ).numpy()
+    corrected, _ = correct_rollouts(add_advantages(batch, rewards, algorithm), algorithm)
+    return leave_out_rows(corrected, rewards, status, algorithm)
+
+
+@pytest.mark.parametrize("key, value, before", EXPERIENCE_CHANGES, ids=[key for key, *_ in EXPERIENCE_CHANGES])
+def test_a_step_s_experience_follows_the_config(key, value, before):
+    """The experience is a pure function of the step's rollouts and the config: nothing restored can hide a change."""
+    old, new = (experience(AlgorithmConfig(**settings)) for settings in (before, {**before, key: value}))
+    assert any(not np.array_equal(old[name], new[name]) for name in ("advantages", "mask"))
+
+
+def test_every_key_of_the_experience_is_tried():
+    assert {f"algorithm.{key}" for key, *_ in EXPERIENCE_CHANGES} == {
+        key for key, proof in ALLOWED.items() if proof == EXPERIENCE
+    }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from typing import Any
 
 import pytest
 
-from trainer.config import Config, compose
+from tests.support.config_keys import ALLOWED, HARMLESS, PROOFS, REFUSED
+from trainer.config import OPEN_SECTIONS, Config, compose
 from trainer.errors import UserError
 from trainer.run import compatibility
+from trainer.run.compatibility import Change
 
 
 def changed(*overrides: str) -> list[compatibility.Change]:
@@ -58,6 +62,59 @@ def test_a_key_or_its_section_can_be_allowed(allow):
         compatibility.check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
 
 
+def test_all_refusals_are_listed_together():
+    found = changed("rollout.n=4", "trainer.seed=2", "trainer.update_epochs=2", "trainer.num_workers=2")
+    with pytest.raises(UserError) as refused:
+        compatibility.check(found, ["algorithm"])
+    headline, *lines = str(refused.value).splitlines()
+    assert "cannot be used" in headline
+    assert [line.split(":")[0] for line in lines] == [
+        "  rollout.n=4",
+        "  trainer.seed=2",
+        "  trainer.update_epochs=2",
+        "  to allow all that can be allowed",
+    ]
+    assert lines[1].endswith("restore the value, or start a new run")
+    assert lines[-1].endswith("trainer.allow_config_change=[algorithm,rollout.n,trainer.update_epochs]")
+
+
+ALL_STATE = ("weights", "optimizer", "rng", "data", "state")
+
+
+@pytest.mark.parametrize("key", sorted(ALLOWED))
+def test_a_fork_changes_what_a_resume_changes_with_permission(key):
+    change = [Change(key, "before", "after")]
+    if key == "model.path":
+        with pytest.raises(UserError, match=r"belong to that model; .*allow_config_change=\[model.path\]"):
+            compatibility.check(change, [], forked=ALL_STATE)
+        change = compatibility.check(change, ["model.path"], forked=ALL_STATE)
+    assert compatibility.check(change, [], forked=("rng", "data", "state")) == change
+
+
+@pytest.mark.parametrize(
+    "key, restored, remedy",
+    [
+        ("trainer.seed", ALL_STATE, "leave data out of trainer.resume_load"),
+        ("trainer.seed", ("weights", "optimizer", "rng", "state"), None),
+        ("model.tiny.num_layers", ("weights",), "leave weights and optimizer out"),
+        ("model.tiny.num_layers", ("data", "state"), None),
+        ("trainer.policy.lora.rank", ("optimizer",), "leave weights and optimizer out"),
+        ("trainer.policy.lora.target_modules", ("rng",), None),
+        ("algorithm.ref_update_interval", ALL_STATE, None),  # the reference starts from the start weights
+        ("algorithm.advantage_estimator", ALL_STATE, None),  # the critic starts from its start weights
+    ],
+)
+def test_a_fork_refuses_what_makes_the_restored_state_meaningless(key, restored, remedy):
+    change = [Change(key, "before", "after")]
+    if remedy is None:
+        assert compatibility.check(change, [], forked=restored) == change
+    else:
+        with pytest.raises(
+            UserError, match=f"{key}=after: .*saved with before, and .*; restore the value, or {remedy}"
+        ):
+            compatibility.check(change, [key], forked=restored)
+
+
 def test_a_key_missing_from_an_old_config_counts_as_its_default():
     saved = dataclasses.asdict(compose([]))
     del saved["algorithm"]["value_clip"]
@@ -73,3 +130,59 @@ def test_a_removed_custom_option_is_a_change():
     saved["algorithm"]["options"] = {"beta": 5}
     (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Every key has a decision
+
+
+def keys_of(section: Any, prefix: str = "") -> list[str]:
+    """Every key of the schema."""
+    keys = []
+    for f in dataclasses.fields(section):
+        value, key = getattr(section, f.name), f"{prefix}{f.name}"
+        keys += keys_of(value, f"{key}.") if dataclasses.is_dataclass(value) else [key]
+    return keys
+
+
+def passes(key: str, allowed: list[str]) -> bool:
+    try:
+        compatibility.check([Change(key, "before", "after")], allowed)
+    except UserError:
+        return False
+    return True
+
+
+def test_every_key_has_one_decision():
+    decided = [*HARMLESS, *ALLOWED, *REFUSED]
+    assert sorted(decided) == sorted(keys_of(Config())), "decide in config_keys.py what a resume may change"
+
+
+@pytest.mark.parametrize("key", keys_of(Config()))
+def test_a_resume_may_change_what_the_written_list_says(key):
+    assert passes(key, []) == (key in HARMLESS)
+    assert passes(key, [key]) == passes(key, [key.partition(".")[0]]) == (key not in REFUSED)
+
+
+@pytest.mark.parametrize("proof", PROOFS)
+def test_the_proof_of_an_allowed_change_is_a_test(proof):
+    file, _, name = PROOFS[proof].partition("::")
+    assert callable(getattr(importlib.import_module(f"tests.cpu.{file.removesuffix('.py').replace('/', '.')}"), name))
+    assert proof in ALLOWED.values()
+
+
+def test_the_lists_name_real_keys():
+    keys = keys_of(Config())
+    for patterns in (
+        compatibility.HARMLESS,
+        compatibility.IMPOSSIBLE,
+        compatibility.ROUNDING,
+        compatibility.VALIDATION,
+        compatibility.UPDATE,
+        compatibility.SAMPLING,
+        compatibility.FORK_NEEDS_PERMISSION,
+    ):
+        for pattern in patterns:
+            assert any(compatibility.matches(key, (pattern,)) for key in keys), pattern
+    assert all(any(compatibility.matches(key, (pattern,)) for key in ALLOWED) for pattern in compatibility.REASONS)
+    assert set(OPEN_SECTIONS) <= set(keys)

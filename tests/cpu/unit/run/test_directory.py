@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import run_job
-from tests.support.runs import OpenRun, a_run, settings
+from tests.support.runs import OpenRun, a_run, configured, save_steps, settings
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.parts import config_part, json_part, start_weights_part
@@ -76,14 +77,57 @@ def test_a_fork_has_one_parent_and_resumes_from_its_own_checkpoints(tmp_path):
 def test_a_fork_can_restore_the_weights_alone(tmp_path):
     a_run(tmp_path / "parent")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, resume_load=["data"])
-    cfg.rollout.n = 2
-    with pytest.raises(UserError, match="rollout.n=2"):
-        RunDirectory(cfg).open()
-    cfg.trainer.resume_load = ["weights"]
-    with OpenRun(cfg, {"step": 0}) as run:  # what else is done with weights is free
+    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, resume_load=["weights"])
+    with OpenRun(cfg, {"step": 0}) as run:
         run.load()
         assert run.state == {"step": 0} and run.resume.restore.kinds == {"weights"}
+
+
+def test_a_fork_that_was_refused_leaves_the_directory_free(tmp_path):
+    a_run(tmp_path / "parent")
+    cfg = settings(tmp_path / "fork", resume_mode="from_path", seed=2)
+    for step, seed in ((1, 2), (2, 1)):
+        cfg.trainer.resume_path, cfg.trainer.seed = str(tmp_path / f"parent/checkpoints/global_step_{step}"), seed
+        if seed == 2:
+            with pytest.raises(UserError, match="trainer.seed=2"):
+                RunDirectory(cfg).open()
+        else:
+            with OpenRun(cfg) as run:
+                assert run.directory.lineage["step"] == 2
+
+
+def test_a_fork_without_a_checkpoint_does_not_start_from_scratch(tmp_path):
+    a_run(tmp_path / "parent")
+    parent = str(tmp_path / "parent/checkpoints/global_step_2")
+    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
+    for _ in range(2):
+        with OpenRun(cfg) as run:
+            assert run.resume.restore.fork
+    with pytest.raises(UserError, match=f"no checkpoint yet; .*resume_mode=from_path trainer.resume_path={parent}"):
+        RunDirectory(settings(tmp_path / "fork", resume_mode="latest")).open()
+
+
+def test_what_parts_of_a_checkpoint_refuse_is_listed_together(tmp_path):
+    a_run(tmp_path)
+    loaded: list[str] = []
+
+    def refuse(problem: str):
+        def load(*_) -> None:
+            raise UserError(problem)
+
+        return load
+
+    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+        _, state, data = run.parts
+        run.parts[1:] = [
+            replace(data, name="trainer_state", load=lambda *_: loaded.append("models"), is_large=True),
+            replace(data, load=refuse("data: other rows")),
+            replace(state, name="config", load=refuse("model.path=a: other weights")),
+        ]
+        with pytest.raises(UserError) as refused:
+            run.load()
+    assert str(refused.value).splitlines()[1:] == ["  data: other rows", "  model.path=a: other weights"]
+    assert loaded == []
 
 
 @pytest.mark.parametrize("estimators", [("gae", "grpo"), ("grpo", "gae")])
@@ -148,7 +192,7 @@ def test_a_checkpoint_without_start_weights_is_accepted_with_a_log_line(tmp_path
         run.parts.append(start_weights_part(cfg, weights_file(tmp_path / "model", b"a")))
         with pytest.raises(UserError, match="the checkpoint has no models"):
             run.load()
-        assert state["step"] == 2 and "does not name the start weights" in caplog.text
+        assert "does not name the start weights" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -250,6 +294,21 @@ def test_a_job_names_the_key_of_a_checkpoint_directory_that_is_not_there(tmp_pat
     job = run_job(f"trainer.ckpt_path={tmp_path}/file", cwd=tmp_path)
     assert job.returncode == 2, job.stdout + job.stderr
     assert job.stderr.splitlines()[-1].startswith(f"error: trainer.ckpt_path={tmp_path}/file: checkpoints cannot")
+
+
+def test_the_best_checkpoints_are_those_by_the_metric_of_now(tmp_path):
+    keep = {"trainer.max_ckpts_to_keep": 1, "trainer.keep_best": 1}
+    for step, value in ((1, 0.9), (2, 0.1)):
+        save_steps(configured(tmp_path, keep), step, metrics={"val/accuracy": value, "val/reward/mean": 0.1})
+    other = {"trainer.best_metric": "val/reward/mean"}
+    for step, value in ((3, 0.5), (4, 0.2), (5, 0.1)):
+        save_steps(configured(tmp_path, keep, other), step, metrics={"val/reward/mean": value})
+    kept = {name for name in os.listdir(tmp_path / "checkpoints") if name.startswith("global_step_")}
+    assert kept == {"global_step_3", "global_step_5"}
+    lower = {**other, "trainer.best_mode": "min"}
+    save_steps(configured(tmp_path, keep, lower), 6, metrics={"val/reward/mean": 0.9})
+    kept = {name for name in os.listdir(tmp_path / "checkpoints") if name.startswith("global_step_")}
+    assert kept == {"global_step_5", "global_step_6"}
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.odd_files import replace, resume, rewrite
+from tests.support.runs import configured, opened, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.config import compose
+from trainer.errors import UserError
+from trainer.run.directory import RunDirectory
 
 
 def test_a_checkpoint_of_a_step_that_no_run_reaches_is_compared_with_its_lines_at_once(run_dir):
@@ -37,3 +42,169 @@ def test_a_checkpoint_with_the_old_names_of_keys_resumes(run_dir, capsys):
     checkpoint_tool(["diff", str(first), str(second)])
     assert capsys.readouterr().out.startswith("config:\ncounters:"), "the two configs differ in nothing"
     assert resume(run_dir) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a resume may change
+
+
+POLICY_COSINE = {"trainer.policy.optimizer.scheduler": "cosine"}
+SFT_COSINE = {"sft.optimizer.scheduler": "cosine"}
+CRITIC_COSINE = {"algorithm.advantage_estimator": "gae", "trainer.critic.optimizer.scheduler": "cosine"}
+ADAPTIVE = {"algorithm.kl_controller": "adaptive", "algorithm.kl_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"rollout.temperature": 0.5}, r"rollout.temperature=0.5: .*saved with 1.0.*change=\[rollout.temperature\]"),
+        ({"rollout.top_p": 0.5}, r"rollout.top_p=0.5: .*saved with 1.0.*change=\[rollout.top_p\]"),
+        ({"rollout.top_k": 5}, r"rollout.top_k=5: .*saved with -1.*change=\[rollout.top_k\]"),
+        (
+            {"trainer.policy.optimizer.weight_decay": 0.1},
+            r"weight_decay=0.1: .*change=\[trainer.policy.optimizer.weight_decay\]",
+        ),
+    ],
+)
+def test_what_is_computed_changes_with_permission_alone(tmp_path, caplog, change, sentence):
+    save_steps(configured(tmp_path), 1)
+    cfg = configured(tmp_path, change, resume_mode="latest")
+    with pytest.raises(UserError, match=sentence):
+        RunDirectory(cfg).open()
+    (key,) = change
+    cfg.trainer.allow_config_change = [key]
+    caplog.set_level("INFO")
+    with RunDirectory(cfg).open():
+        assert any(line.startswith(f"config changed since the checkpoint: {key}: ") for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "settings, key, supervised, refused",
+    [
+        ({}, "trainer.total_steps", False, ""),
+        (POLICY_COSINE, "trainer.total_steps", False, "trainer.policy.optimizer.schedule_steps"),
+        (CRITIC_COSINE, "trainer.total_steps", False, "trainer.critic.optimizer.schedule_steps"),
+        (POLICY_COSINE | {"trainer.policy.optimizer.schedule_steps": 5}, "trainer.total_steps", False, ""),
+        (SFT_COSINE, "trainer.total_steps", False, ""),
+        (POLICY_COSINE, "trainer.total_steps", True, ""),
+        ({}, "sft.steps", True, ""),
+        (SFT_COSINE, "sft.steps", True, "sft.optimizer.schedule_steps"),
+        (SFT_COSINE | {"sft.optimizer.schedule_steps": 5}, "sft.steps", True, ""),
+        ({}, "sft.steps", False, "sft.steps"),
+        ({"model.path": "a/model"}, "sft.steps", False, ""),
+    ],
+)
+def test_the_number_of_steps_is_free_unless_a_schedule_goes_by_it(tmp_path, settings, key, supervised, refused):
+    save_steps(configured(tmp_path, settings), 1, supervised=supervised)
+    cfg = configured(tmp_path, settings, {key: 777}, resume_mode="latest")
+    if refused:
+        with pytest.raises(UserError, match=rf"{refused}=777: .*allow_config_change=\[{refused}\]"):
+            RunDirectory(cfg, supervised).open()
+        cfg.trainer.allow_config_change = [refused]
+    with RunDirectory(cfg, supervised).open() as run:
+        assert run.resume.checkpoint.step == 1
+
+
+@pytest.mark.parametrize(
+    "change, critic, policy",
+    [
+        ({}, 0, 0),
+        ({"trainer.mini_batch_size": 16}, 6, 6),
+        ({"trainer.train_batch_size": 32}, -3, -3),
+        ({"trainer.train_batch_size": 128, "trainer.mini_batch_size": 64}, 0, 0),
+        ({"trainer.update_epochs": 3}, 12, 12),
+        ({"trainer.critic.warmup_steps": 2}, 0, -4),
+        ({"trainer.critic.warmup_steps": 9, "trainer.update_epochs": 2}, 6, -6),
+        ({"trainer.policy.optimizer.lr": 1.0}, 0, 0),
+    ],
+)
+def test_a_schedule_is_where_a_run_started_with_the_new_batch_sizes_would_be(tmp_path, change, critic, policy):
+    """After 3 steps of 2 optimizer steps each."""
+    gae = {"algorithm.advantage_estimator": "gae"}
+    save_steps(configured(tmp_path, gae), 3)
+    allowed = {"trainer.allow_config_change": list(change)}
+    with RunDirectory(configured(tmp_path, gae, change, allowed, resume_mode="latest")).open() as run:
+        assert run.resume.restore.added_steps == {"critic": critic, "policy": policy}
+    save_steps(configured(tmp_path / "sft"), 3, supervised=True)
+    with RunDirectory(
+        configured(tmp_path / "sft", change, allowed, resume_mode="latest"), supervised=True
+    ).open() as run:
+        assert not any(run.resume.restore.added_steps.values())
+
+
+def test_the_weight_of_the_kl_does_not_change_under_an_adaptive_controller(tmp_path):
+    change = {"algorithm.kl_coef": 0.3, "trainer.allow_config_change": ["algorithm"]}
+    save_steps(configured(tmp_path / "adaptive", ADAPTIVE), 1)
+    with pytest.raises(UserError, match="algorithm.kl_coef=0.3: .*saved with 0.1.*adaptive controller has steered"):
+        RunDirectory(configured(tmp_path / "adaptive", ADAPTIVE, change, resume_mode="latest")).open()
+    fixed = {"algorithm.kl_controller": "fixed"}
+    with RunDirectory(configured(tmp_path / "adaptive", ADAPTIVE, change, fixed, resume_mode="latest")).open():
+        pass
+    fork = {
+        "trainer.resume_path": str(tmp_path / "adaptive/checkpoints/global_step_1"),
+        "trainer.resume_load": ["weights", "optimizer"],
+    }
+    with RunDirectory(configured(tmp_path / "fork", ADAPTIVE, change, fork, resume_mode="from_path")).open():
+        pass  # the steered weight is not taken over
+    save_steps(configured(tmp_path / "fixed", ADAPTIVE, fixed), 1)
+    with RunDirectory(configured(tmp_path / "fixed", ADAPTIVE, change, resume_mode="latest")).open():
+        pass
+
+
+def test_a_fall_back_is_held_against_the_config_of_the_older_checkpoint(tmp_path):
+    save_steps(configured(tmp_path), 1)
+    save_steps(configured(tmp_path, {"rollout.n": 4, "trainer.allow_config_change": ["rollout.n"]}), 2)
+    cfg = configured(tmp_path, {"rollout.n": 4}, resume_mode="latest", on_resume_mismatch="fallback")
+    with opened(cfg) as run:
+        with pytest.raises(UserError, match=r"rollout.n=4: .*saved with 8.*change=\[rollout.n\]"):
+            run.directory.fall_back()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a fork may change
+
+
+LORA = ["trainer.policy.lora.rank=4", "trainer.critic.lora.rank=2"]
+
+
+def documented_fork() -> list[str]:
+    """The overrides of the fork in docs/recovery.md."""
+    text = (Path(__file__).parents[4] / "docs/recovery.md").read_text()
+    (block,) = [block for block in text.split("```") if "resume_mode=from_path" in block]
+    return block.replace("\\\n", " ").split()[4:]
+
+
+@pytest.mark.parametrize("algorithm", [["algorithm=grpo"], ["algorithm=ppo"], ["algorithm=ppo", *LORA]], ids=str)
+def test_the_documented_fork_takes_another_learning_rate(tmp_path, caplog, monkeypatch, algorithm):
+    monkeypatch.chdir(tmp_path)
+    with opened(compose([*algorithm, "trainer.run_name=mine"])) as run:
+        run.save(10)
+    caplog.set_level("INFO")
+    with opened(compose([*algorithm, *documented_fork()])) as run:
+        assert run.resume.restore.fork and run.resume.checkpoint.step == 10
+    changed = {line.split(": ", 1)[1] for line in caplog.messages if line.startswith("config changed")}
+    assert "trainer.policy.optimizer.lr: 0.0004 -> 0.0001" in changed
+    assert ("trainer.critic.optimizer.lr: 0.002 -> 0.0005" in changed) == ("algorithm=ppo" in algorithm)
+    assert not any("compared" in line for line in caplog.messages), "a fork has logged nothing"
+
+
+def test_a_resume_and_a_fork_list_all_that_they_refuse(tmp_path):
+    save_steps(configured(tmp_path / "parent", ADAPTIVE), 1)
+    change = {"algorithm.kl_coef": 0.3, "trainer.seed": 7, "model.path": "a/model", "rollout.n": 2}
+    with pytest.raises(UserError) as refused:
+        RunDirectory(configured(tmp_path / "parent", ADAPTIVE, change, resume_mode="latest")).open()
+    keys = ["algorithm.kl_coef", "model.path", "rollout.n", "trainer.seed", "to allow all"]
+    for line, key in zip(str(refused.value).splitlines()[1:], keys, strict=True):
+        assert line.strip().startswith(key)
+    path = str(tmp_path / "parent/checkpoints/global_step_1")
+    fork = configured(tmp_path / "fork", ADAPTIVE, change, resume_mode="from_path", resume_path=path)
+    with pytest.raises(UserError) as refused:
+        RunDirectory(fork).open()
+    lines = [line.strip() for line in str(refused.value).splitlines()[1:]]
+    for line, key, remedy in zip(
+        lines,
+        ["algorithm.kl_coef", "model.path", "trainer.seed"],
+        ["leave state out", "allow it with trainer.allow_config_change=[model.path]", "leave data out"],
+        strict=True,
+    ):
+        assert line.startswith(key) and remedy in line
