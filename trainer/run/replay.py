@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.durable import write_file
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
 
 LOG = logging.getLogger(__name__)
 
@@ -32,22 +33,27 @@ class ReplayAudit:
         tolerance: relative difference that counts as equal.
         same_layout: the work is split as it was when the lines were logged. If not, sums are rounded differently,
             sampling soon diverges, and only the first step is compared.
-        same_run: the config computes the same values as when the lines were logged. If not, the lines are dropped and
-            nothing is compared.
+        altered: metrics, by the beginning of their names, that a changed config alters (see
+            `compatibility.altered_metrics`). They are not compared. If they are more than the validation, only the
+            first step is compared, because the later ones start from other weights.
     """
 
-    def __init__(self, run_dir: str, step: int, tolerance: float, same_layout: bool, same_run: bool = True):
+    def __init__(
+        self, run_dir: str, step: int, tolerance: float, same_layout: bool, altered: tuple[str, ...] = ()
+    ) -> None:
         self._path = os.path.join(run_dir, REPLAY_FILE)
         self._tolerance = tolerance if same_layout else max(tolerance, _ROUNDING)
-        self._same_layout = same_layout
+        self._altered = altered
+        same_steps = set(altered) <= set(OF_VALIDATION)
+        self._all_steps = same_layout and same_steps
         self._start = step
         rows = read_metrics(os.path.join(run_dir, METRICS_FILE))
         earlier = read_metrics(self._path)
         merged = {row["step"]: row for row in [*earlier, *rows] if row["step"] > step}
-        self._expected = merged if same_layout else {n: row for n, row in merged.items() if n == step + 1}
-        self._history = [row for row in rows if row["step"] <= step][-_HISTORY:]
+        self._expected = merged if self._all_steps else {n: row for n, row in merged.items() if n == step + 1}
+        self._history = [row for row in rows if row["step"] <= step][-_HISTORY:] if same_steps else []
         self._matched = 0
-        if not same_run:
+        if altered == ALL_METRICS:
             self._expected = {}
             self._discard()
         elif merged:
@@ -62,7 +68,8 @@ class ReplayAudit:
             return None
         row = self._expected.pop(step, None)
         if row is not None:
-            difference = first_difference(row, metrics, self._tolerance)
+            same = {name: value for name, value in row.items() if not name.startswith(self._altered)}
+            difference = first_difference(same, metrics, self._tolerance)
             if difference is not None:
                 self._expected.clear()
                 self._discard()
@@ -71,9 +78,10 @@ class ReplayAudit:
         if not self._expected:
             self._discard()
             how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
-            split = " (another number of ranks, or another split of the work: the first step alone can be compared)"
-            other = "" if self._same_layout else split
-            LOG.info("resume verified: %d replayed steps %s%s", self._matched, how, other)
+            limits = [f"without {', '.join(self._altered)}, which the new config alters"] if self._altered else []
+            limits += [] if self._all_steps else ["the first step alone can be compared with this config"]
+            shown = f" ({'; '.join(limits)})" if limits else ""
+            LOG.info("resume verified: %d replayed steps %s%s", self._matched, how, shown)
         return None
 
     def _discard(self) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
+import pytest
+
+from tests.support.runs import configured, opened, save_steps
+from trainer.run import compatibility
 from trainer.run.replay import ReplayAudit, first_difference, jumps
 
 
@@ -41,7 +46,7 @@ def test_on_other_ranks_the_first_step_is_compared_to_rounding(tmp_path, caplog)
     audit = ReplayAudit(logged(tmp_path, rows), 1, 0.0, same_layout=False)
     assert audit.check(2, {"policy/loss": 1.0001}) is None
     (message,) = caplog.messages
-    assert "1 replayed steps equal to 0.001" in message and "number of ranks" in message
+    assert "1 replayed steps equal to 0.001" in message and "first step alone" in message
     assert audit.check(3, {"policy/loss": 7.0}) is None
 
 
@@ -53,3 +58,80 @@ def test_without_replayed_steps_a_jump_is_reported(tmp_path, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "policy/loss jumped to 5" in record.getMessage()
     assert jumps({"policy/loss": float("nan")}, rows)
+
+
+LOGGED = {"reward/mean": 1.0, "policy/lr": 0.1, "policy/loss": 1.0, "val/accuracy": 0.5}
+ALL = tuple(LOGGED)
+
+
+@pytest.mark.parametrize(
+    "change, compared, tolerated, only_first",
+    [
+        ({}, ALL, False, False),
+        ({"logger.samples": 1}, ALL, False, False),
+        ({"trainer.total_steps": 9}, ALL, False, False),
+        ({"trainer.max_tokens_per_micro_batch": 99}, ALL, True, True),
+        ({"rollout.num_engines": 2}, ALL, True, True),
+        ({"rollout.val_n": 3}, ("reward/mean", "policy/lr", "policy/loss"), False, False),
+        ({"trainer.policy.optimizer.lr": 1e-3}, ("reward/mean",), False, True),
+        ({"trainer.policy.optimizer.scheduler": "cosine", "trainer.total_steps": 9}, ("reward/mean",), False, True),
+        ({"algorithm.clip_high": 0.5, "rollout.val_n": 3}, ("reward/mean",), False, True),
+        ({"algorithm.clip_high": 0.5, "rollout.num_engines": 2}, ("reward/mean",), True, True),
+        ({"algorithm.dynamic_sampling": True}, (), False, False),
+        ({"rollout.n": 4}, (), False, False),
+        ({"rollout.n": 4, "algorithm.clip_high": 0.5}, (), False, False),
+    ],
+)
+def test_a_change_is_held_against_no_metric_that_it_alters(tmp_path, caplog, change, compared, tolerated, only_first):
+    save_steps(configured(tmp_path), 1)
+    lines = "".join(json.dumps({"step": step, **LOGGED}) + "\n" for step in (1, 2, 3))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    caplog.set_level("INFO")
+    allowed = [*change, "trainer.policy.optimizer.schedule_steps"]
+    with opened(configured(tmp_path, change, resume_mode="latest", allow_config_change=allowed)) as run:
+        resume = run.resume
+
+    def audited(*steps: dict[str, float]) -> str | None:
+        """What the audit says of these steps, the first ones after the resume."""
+        audit = ReplayAudit(str(tmp_path), 1, 0.0, resume.same_rounding, resume.altered)
+        problems = [audit.check(number, LOGGED | step) for number, step in enumerate(steps, start=2)]
+        (tmp_path / "metrics.replay.jsonl").unlink(missing_ok=True)
+        return next((problem for problem in problems if problem), None)
+
+    for name in LOGGED:
+        assert (audited({name: LOGGED[name] * 1.5}) is not None) == (name in compared), name
+        assert (audited({name: LOGGED[name] * 1.0001}) is not None) == (name in compared and not tolerated), name
+    if compared:
+        assert (audited({}, {compared[0]: 7.0}) is not None) != only_first
+    caplog.clear()
+    assert audited({}, {}) is None
+    assert any("resume verified" in line for line in caplog.messages) == bool(compared)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"trainer.num_workers": 2}, None),
+        (
+            {"trainer.policy.optimizer.lr": 1e-3},
+            "first alone is compared.*policy/.*because trainer.policy.o.*lr changed",
+        ),
+        ({"rollout.n": 4, "rollout.top_k": 3}, "are not compared .* because rollout.n, rollout.top_k changed"),
+        ({"rollout.val_n": 4}, "are not compared .* in val/, because rollout.val_n changed"),
+    ],
+)
+def test_one_sentence_says_what_is_not_compared(tmp_path, caplog, change, sentence):
+    save_steps(configured(tmp_path), 1)
+    caplog.set_level("INFO")
+    with opened(configured(tmp_path, change, resume_mode="latest", allow_config_change=list(change))):
+        pass
+    said = [line for line in caplog.messages if "compared" in line]
+    assert len(said) == (sentence is not None)
+    assert sentence is None or re.search(sentence, said[0])
+
+
+def test_a_permitted_change_is_no_jump(tmp_path, caplog):
+    rows = [{"step": n, "policy/kl": 0.2 + n / 1000} for n in range(1, 11)]
+    audit = ReplayAudit(logged(tmp_path, rows), 10, 0.0, True, altered=compatibility.OF_UPDATE)
+    assert audit.check(11, {"policy/kl": 5.0}) is None
+    assert caplog.messages == []
