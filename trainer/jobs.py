@@ -29,9 +29,11 @@ from trainer.plugins import import_function
 from trainer.rewards import resolve
 from trainer.run import record
 from trainer.run.directory import RunDirectory
+from trainer.run.starts import record_start
 from trainer.run.stopping import StopRequest
 from trainer.sources.rollouts import RolloutSource
 from trainer.sources.supervised import SupervisedSource, loop_config
+from trainer.stages import stage
 from trainer.trainer import Trainer
 
 LOG = logging.getLogger(__name__)
@@ -43,10 +45,10 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
     Args:
         cluster: not started yet. None: as `trainer.ray_address` says.
     """
-    _check_inputs(cfg)
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    with RunDirectory(cfg).open() as directory:
+    with _open_directory(cfg) as directory:
+        _check_inputs(cfg)
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
             LOG.info(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
             return
@@ -64,8 +66,8 @@ def train_supervised(cfg: Config, device: str) -> None:
     """A supervised run: from `model.path`, or from the embedded model with random weights."""
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with _open_directory(cfg, supervised=True) as directory:
+        check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
         if _is_finished(directory, cfg.sft.steps, exported=True):
             LOG.info(f"finished step {cfg.sft.steps} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
             return
@@ -93,9 +95,11 @@ def rollout_trainer(
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(cfg, cluster, timer)
     fleet = Fleet(cfg, cluster, learner.ranks, path)
-    tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
-    source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
-    learner.build(path)
+    with stage("reading the data"):
+        tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
+    with stage("loading the model into the ranks"):
+        learner.build(path)
     return Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)
 
 
@@ -106,13 +110,22 @@ def supervised_trainer(
     timer, path = Timer(), resolve_model_path(model_path)
     loop = loop_config(cfg)
     learner = Learner(loop, cluster, timer)
-    tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
-    vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
-    parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
-    held_out = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
+    with stage("reading the data"):
+        tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
+        parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
+        held_out = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
     source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
-    learner.build(path)
+    with stage("loading the model into the ranks"):
+        learner.build(path)
     return Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+
+
+def _open_directory(cfg: Config, supervised: bool = False) -> RunDirectory:
+    with stage("looking for a checkpoint to resume from"):
+        directory = RunDirectory(cfg, supervised).open()
+    record_start(cfg.trainer.run_dir, cfg)
+    return directory
 
 
 def _cluster(cfg: Config, device: str) -> Cluster:
@@ -134,9 +147,11 @@ def _check_inputs(cfg: Config) -> None:
     resolve(cfg.reward.name)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
-    check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
+    with stage("checking the data files"):
+        check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
     if cfg.model.path is not None:
-        load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
+        with stage(f"fetching the model {cfg.model.path}"):
+            load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
     else:
         _check_cache(cfg)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from trainer.signals import SIGNALS
+
+if __name__ == "__main__":
+    SIGNALS.listen()  # before the other imports, which take a part of a second
+
 import os
 
 from trainer.config import Config
@@ -9,7 +14,8 @@ from trainer.config.command_line import run_app
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.metrics.names import METRICS
-from trainer.signals import SIGNALS
+from trainer.metrics.startup import StartUp
+from trainer.stages import stage
 
 
 def prepare(cfg: Config) -> str:
@@ -23,13 +29,15 @@ def prepare(cfg: Config) -> str:
         raise UserError(
             f"trainer.best_metric={cfg.trainer.best_metric}: there is no such metric; docs/metrics.md lists them"
         )
-    with SIGNALS.held():  # torch would swallow an exception while it imports NumPy, and so lose the signal
+    with SIGNALS.blocked():
+        import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
+    with stage("importing torch"):
         from trainer.algorithms.check import check_functions  # the first import of torch: the config has passed
         from trainer.parallel.mesh import pick_device
-
-    device = pick_device(cfg.trainer.device)
-    _check_devices(cfg, device)
-    check_functions(cfg)
+    with stage("checking the config"):
+        device = pick_device(cfg.trainer.device)
+        _check_devices(cfg, device)
+        check_functions(cfg)
     return device
 
 
@@ -60,11 +68,11 @@ def _check_devices(cfg: Config, device: str) -> None:
 
 def train(cfg: Config) -> None:
     """Train with rollouts."""
-    device = prepare(cfg)
-    with SIGNALS.held():
-        from trainer.jobs import train_with_rollouts
-
-    train_with_rollouts(cfg, device)
+    with StartUp(cfg.logger.progress):
+        device = prepare(cfg)
+        with stage("importing transformers"):
+            from trainer.jobs import train_with_rollouts
+        train_with_rollouts(cfg, device)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Standard output and error: messages to the user, and streams that never end a program.
 
 Modules tell the user something with `LOG = logging.getLogger(__name__)`: `LOG.info(text)` prints the text as it is,
-`LOG.warning(text)` prints `WARNING: text`.
+`LOG.warning(text)` prints `WARNING: text`. In the driver, `log.txt` of the run directory gets all of it with times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -36,6 +37,91 @@ def _print(text: str) -> None:
 
 
 _MESSAGES = _Messages()
+
+
+class LogFile(logging.Handler):
+    """Appends log records to a file, each line with its time. What cannot be written is dropped.
+
+    Lines wait in memory until `open`, because this process may write to the run directory only when it holds the lock.
+    """
+
+    _LONGEST_WAIT = 1000  # lines
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.is_used = False
+        self._file: int | None = None
+        self._waiting: list[bytes] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            if record.levelno >= logging.WARNING:
+                origin = "" if record.name.split(".")[0] == "trainer" else f"{record.name}: "
+                text = f"{record.levelname}: {origin}{text}"
+            self.write(text)
+        except Exception:
+            self.handleError(record)
+
+    def write(self, text: str) -> None:
+        """Append `text`. Without a buffer, so that a signal handler may call it, and a kill loses nothing."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        data = "".join(f"{now} {line}\n" for line in text.splitlines()).encode(errors="backslashreplace")
+        if self._file is None:
+            self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]
+        else:
+            with contextlib.suppress(OSError):
+                os.write(self._file, data)
+
+    def open(self, path: str) -> None:
+        """Write to the file at `path`, beginning with the lines that wait.
+
+        Does nothing if a file is open: a run inside of another one writes to the log of the outer one.
+        """
+        if not self.is_used or self._file is not None:
+            return
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            os.write(self._file, b"".join(self._waiting))
+        self._waiting = []
+
+    def close(self) -> None:
+        """Close the file. Later lines wait for the next one."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+LOG_FILE = LogFile()
+
+
+class _LibraryWarnings(logging.Handler):
+    """Writes what libraries warn of to `LOG_FILE`, and to stderr, as Python does while there is no handler."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        LOG_FILE.emit(record)
+        if logging.getLogger().handlers == [self]:
+            assert logging.lastResort is not None
+            logging.lastResort.handle(record)
+
+
+@contextlib.contextmanager
+def logging_to_file() -> Iterator[None]:
+    """Let `LOG_FILE` get the messages of this process, and the warnings of libraries, while the block runs."""
+    LOG_FILE.is_used = True
+    handlers = {logging.getLogger("trainer"): LOG_FILE, logging.getLogger(): _LibraryWarnings()}
+    for logger, handler in handlers.items():
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, handler in handlers.items():
+            logger.removeHandler(handler)
+        LOG_FILE.close()
+        LOG_FILE.is_used = False
 
 
 def show_messages() -> None:

@@ -35,6 +35,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         sys.path.insert(0, os.getcwd())
     with user_code(f"{key}={path}: cannot be imported ({{}})"):
         function = getattr(importlib.import_module(module_name), function_name, None)
+    signals.SIGNALS.check()
     if not callable(function):
         raise UserError(f"{key}={path}: {module_name} has no function {function_name}")
     return function

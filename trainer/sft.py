@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from trainer.signals import SIGNALS
+
+if __name__ == "__main__":
+    SIGNALS.listen()  # before the other imports, which take a part of a second
+
 from trainer.config import Config
 from trainer.config.command_line import run_app
 from trainer.main import prepare
-from trainer.signals import SIGNALS
+from trainer.metrics.startup import StartUp
+from trainer.stages import stage
 
 
 def train(cfg: Config) -> None:
     """Train on examples."""
-    device = prepare(cfg)
-    with SIGNALS.held():
-        from trainer.jobs import train_supervised
-
-    train_supervised(cfg, device)
+    with StartUp(cfg.logger.progress):
+        device = prepare(cfg)
+        with stage("importing transformers"):
+            from trainer.jobs import train_supervised
+        train_supervised(cfg, device)
 
 
 if __name__ == "__main__":

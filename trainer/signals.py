@@ -1,11 +1,15 @@
 """Stopping early by signal.
 
-The first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and exits with status 75
-(`EX_TEMPFAIL`: the same command continues). A second signal stops the run without a save, which is as safe as a
-kill. A third signal ends the process immediately. Before the first step, and after the last, there is nothing to
-save, and the first signal stops the run directly.
+Inside of the steps, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops. A
+second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last,
+there is nothing to save, and the first signal stops the run directly. All of these end with exit status 75
+(`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75.
 
-This module imports only the standard library, because the handlers are installed before any other import.
+A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
+swallow or replace an exception that a handler raises. A download or an import has no safe point: after `_PATIENCE_S`
+seconds the exception is raised wherever the main thread is.
+
+This module imports next to nothing, because the handlers are installed before any other import.
 """
 
 from __future__ import annotations
@@ -14,19 +18,24 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainer.errors import WorkerError
+
 EXIT_STATUS = 75
-INTERRUPTED_STATUS = 130
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _AGAIN = "the same command with trainer.resume_mode=latest continues the run"
+_PATIENCE_S = 3.0
+_SAME_REQUEST_S = 1.0
+"""`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
 
 
 class Stopped(BaseException):
     """The run stopped early because a signal or a deadline asked for it.
 
-    Not an `Exception`: a signal can arrive inside library code that handles every `Exception`.
+    Not an `Exception`: it can be raised inside library code that handles every `Exception`.
     """
 
 
@@ -36,10 +45,19 @@ class Signals:
     def __init__(self) -> None:
         self.first: str | None = None
         """Name of the first signal; None: no signal has arrived."""
+        self.raised: BaseException | None = None
+        """The exception that a signal has raised. It is raised once; later signals do not disturb the end."""
         self._count = 0
-        self._raised = 0  # signals that an exception was raised for
+        self._handled = 0  # by the steps
+        self._last_s = 0.0
         self._held = 0
-        self._in_steps = False
+        self._steps = "before"
+
+    def listen(self) -> None:
+        """Handle the signals until the process ends. An entry point calls this before it imports anything else."""
+        for number in HANDLED:
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -47,13 +65,15 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
+        before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
+        self.listen()
         try:
             yield
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self.first, self._count, self._raised = None, 0, 0
+            self.__init__()
 
     def reinstall(self) -> None:
         """Install the handlers again, because a library has installed its own at a level below Python."""
@@ -63,12 +83,12 @@ class Signals:
     @staticmethod
     def ignore() -> None:
         """Ignore all further signals: the run has ended, and a late signal must not change its exit status."""
-        for number in HANDLED:
+        for number in (*HANDLED, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Record signals that arrive while the block runs, and raise them after the block.
+        """Let signals that arrive while the block runs wait for its end.
 
         Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemError.
         """
@@ -82,40 +102,86 @@ class Signals:
             self._held -= 1
         self.check()
 
+    @staticmethod
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Let the first signal wait for the end of the step while the block runs (see `run.stopping.StopRequest`)."""
-        self._in_steps = True
+    def blocked() -> Iterator[None]:
+        """Keep signals away from this thread, and from threads and processes that start while the block runs.
+
+        The kernel delivers a signal to any thread that does not block it. While Ray starts, the handler is Ray's, and
+        it ends the process. So every thread that is older than Ray must block the signals.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDLED, signal.SIGALRM))
         try:
             yield
         finally:
-            self._in_steps = False
-            self._raised = max(self._raised, min(self._count, 1))  # the steps have handled the first signal
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let the first signal wait for the end of the step while the block runs (see `run.stopping.StopRequest`)."""
+        self._steps = "inside"
+        try:
+            yield
+        finally:
+            self._steps = "after"
+            self._handled = max(self._handled, min(self._count, 1))  # the steps have handled the first signal
 
     def check(self) -> None:
-        """Raise the exception that a signal asks for, once for each signal. Does nothing on other threads.
+        """Raise the exception that a signal asks for, once. A safe point. Does nothing on other threads.
 
         Raises:
             Stopped: the first signal arrived outside of the steps.
-            KeyboardInterrupt: a second signal arrived.
+            KeyboardInterrupt: a second signal arrived inside of the steps.
         """
-        if self._held or threading.current_thread() is not threading.main_thread():
-            return
-        if self._count <= self._raised or (self._count == 1 and self._in_steps):
-            return
-        self._raised = self._count
-        if self._count > 1:
-            raise KeyboardInterrupt(self.first)
-        raise Stopped(f"stopped by {self.first} outside of training; {_AGAIN}")
+        if threading.current_thread() is threading.main_thread() and self._wants_to_stop():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.raised = self._exception()
+            raise self.raised
+
+    def stop_behind(self, error: BaseException) -> BaseException | None:
+        """Return the exception of a signal if it explains `error`.
+
+        A library may have replaced the exception. Or processes of the job have died of a signal that this process got
+        as well.
+        """
+        if error is self.raised:
+            return None
+        if self.raised is None and self.first and isinstance(error, WorkerError):
+            self.raised = Stopped(f"stopped by {self.first} in the middle of a step ({error}); {_AGAIN}")
+        return self.raised
+
+    def _wants_to_stop(self) -> bool:
+        waits_for_step = self._steps == "inside" and self._count == 1
+        return self._count > self._handled and not (waits_for_step or self._held or self.raised)
+
+    def _exception(self) -> BaseException:
+        if self._steps == "inside":
+            return KeyboardInterrupt(
+                "stopped by a second signal: the steps since the last checkpoint are not saved, and it is as it was; "
+                f"{_AGAIN}"
+            )
+        if self._steps == "before":
+            return Stopped(f"stopped by {self.first} before the first step of this start, so nothing is lost; {_AGAIN}")
+        return Stopped(f"stopped by {self.first} after the last step; {_AGAIN}")
 
     def _on_signal(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        repeated = self._count > 0 and now - self._last_s < _SAME_REQUEST_S
+        self._last_s = now
+        if repeated:
+            return
         self._count += 1
         self.first = self.first or signal.Signals(number).name
         if self._count > 2:
-            _say(f"{signal.Signals(number).name} for the third time: ending without cleaning up")
-            os._exit(INTERRUPTED_STATUS)
-        if self._count == 1 and self._in_steps:
+            _say(f"stopped by a third signal, without cleaning up; {_AGAIN}")
+            os._exit(EXIT_STATUS)
+        if self._count == 1 and self._steps == "inside":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
+        else:
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, 1.0)
+
+    def _on_alarm(self, *_: object) -> None:
+        """The main thread has reached no safe point: raise here, unless the signal has to wait."""
         self.check()
 
 
@@ -124,5 +190,8 @@ SIGNALS = Signals()
 
 def _say(text: str) -> None:
     """Print from a signal handler, without the buffered streams, which may be in use."""
+    from trainer.output import LOG_FILE  # not yet when the handlers are installed
+
+    LOG_FILE.write(text)
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

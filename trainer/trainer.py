@@ -43,6 +43,7 @@ from trainer.run.schedule import SaveSchedule
 from trainer.run.stopping import StopRequest
 from trainer.signals import SIGNALS, Stopped
 from trainer.sources.base import EpisodeSource
+from trainer.stages import stage
 
 LOG = logging.getLogger(__name__)
 _LAST_SAVE_TRIES = 4
@@ -131,11 +132,14 @@ class Trainer:
             Stopped: a signal or deadline asked for it; everything is saved.
             NotSavedError: the last save failed.
         """
-        self.load_checkpoint()
+        with stage("loading the checkpoint"):
+            self.load_checkpoint()
         with self.source, self._open_tracker() as self.tracker, self._open_progress() as self.progress:
             self._announce()
-            self.source.start(version=self.state.step + 1, fresh=self.directory.resume is None)
-            self._evaluate_start_weights()
+            with stage("starting what generates and rewards"):
+                self.source.start(version=self.state.step + 1, fresh=self.directory.resume is None)
+            with stage("evaluating the start weights"):
+                self._evaluate_start_weights()
             with SIGNALS.between_steps():
                 while self.state.step < self.cfg.trainer.total_steps:
                     step = self.state.step + 1

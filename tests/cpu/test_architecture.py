@@ -22,6 +22,7 @@ LEAVES = {
     "plugins",
     "shared_memory",
     "signals",
+    "stages",
 }
 """Modules that every room may import."""
 
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "jobs": {"trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "data", "rewards", "models",
              "cluster"},
     "main": {"jobs", "metrics", "algorithms", "parallel"},
-    "sft": {"main", "jobs"},
+    "sft": {"main", "jobs", "metrics"},
 }  # fmt: skip
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
 MAY = {"config": {"hydra", "omegaconf"}, "cluster": {"ray"}, "generation": {"vllm"}}

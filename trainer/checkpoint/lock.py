@@ -19,6 +19,7 @@ from typing import Any
 from trainer.documents import Shape, parse_object
 from trainer.durable import read_file, write_file
 from trainer.errors import UserError
+from trainer.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
@@ -105,8 +106,10 @@ class RunLock:
                 seconds = f"{self.timeout_s:g} s"
                 LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
             time.sleep(min(0.2, self.timeout_s / 20))
+            SIGNALS.check()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
+        with SIGNALS.blocked():
+            self._thread.start()
         return taken_from
 
     def check(self) -> None:

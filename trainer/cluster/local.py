@@ -20,6 +20,7 @@ from trainer.cluster.resources import check_gpus
 from trainer.config import Config
 from trainer.errors import WorkerError
 from trainer.shared_memory import PrivateDirectory
+from trainer.signals import SIGNALS
 
 
 class LocalCluster:
@@ -45,16 +46,18 @@ class LocalCluster:
         self._gpus = _visible_gpus() if self.device == "cuda" else []
         if self.device == "cuda":
             check_gpus(self.cfg, len(self._gpus))
-        self._launcher = self._shared_launcher or Launcher()
+        SIGNALS.check()
         self._directory = PrivateDirectory(tempfile.gettempdir(), "trainer-local-", 4)
+        self._launcher = self._shared_launcher or Launcher()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for group, _ in list(self._groups):
-            self.release(group)
-        if self._shared_launcher is None:
-            self._launcher.close()
-        self._directory.close()
+        with SIGNALS.held():
+            for group, _ in list(self._groups):
+                self.release(group)
+            if self._shared_launcher is None:
+                self._launcher.close()
+            self._directory.close()
 
     def _lost(self) -> str | None:
         return None if self._launcher.is_running else "the launcher of its processes"

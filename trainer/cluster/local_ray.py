@@ -18,6 +18,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer.cluster import supervisor
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import WorkerError
 from trainer.shared_memory import PrivateDirectory
+from trainer.signals import SIGNALS
 
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray takes the loopback address for this node
 _START_S = 180.0
@@ -58,6 +60,7 @@ class LocalRay:
             start_new_session=True,
         )
         self._daemons: dict[str, psutil.Process] = {}
+        self._is_closing = False
 
     def connect(self) -> str:
         """Wait until Ray is up; returns the address at which the driver joins it.
@@ -71,7 +74,21 @@ class LocalRay:
         for name, pid in answer["daemons"].items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._daemons[name] = psutil.Process(pid)
+        with SIGNALS.blocked():
+            threading.Thread(target=self._watch_supervisor, name="supervisor watch", daemon=True).start()
         return answer["address"]
+
+    def _watch_supervisor(self) -> None:
+        """End this process with a sentence when the supervisor dies.
+
+        The kernel kills Ray with the supervisor. Ray's C++ part then ends this process within milliseconds and without
+        a word.
+        """
+        assert self._supervisor.stdout is not None
+        self._supervisor.stdout.read()
+        if not self._is_closing:
+            os.write(2, b"error: Ray's supervisor died, and the job with it; restart it with the same command\n")
+            os._exit(1)
 
     def lost(self) -> str | None:
         """Which part of Ray has died; None: all of it is there."""
@@ -82,11 +99,12 @@ class LocalRay:
     def close(self) -> None:
         """End Ray and every process that it has started, and wait for their end."""
         assert self._supervisor.stdin is not None
+        self._is_closing = True
         with contextlib.suppress(OSError):
             self._supervisor.stdin.write(supervisor.END)
             self._supervisor.stdin.close()
         if not self._daemons:
-            self._supervisor.terminate()  # it still starts Ray, and does not look at the pipe
+            self._supervisor.send_signal(supervisor.END_SIGNAL)  # it still starts Ray, and does not look at the pipe
         try:
             self._supervisor.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -112,6 +130,7 @@ class LocalRay:
         assert self._supervisor.stdout is not None
         deadline = time.monotonic() + _START_S
         while not select.select([self._supervisor.stdout], [], [], 0.2)[0]:
+            SIGNALS.check()
             if time.monotonic() > deadline:
                 return {"error": f"no answer within {_START_S:g} s"}
         line = self._supervisor.stdout.readline()

@@ -25,6 +25,7 @@ from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError, one_line
 from trainer.signals import SIGNALS, Stopped
+from trainer.stages import stage
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between two looks at signals while a place is awaited
@@ -58,7 +59,8 @@ class RayCluster:
                 store = CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None
                 with SIGNALS.held():  # a signal must find `_local` set: it says what to end
                     self._local = LocalRay(directory, slots, store)
-                address = self._local.connect()
+                with stage("starting Ray"):
+                    address = self._local.connect()
             else:
                 _probe(address)
             self._join(address)
@@ -71,7 +73,7 @@ class RayCluster:
     def _join(self, address: str) -> None:
         try:
             # On another thread: on the main one Ray would install a handler for SIGTERM that ends the process.
-            with SIGNALS.held(), ThreadPoolExecutor(1) as thread:
+            with SIGNALS.held(), SIGNALS.blocked(), ThreadPoolExecutor(1) as thread:
                 thread.submit(ray.init, address=address, log_to_driver=False, logging_level="ERROR").result()
                 SIGNALS.reinstall()  # Ray's C++ part has installed some all the same
         except (ConnectionError, RuntimeError, ValueError) as error:

@@ -18,6 +18,8 @@ import psutil
 
 END = b"end"
 """What the driver writes before it closes the pipe. A driver that is killed, or that Ray ends, does not."""
+END_SIGNAL = signal.SIGUSR1
+"""Ends the supervisor. Not SIGTERM: for a while Ray's C++ part has a handler for it, which aborts the process."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -30,7 +32,8 @@ def main() -> None:
 
     def end(*_: object) -> NoReturn:
         # The handler itself does everything: an exception that it raised could get lost in a callback of a library.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (END_SIGNAL, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         _say_what_died(daemons)
         end_descendants()
         shutil.rmtree(directory, ignore_errors=True)
@@ -38,8 +41,9 @@ def main() -> None:
 
     adopt_orphans()
     # A process that the driver has forked may hold the pipe open; the driver's death is noticed all the same.
-    signal_on_death_of_parent(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, end)
+    signal_on_death_of_parent(END_SIGNAL)
+    for number in (END_SIGNAL, signal.SIGTERM):
+        signal.signal(number, end)
     try:
         answer = _start_ray(os.path.join(directory, "ray"), options)
         signal.signal(signal.SIGTERM, end)  # Ray's C++ part has installed a handler of its own

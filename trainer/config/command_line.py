@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from trainer.config.hydra import conf_dir, register, to_config
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
-from trainer.output import guard_output, show_messages
-from trainer.signals import EXIT_STATUS, INTERRUPTED_STATUS, SIGNALS, Stopped
+from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.signals import EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,14 +41,14 @@ def run_app(job: Job) -> None:
     """Compose the config from the command line and hand it to `job`; then exit.
 
     Exit status: 0 done, 2 the user must change something (one sentence on stderr), 1 any other error (with a
-    traceback), 75 stopped early, 130 interrupted by a second signal.
+    traceback), 75 stopped early.
     """
     guard_output()
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(_help(), end="")
         return
     show_messages()
-    with SIGNALS.listening():
+    with SIGNALS.listening(), logging_to_file():
         status = _run(job)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -94,18 +94,17 @@ def _run(job: Job) -> int:
             _compose_and_run(job)
         finally:
             SIGNALS.ignore()
-    except Stopped as stopped:
-        SIGNALS.ignore()  # this signal may have come in the line above
-        print(stopped)
-        return EXIT_STATUS
-    except KeyboardInterrupt:
-        SIGNALS.ignore()
-        print("interrupted; the last checkpoint is as it was", file=sys.stderr)
-        return INTERRUPTED_STATUS
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
+        stop = error if isinstance(error, (Stopped, KeyboardInterrupt)) else SIGNALS.raised
+        if stop is not None:
+            sentence = str(stop) or "stopped by an interrupt; the last checkpoint is as it was"
+            print(sentence)
+            LOG_FILE.write(sentence)
+            return EXIT_STATUS
+        if isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
         traceback.print_exc()
+        LOG_FILE.write(traceback.format_exc())
         return 1
     return 0
 
@@ -115,6 +114,7 @@ def _compose_and_run(job: Job) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
+    SIGNALS.check()
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 
@@ -125,6 +125,8 @@ def _compose_and_run(job: Job) -> None:
         # Here as well, because Hydra would print a line of its own about a job that raises.
         with _errors_as_sentences():
             config = to_config(dict_config)
+            SIGNALS.check()
+            LOG_FILE.close()  # in a sweep, the last job's
             if HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN:
                 print(f"[{HydraConfig.get().job.num}] {config.trainer.run_dir}", flush=True)
             job(config)
@@ -144,23 +146,33 @@ def _compose_and_run(job: Job) -> None:
 
 @contextlib.contextmanager
 def _errors_as_sentences() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        stop = SIGNALS.stop_behind(error)
+        if stop is not None:
+            raise stop from error
+        _exit_with_sentence(error)
+        raise
+
+
+def _exit_with_sentence(error: BaseException) -> None:
+    """Print one sentence and exit, if `error` has one."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        yield
-    except (UserError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
-        sys.exit(2)
-    except (WorkerError, NonFiniteError, NotSavedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except (MemoryError, RuntimeError) as error:
-        if not memory_ran_out(error):
-            raise
-        print(
+    if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
+        sentence, status = f"error: {explain(error)}", 2
+    elif isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
+        sentence, status = f"error: {error}", 1
+    elif isinstance(error, Exception) and memory_ran_out(error):
+        sentence, status = (
             f"error: the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
             "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
-            file=sys.stderr,
+            1,
         )
-        sys.exit(1)
+    else:
+        return
+    print(sentence, file=sys.stderr)
+    LOG_FILE.write(sentence)
+    sys.exit(status)

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.metrics.names import PHASES
-from trainer.metrics.timing import Timer
-from trainer.output import messages_to
+from trainer.metrics.startup import StartUp, stage_text
+from trainer.metrics.timing import Timer, clock
+from trainer.output import LOG_FILE, messages_to
 
 _REFRESHES_PER_S = 2
 _STEPS_FOR_ETA = 20
@@ -71,6 +72,9 @@ class Progress:
         self._step_ends.append(time.monotonic())
         if self._enabled and sys.stdout.isatty() and not Console().is_dumb_terminal:
             left, phase = _TextNow(lambda: self._left(unit=" left"), "dim"), _TextNow(self._phase, "cyan")
+            if (start_up := StartUp.running) is not None:
+                start_up.pause(True)
+                self._exit.callback(start_up.pause, False)
             display = _Display(self._below, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), left, phase)
             self._display = self._exit.enter_context(display)
             self._display.add_task("", total=self._total, completed=self._completed)
@@ -94,6 +98,7 @@ class Progress:
             self._display.update(self._display.task_ids[0], completed=step, refresh=True)
         elif self._enabled:
             print(self._line(metrics), flush=True)
+        LOG_FILE.write(self._line(metrics))
 
     def _print_above(self, text: str) -> None:
         self._display.console.print(Text(text), soft_wrap=True)
@@ -118,11 +123,11 @@ class Progress:
             return ""
         per_step = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         since = time.monotonic() - self._step_ends[-1]
-        return f"{label}{_clock(max(0.0, per_step * (self._total - self._completed) - since))}{unit}"
+        return f"{label}{clock(max(0.0, per_step * (self._total - self._completed) - since))}{unit}"
 
     def _phase(self) -> str:
         running = self._timer.running()
-        return f"{running[0]} {_clock(running[1])}" if running else ""
+        return f"{running[0]} {clock(running[1])}" if running else stage_text()
 
     def _below(self) -> Iterable[RenderableType]:
         """The main metrics, and each phase's share of the step: `rollout 45%  update 38%  …`, largest first."""
@@ -162,10 +167,3 @@ class _TextNow(rich_progress.ProgressColumn):
 
     def render(self, task: rich_progress.Task) -> Text:
         return Text(self._text(), style=self._style)
-
-
-def _clock(seconds: float) -> str:
-    """`1:05`, `2:03:04`."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -58,3 +58,10 @@ def _metric(phase: str) -> str:
     name = f"time/{phase}"
     assert name in METRICS, f"{name} is not a metric"
     return name
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, `2:03:04`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

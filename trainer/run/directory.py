@@ -14,10 +14,12 @@ from trainer.checkpoint.store import LocalStore
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
+from trainer.output import LOG_FILE
 from trainer.run import lineage, record
 from trainer.run.best import instead_of
 from trainer.run.claim import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
+from trainer.run.starts import LOG_NAME
 from trainer.signals import Stopped
 
 LOG = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class RunDirectory:
         """
         try:
             self.claim.acquire(wait)
+            LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
             self.checkpoints.clean_up()
             self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
             self.lineage = lineage.read(self.cfg.trainer.run_dir)

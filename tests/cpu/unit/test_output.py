@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -220,3 +221,47 @@ def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
     rows = metrics(tmp_path / "outputs/default")
     assert done.returncode == 0 and [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["reward/failures"] == 0 and rows[2]["val/accuracy"] == 1
+
+
+LOG = """
+import logging, sys
+from trainer.output import LOG_FILE, logging_to_file, show_messages
+show_messages()
+with logging_to_file():
+    ours = logging.getLogger("trainer.x")
+    ours.info("before the lock")
+    LOG_FILE.open(sys.argv[1])
+    LOG_FILE.open(sys.argv[1] + ".inner")  # of a run inside of this one
+    ours.warning("two\\nlines")
+    library = logging.getLogger("matplotlib")
+    library.setLevel(logging.INFO)
+    library.info("generated new fontManager")
+    library.warning("a font is missing")
+    LOG_FILE.write("error: one sentence")
+"""
+
+
+def test_the_log_file_has_every_message_with_its_time_and_is_continued(tmp_path):
+    path = tmp_path / "log.txt"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", LOG, str(path)], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "before the lock\nWARNING: two\nlines\n"
+        assert done.stderr == "a font is missing\n"
+    times, texts = zip(*((line[:19], line[20:]) for line in path.read_text().splitlines()), strict=True)
+    lines = (
+        "before the lock",
+        "WARNING: two",
+        "lines",
+        "WARNING: matplotlib: a font is missing",
+        "error: one sentence",
+    )
+    assert texts == 2 * lines
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) for time in times)
+    assert os.listdir(tmp_path) == ["log.txt"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_log_file_that_cannot_be_written_ends_nothing(tmp_path):
+    for path in ("/dev/full", str(tmp_path / "no/such/directory/log.txt")):
+        done = subprocess.run([sys.executable, "-c", LOG, path], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stderr == "a font is missing\n"

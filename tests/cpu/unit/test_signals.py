@@ -10,12 +10,20 @@ import time
 
 import pytest
 
+from trainer import signals
+from trainer.errors import NotSavedError, WorkerError
 from trainer.run.stopping import StopRequest
 from trainer.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 
 
+@pytest.fixture(autouse=True)
+def every_signal_counts(monkeypatch):
+    """Signals count one by one, however close they are."""
+    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
+
+
 def send(number: int) -> None:
-    """The signal is handled before this returns."""
+    """The signal is recorded before this returns."""
     signal.raise_signal(number)
 
 
@@ -32,11 +40,21 @@ def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
             send(number)
             assert stop.reason == signal.Signals(number).name
             SIGNALS.check()
-            with pytest.raises(KeyboardInterrupt):
-                send(number)
+            send(number)
+            with pytest.raises(KeyboardInterrupt, match="second signal"):
+                SIGNALS.check()
         SIGNALS.check()
     assert signal.getsignal(number) == before
     assert stop.reason is None, "the next run in this process starts without it"
+
+
+def test_signals_that_arrive_together_count_as_one(monkeypatch):
+    """As `timeout` sends them: to the process, then to its group."""
+    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 60.0)
+    with SIGNALS.listening(), SIGNALS.between_steps():
+        for _ in range(3):
+            send(signal.SIGTERM)
+        SIGNALS.check()
 
 
 def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
@@ -48,9 +66,60 @@ def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
         SIGNALS.check()
 
 
-def test_outside_of_the_steps_a_signal_stops_immediately():
-    with SIGNALS.listening(), pytest.raises(Stopped, match="SIGTERM"):
+@pytest.mark.parametrize("number", HANDLED)
+def test_outside_of_the_steps_a_signal_stops_at_the_next_safe_point(number):
+    name = signal.Signals(number).name
+    with SIGNALS.listening():
+        send(number)
+        with pytest.raises(Stopped, match=f"{name} before the first step"):
+            SIGNALS.check()
+        send(number)
+        SIGNALS.check()  # the run is ending: another signal must not disturb its end
+    with SIGNALS.listening():
+        with SIGNALS.between_steps():
+            pass
+        send(number)
+        with pytest.raises(Stopped, match=f"{name} after the last step"):
+            SIGNALS.check()
+
+
+def test_without_a_safe_point_a_signal_stops_after_a_while(monkeypatch):
+    monkeypatch.setattr(signals, "_PATIENCE_S", 0.01)
+    with SIGNALS.listening(), pytest.raises(Stopped):
         send(signal.SIGTERM)
+        while True:
+            time.sleep(3600)
+
+
+def test_an_exception_in_place_of_a_stop_is_known_as_one(monkeypatch):
+    """Ray, for example, turns whatever a handler raises into a SystemError."""
+    with SIGNALS.listening():
+        assert SIGNALS.stop_behind(SystemError()) is None
+        send(signal.SIGTERM)
+        assert SIGNALS.stop_behind(SystemError()) is None, "the error was there before the stop"
+        with pytest.raises(Stopped) as stop:
+            SIGNALS.check()
+        assert SIGNALS.stop_behind(stop.value) is None
+        assert SIGNALS.stop_behind(SystemError()) is stop.value
+
+
+def test_a_rank_that_dies_after_a_signal_has_died_of_it():
+    """A signal to all processes of a job reaches ranks on other machines too."""
+    with SIGNALS.listening(), SIGNALS.between_steps():
+        assert SIGNALS.stop_behind(WorkerError("rank 1 died")) is None
+        send(signal.SIGTERM)
+        assert SIGNALS.stop_behind(NotSavedError("the disk is full")) is None
+        assert "rank 1 died" in str(SIGNALS.stop_behind(WorkerError("rank 1 died")))
+
+
+def test_threads_that_start_in_a_block_without_signals_do_not_get_any():
+    masks = []
+    with SIGNALS.listening():
+        with SIGNALS.blocked():
+            thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+            thread.start()
+        thread.join()
+        assert set(HANDLED) <= masks[0] and not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HANDLED)
 
 
 def test_libraries_that_catch_exceptions_do_not_catch_a_stop():
@@ -90,20 +159,23 @@ def test_other_threads_hold_nothing_and_raise_nothing():
 
 def test_a_third_signal_ends_a_process_that_does_not_respond():
     code = (
-        "import time, signal\n"
-        "from trainer.signals import SIGNALS\n"
-        "with SIGNALS.listening(), SIGNALS.held():\n"
+        "import time\n"
+        "from trainer import signals\n"
+        "signals._SAME_REQUEST_S = 0\n"
+        "with signals.SIGNALS.listening(), signals.SIGNALS.held():\n"
         "    print('up', flush=True)\n"
+        "    while signals.SIGNALS._count < 2: time.sleep(0.01)\n"
+        "    print('two', flush=True)\n"
         "    while True: time.sleep(0.01)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)  # signals of one kind that are pending at a time count once
-        assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "two\n"
+    process.send_signal(signal.SIGTERM)
+    assert "third signal" in process.communicate(timeout=60)[1]
+    assert process.returncode == EXIT_STATUS
 
 
 @pytest.mark.parametrize("number", HANDLED)

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
-from tests.support.jobs import left_running
+from tests.support.jobs import left_running, wait_until
 from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 
@@ -21,6 +22,10 @@ def cluster(tmp_path_factory) -> Iterator[RayCluster]:
         patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
         with RayCluster(Config(), "cpu") as cluster:
             yield cluster
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "RAY_TMPDIR": "/tmp", "TRAINER_TEST_MARKER": str(tmp_path)}
 
 
 JOINS = """
@@ -122,3 +127,83 @@ def test_a_rank_that_ray_ends_because_memory_runs_low_is_one_sentence(monkeypatc
     done = subprocess.run([sys.executable, "-c", MEMORY_RUNS_LOW], capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and len(done.stdout.splitlines()) == 1, done
     assert "rank 0 died: Ray ended it, because the memory of its machine ran low" in done.stdout
+
+
+SIGNALLED = """
+import os, signal, threading, time
+from trainer.cluster.runtime import RayCluster
+from trainer.config import Config
+from trainer.signals import SIGNALS, Stopped
+
+cluster = RayCluster(Config(), "cpu")
+
+def send_signals():
+    while cluster._local is None or not cluster._local._daemons:
+        time.sleep(0.001)
+    while not has_stopped.wait(0.002):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+has_stopped = threading.Event()
+with SIGNALS.listening():
+    with SIGNALS.blocked():
+        sender = threading.Thread(target=send_signals)
+        sender.start()
+    try:
+        with cluster:
+            pass
+    except Stopped as stopped:
+        print(stopped)
+    finally:
+        has_stopped.set()
+        sender.join()
+"""
+
+
+def test_signals_while_the_driver_joins_ray_stop_it_once(marker, tmp_path):
+    """For a part of a second, SIGTERM has a handler of Ray's C++ part, which aborts the process."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, env=environment(tmp_path))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("stopped by SIGTERM before the first step") and done.stdout.count("\n") == 1
+    assert left_running(marker) == []
+
+
+CLOSES_EARLY = """
+import sys, time
+import psutil
+from trainer.cluster.local_ray import LocalRay
+
+for name in sys.argv[1:]:
+    local = LocalRay("/tmp", 2, 2**27)
+    supervisor = psutil.Process(local._supervisor.pid)
+    while name != "nothing" and name not in [child.name() for child in supervisor.children()]:
+        time.sleep(0.002)
+    local.close()
+    print(name)
+"""
+
+
+def test_a_ray_that_is_closed_while_it_starts_ends_without_a_word(marker, tmp_path):
+    moments = ["nothing", "gcs_server", "raylet"]
+    command = [sys.executable, "-c", CLOSES_EARLY, *moments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, moments, ""), done
+    assert left_running(marker) == []
+
+
+LOSES_SUPERVISOR = """
+import time
+from trainer.cluster.local_ray import LocalRay
+
+local = LocalRay("/tmp", 2, 2**27)
+local.connect()
+local._supervisor.kill()
+time.sleep(60)
+"""
+
+
+def test_the_death_of_the_supervisor_ends_the_job_with_one_sentence(marker, tmp_path):
+    command = [sys.executable, "-c", LOSES_SUPERVISOR]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == "error: Ray's supervisor died, and the job with it; restart it with the same command\n"
+    wait_until(lambda: left_running(marker) == [])  # workers of Ray end when they notice

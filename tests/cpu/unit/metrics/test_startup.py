@@ -1,0 +1,71 @@
+"""The display of the start-up."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trainer.signals import SIGNALS, Stopped
+from trainer.stages import running_stage, stage
+
+CODE = """
+import logging, time
+from trainer.metrics import startup
+from trainer.output import show_messages
+from trainer.stages import stage
+from trainer.metrics.progress import Progress
+show_messages()
+startup._LONG_S = startup._LOOK_S = 0.05
+with startup.StartUp():
+    with stage("starting Ray"), stage("joining it"):
+        time.sleep(0.5)
+    with stage("a quick one"):
+        pass
+    logging.getLogger("trainer.x").info("a message")
+    with Progress(3) as progress:
+        progress.update(1, {"reward/mean": 0.5})
+        time.sleep(0.5)
+    with stage("drawing"):
+        time.sleep(0.5)
+"""
+
+
+def test_elsewhere_a_long_stage_is_one_line():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    shown = done.stdout.splitlines()
+    assert [line for line in shown if not line.startswith("step")] == ["joining it …", "a message", "drawing …"]
+
+
+def test_a_terminal_shows_the_stage_and_its_clock():
+    driver, terminal = pty.openpty()
+    env = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", CODE], stdout=terminal, stderr=terminal, env=env)
+    os.close(terminal)
+    shown = b""
+    try:
+        while data := os.read(driver, 1 << 16):
+            shown += data
+    except OSError:  # the other end is closed
+        pass
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert re.search(r"joining it 0:00", text) and re.search(r"drawing 0:00", text), text
+    assert re.search(r"\x1b\[2Ka message\r\n", text), text
+    assert "…" not in text
+
+
+def test_a_stage_is_a_safe_point_for_signals():
+    with SIGNALS.listening():
+        with pytest.raises(Stopped), stage("outer"):
+            with stage("inner"):
+                assert running_stage()[0] == "inner"
+                signal.raise_signal(signal.SIGTERM)
+                reached = True
+        assert reached and running_stage() is None

@@ -1,0 +1,77 @@
+"""What the run directory says of each start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import yaml
+
+from trainer.config import Config
+from trainer.run.starts import git_states, record_start, versions, without_secrets
+
+
+def test_each_start_adds_a_line_and_the_last_config_is_kept(tmp_path):
+    first, second = Config(), Config()
+    second.trainer.total_steps = 7
+    record_start(str(tmp_path), first)
+    record_start(str(tmp_path), second)
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [start["config"]["trainer"]["total_steps"] for start in starts] == [first.trainer.total_steps, 7]
+    assert starts[0]["command"] == sys.orig_argv
+    assert starts[0]["versions"]["torch"] and starts[0]["versions"]["python"].startswith("3.")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == starts[1]["config"]
+
+
+def test_secrets_are_not_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    arguments = [
+        "python",
+        "data.stop_token=ends here",
+        "reward.url=https://user:words@host/judge?token=abc&n=1",
+        "reward.api_key=abc",
+        "trainer.run_name=0123456789abcdef",
+        "rollout.max_prompt_tokens=64",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", arguments)
+    config = Config()
+    config.logger.wandb.entity = "0123456789abcdef"
+    record_start(str(tmp_path), config)
+    start = json.loads((tmp_path / "starts.jsonl").read_text())
+    assert start["command"] == [
+        "python",
+        "data.stop_token=***",
+        "reward.url=https://***@host/judge?token=***&n=1",
+        "reward.api_key=***",
+        "trainer.run_name=***",
+        "rollout.max_prompt_tokens=64",
+    ]
+    for file in tmp_path.iterdir():
+        assert "0123456789abcdef" not in file.read_text()
+    assert without_secrets({"judge": {"password": "x", "n": 1}}) == {"judge": {"password": "***", "n": 1}}
+
+
+def git(directory, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    command = ["git", "-C", str(directory), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_and_changes_of_a_repository_are_named(tmp_path):
+    outside, repository = tmp_path / "outside", tmp_path / "repository"
+    for directory in (outside, repository / "folder"):
+        directory.mkdir(parents=True)
+    git(repository, "init")
+    (repository / "file").write_text("one")
+    git(repository, "add", ".")
+    git(repository, "commit", "-m", "c")
+    clean = {"directory": str(repository), "commit": git(repository, "rev-parse", "HEAD"), "dirty": False}
+    assert git_states([str(repository / "folder"), str(repository), str(outside)]) == [clean]
+    (repository / "file").write_text("two")
+    assert git_states([str(repository)]) == [{**clean, "dirty": True}]
+
+
+def test_packages_that_are_not_installed_are_left_out(monkeypatch):
+    monkeypatch.setattr("trainer.run.starts._PACKAGES", ("numpy", "no-such-package"))
+    assert set(versions()) == {"python", "trainer", "numpy"}

