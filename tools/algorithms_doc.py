@@ -21,7 +21,9 @@ exp(logp_t - old_logp_t)), R_i the sum of completion i's token rewards, g its gr
 n the size of the group, A the advantage, V the value, sg[x] x without its gradient.
 
 A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that cites its paper. Any function below can be
-combined with any other by its key; an option that the chosen function does not take is an error.
+combined with any other by its key. Options belong to their function: those that a preset sets for one do not follow
+when another is chosen, which then has the defaults that this page names. An option that you set and that the chosen
+function does not take is an error. `--cfg job` prints the values that hold.
 
 An advantage estimator or policy loss of your own is given by import path, with the signature of those here:
 [extending.md](extending.md) has an example of each."""

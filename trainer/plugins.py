@@ -16,7 +16,7 @@ from trainer.errors import UserError, describe_error
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
-    """Import the function `package.module:function` (or `package.module.function`).
+    """Import the function `package.module:function`.
 
     The module may be a file in the working directory.
 
@@ -27,9 +27,12 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     Raises:
         UserError: the module cannot be imported, or has no such function.
     """
-    module_name, _, function_name = path.rpartition(":" if ":" in path else ".")
+    module_name, _, function_name = path.partition(":")
     if not (module_name and function_name):
         instead = f"choose one of {', '.join(known)}, or" if known else "must be"
+        module_name, _, function_name = path.rpartition(".")
+        if module_name and function_name:
+            raise UserError(f"{key}={path}: an import path has a colon before the function; write {with_colon(path)}")
         raise UserError(f"{key}={path}: {instead} an import path package.module:function")
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
@@ -39,6 +42,16 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     if not callable(function):
         raise UserError(f"{key}={path}: {module_name} has no function {function_name}")
     return function
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `name` is an import path, not a built-in name."""
+    return ":" in name
+
+
+def with_colon(path: str) -> str:
+    """Return `package.module.function` as `package.module:function`; any other text as it is."""
+    return path if is_import_path(path) else ":".join(path.rsplit(".", 1))
 
 
 @contextmanager
@@ -60,6 +73,11 @@ def user_code(message: str) -> Iterator[None]:
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the function's parameters that are keyword-only or have a default."""
     return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+
+
+def default_of(function: Callable[..., Any], name: str) -> Any:
+    """Return the default of the function's parameter `name`; None if there is none."""
+    return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)
 
 
 def takes_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,20 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import Totals
 from trainer.algorithms.losses import POLICY_LOSSES
 from trainer.algorithms.registry import needs_different_completions, resolve
-from trainer.config.algorithm import AlgorithmConfig, check_group_size, chosen_options, named_options
+from trainer.config.algorithm import (
+    ESTIMATOR,
+    LOSS,
+    AlgorithmConfig,
+    aggregation_of,
+    check_group_size,
+    chosen_options,
+    named_options,
+)
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.plugins import options_of, takes_any_option, user_code
+from trainer.plugins import default_of, is_import_path, options_of, takes_any_option, user_code
 
-_NOT_FOR_USERS = {"values", "baselines", "eps", "aggregation", "totals"}  # the caller passes them, or they are fixed
+_NOT_FOR_USERS = {"values", "baselines", "eps", "totals"}  # the caller passes them, or they are fixed
 
 
 def check_functions(config: Config) -> None:
@@ -26,13 +33,16 @@ def check_functions(config: Config) -> None:
     A function that is given by import path is called once, on four short completions.
 
     Raises:
-        UserError: there is no such function; it does not behave like the functions of `trainer.algorithms`; neither
-            function takes an option that the config sets; or the estimator compares completions that cannot differ.
+        UserError: there is no such function; it does not behave like the functions of `trainer.algorithms`; it does
+            not take an option that the config sets; or the estimator compares completions that cannot differ.
     """
     algorithm = config.algorithm
-    estimator = _resolve(ADVANTAGES, algorithm, "advantage_estimator", _try_estimator)
-    loss = _resolve(POLICY_LOSSES, algorithm, "policy_loss", _try_loss)
-    _check_options(algorithm, estimator, loss)
+    estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, _try_estimator)
+    loss = _resolve(POLICY_LOSSES, algorithm, LOSS, _try_loss)
+    functions = {ESTIMATOR: estimator, LOSS: loss}
+    _check_keys(algorithm, functions)
+    _check_further_options(algorithm, functions)
+    _check_covariances(loss, algorithm)
     if needs_different_completions(estimator):
         check_group_size(config, f"algorithm.advantage_estimator={algorithm.advantage_estimator}")
 
@@ -55,23 +65,38 @@ def _resolve(
     return function
 
 
-def _check_options(algorithm: AlgorithmConfig, *functions: Callable[..., Any]) -> None:
-    custom = algorithm.advantage_estimator not in ADVANTAGES or algorithm.policy_loss not in POLICY_LOSSES
+def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., Any]]) -> None:
+    """Refuse a key of the schema that is an option, if its function does not take it.
+
+    Args:
+        functions: the chosen functions, by the keys that choose them.
+    """
+    for key, function in functions.items():
+        taken = user_options(function)
+        for name, value in named_options(algorithm, key).items():
+            if name in taken or name == "aggregation":  # every loss gets it, if only by **options
+                continue
+            instead = f"it takes {', '.join(taken)}" if taken else "it takes no option"
+            for other, path in ((other, getattr(algorithm, other)) for other in functions if other != key):
+                if is_import_path(path) and name in user_options(functions[other]):
+                    instead += f"; for {path} write +algorithm.options.{name}={value}"
+            raise UserError(
+                f"algorithm.{name}={value}: algorithm.{key}={getattr(algorithm, key)} does not take it; {instead}"
+            )
+
+
+def _check_further_options(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., Any]]) -> None:
+    """Refuse `algorithm.options` that no function takes that is given by import path."""
+    custom = {path: f for key, f in functions.items() if is_import_path(path := getattr(algorithm, key))}
     if algorithm.options and not custom:
         raise UserError(f"algorithm.options={algorithm.options}: is for functions given by import path")
-    taken = [name for function in functions for name in user_options(function)]
-    given = named_options(algorithm)
-    if not any(takes_any_option(function) for function in functions):
-        given |= {f"options.{name}": value for name, value in algorithm.options.items()}
-    for name, value in given.items():
-        if name.removeprefix("options.") not in taken:
-            instead = f"they take {', '.join(taken)}" if taken else "they take no option"
-            raise UserError(
-                f"algorithm.{name}={value}: neither algorithm.advantage_estimator={algorithm.advantage_estimator} nor "
-                f"algorithm.policy_loss={algorithm.policy_loss} takes it; {instead}"
-            )
-    for function in functions:
-        _check_covariances(function, algorithm)
+    if any(takes_any_option(function) for function in custom.values()):
+        return
+    taken = [name for function in custom.values() for name in user_options(function)]
+    for name, value in algorithm.options.items():
+        if name not in taken:
+            instead = f"the options are {', '.join(taken)}" if taken else "there is no option"
+            raise UserError(f"algorithm.options.{name}={value}: no such option of {' or '.join(custom)}; {instead}")
 
 
 def user_options(function: Callable[..., Any]) -> list[str]:
@@ -81,14 +106,13 @@ def user_options(function: Callable[..., Any]) -> list[str]:
 
 def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
     """Refuse an empty range of covariances (`clip_cov`)."""
-    chosen = chosen_options(function, algorithm)
-    bounds = {}
-    for name in ("cov_low", "cov_high"):
-        if name not in options_of(function):
-            return
-        bounds[name] = chosen.get(name, inspect.signature(function).parameters[name].default)
+    names = ("cov_low", "cov_high")
+    if not set(names) <= set(options_of(function)):
+        return
+    defaults = {name: default_of(function, name) for name in names}
+    bounds = defaults | {n: v for n, v in chosen_options(function, algorithm, LOSS).items() if n in names}
     if bounds["cov_low"] > bounds["cov_high"]:
-        key = "cov_high" if "cov_high" in chosen else "cov_low"
+        key = "cov_high" if bounds["cov_high"] != defaults["cov_high"] else "cov_low"
         room = " to ".join(f"{name}={value}" for name, value in bounds.items())
         raise UserError(f"algorithm.{key}={bounds[key]}: leaves no room from {room}")
 
@@ -96,22 +120,16 @@ def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig)
 def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
     rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
     rewards[::2, -1] = 1.0
-    results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **chosen_options(function, algorithm))
+    results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **chosen_options(function, algorithm, ESTIMATOR))
     if not (isinstance(results, tuple) and [getattr(x, "shape", None) for x in results] == [mask.shape, mask.shape]):
         raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
 
 
 def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
     logprobs, mask = torch.full((4, 3), -1.0, requires_grad=True), torch.ones(4, 3)
-    result = function(
-        logprobs,
-        logprobs.detach(),
-        mask - 0.5,
-        mask,
-        aggregation=algorithm.aggregation,
-        totals=Totals.of(mask),
-        **chosen_options(function, algorithm),
-    )
+    given = {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
+    options = chosen_options(function, algorithm, LOSS) | given
+    result = function(logprobs, logprobs.detach(), mask - 0.5, mask, **options)
     if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
         raise TypeError("it must return (loss, metrics), the loss a scalar tensor")
     if not result[0].requires_grad:

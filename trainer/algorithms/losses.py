@@ -60,7 +60,7 @@ def gspo(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    aggregation: str = "token_mean",
+    aggregation: str = "seq_mean_token_mean",
     totals: Totals | None = None,
 ) -> Loss:
     """Group sequence policy optimisation (Zheng et al., 2025, equations 7 and 13): one ratio for each sequence.
@@ -68,7 +68,7 @@ def gspo(
         s_i = exp(mean_t log r_it)          s_it = sg[s_i] exp(logp_it - sg[logp_it])
         L_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
 
-    The paper aggregates with `seq_mean_token_mean`, and so does the preset.
+    The default `aggregation` is the paper's: a mean over sequences.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     mean = log_r.detach().sum(dim=-1, keepdim=True) / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
@@ -111,7 +111,7 @@ def sapo(
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
-    aggregation: str = "token_mean",
+    aggregation: str = "seq_mean_token_mean",
     totals: Totals | None = None,
 ) -> Loss:
     """Soft adaptive policy optimisation (Gao et al., 2025): a sigmoid gate instead of the clip.
@@ -119,6 +119,7 @@ def sapo(
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = tau_pos if A_t > 0 else tau_neg
 
     At r_t = 1 the gradient equals that of r_t A_t. `clip_frac` counts tokens whose gate has lost half of its slope.
+    The default `aggregation` is the paper's: a mean over sequences.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)

@@ -3,7 +3,17 @@
 Nothing here imports torch, so that `--help` and a refused config answer within half a second.
 """
 
-from trainer.config.algorithm import AlgorithmConfig, chosen_options, named_options
+from trainer.config.algorithm import (
+    ESTIMATOR,
+    LOSS,
+    AlgorithmConfig,
+    aggregation_of,
+    chosen_options,
+    named_options,
+    option_names,
+    own_defaults,
+    with_own_defaults,
+)
 from trainer.config.data import DataConfig, RewardConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
@@ -25,6 +35,8 @@ from trainer.config.trainer import RESUME_LOAD, TrainerConfig
 
 __all__ = [
     "ENGINES",
+    "ESTIMATOR",
+    "LOSS",
     "OPEN_SECTIONS",
     "RENAMED",
     "RESUME_LOAD",
@@ -46,14 +58,18 @@ __all__ = [
     "TinyConfig",
     "TrainerConfig",
     "WandbConfig",
+    "aggregation_of",
     "chosen_options",
     "compose",
     "conf_dir",
     "field_docs",
     "named_options",
+    "option_names",
+    "own_defaults",
     "register",
     "to_config",
     "valid_keys",
     "validate",
     "with_new_names",
+    "with_own_defaults",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import Section, choice, number, open_section, option, refuse, rule_of
-from trainer.plugins import options_of, takes_any_option
+from trainer.config.functions import built_in_defaults
+from trainer.errors import UserError
+from trainer.plugins import default_of, import_function, is_import_path, options_of, takes_any_option
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -17,6 +19,8 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
 CORRECTION_LEVELS = ("token", "arithmetic", "geometric", "product")
+ESTIMATOR, LOSS = "advantage_estimator", "policy_loss"
+"""The keys that choose a function with options of its own."""
 
 
 @dataclass
@@ -24,46 +28,47 @@ class AlgorithmConfig(Section):
     advantage_estimator: str = "grpo"
     """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
     `maxrl`, `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
-    normalize_std: bool | None = option()
+    normalize_std: bool | None = option(ESTIMATOR)
     """`grpo`: divide by the standard deviation of the group. `gae`: whiten over the batch. null: the function's
     default."""
-    gamma: float | None = option(at_least=0, at_most=1)
+    gamma: float | None = option(ESTIMATOR, at_least=0, at_most=1)
     """`gae`, `reinforce_plus_plus`, `remax`: discount."""
-    lam: float | None = option(at_least=0, at_most=1)
+    lam: float | None = option(ESTIMATOR, at_least=0, at_most=1)
     """`gae`: lambda."""
-    pass_k: int | None = option(at_least=1)
+    pass_k: int | None = option(ESTIMATOR, at_least=1)
     """`grpo_passk`: the k of pass@k."""
     policy_loss: str = "clip"
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
     docs/algorithms.md), or an import path `package.module:function`."""
-    clip_low: float | None = option(at_least=0)
+    clip_low: float | None = option(LOSS, at_least=0)
     """`clip`, `gspo`, `cispo`, `clip_cov`: the lower bound of the ratio is `1 - clip_low`."""
-    clip_high: float | None = option(at_least=0)
+    clip_high: float | None = option(LOSS, at_least=0)
     """`clip`, `gspo`, `cispo`, `clip_cov`: the upper bound of the ratio is `1 + clip_high`."""
-    dual_clip: float | None = option(above=1)
+    dual_clip: float | None = option(LOSS, above=1)
     """`clip`: where the advantage A is negative, the loss of a token is at most `dual_clip * |A|`."""
-    tau_pos: float | None = option(above=0)
+    tau_pos: float | None = option(LOSS, above=0)
     """`sapo`: temperature of the gate for positive advantages."""
-    tau_neg: float | None = option(above=0)
+    tau_neg: float | None = option(LOSS, above=0)
     """`sapo`: temperature of the gate for negative advantages."""
-    cov_frac: float | None = option(at_least=0, at_most=1)
+    cov_frac: float | None = option(LOSS, at_least=0, at_most=1)
     """`clip_cov`: share of the tokens that is detached. `kl_cov`: share of the tokens that pays the penalty."""
-    cov_low: float | None = option()
+    cov_low: float | None = option(LOSS)
     """`clip_cov`: only tokens whose covariance is above this are detached."""
-    cov_high: float | None = option()
+    cov_high: float | None = option(LOSS)
     """`clip_cov`: only tokens whose covariance is below this are detached."""
-    cov_kl_coef: float | None = option(at_least=0)
+    cov_kl_coef: float | None = option(LOSS, at_least=0)
     """`kl_cov`: weight of the penalty."""
-    max_weight: float | None = option(above=0)
+    max_weight: float | None = option(LOSS, above=0)
     """`importance_weighted_ce`: upper bound of the importance weights."""
+    aggregation: str | None = option(LOSS, choices=AGGREGATIONS)
+    """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
+    `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`). null: the
+    default of the policy loss; `token_mean` for a function by import path that has none."""
     options: dict[str, Any] = open_section()
     """Further options of functions that are given by import path."""
     old_logprobs: str = choice("trainer", ("trainer", "sampler"))
     """Whose log-probs are those of the old policy in the ratio: `trainer` (computed again before the update, or in it
     where a step has one optimizer step) or `sampler` (the engine's; one pass less)."""
-    aggregation: str = choice("token_mean", AGGREGATIONS)
-    """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
-    `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`)."""
     kl_coef: float = number(0.0, at_least=0)
     """Weight of the KL to the reference. 0: no reference model."""
     kl_in: str = choice("loss", ("loss", "reward"))
@@ -179,14 +184,57 @@ def check_group_size(config: Config, key: str) -> None:
         refuse(config, "rollout.temperature", problem)
 
 
-def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The options of `function` (see `options_of`) that the config sets."""
+def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
+    """The options of `function` (see `options_of`) that the config sets.
+
+    Args:
+        key: the key that chooses the function, `ESTIMATOR` or `LOSS`. The options of the other one are not for it.
+    """
     names, any_name = set(options_of(function)), takes_any_option(function)
-    known = {name: value for name, value in named_options(algorithm).items() if name in names}
-    return known | {name: value for name, value in algorithm.options.items() if any_name or name in names}
+    known = {name: value for name, value in named_options(algorithm, key).items() if name in names}
+    further = algorithm.options if is_import_path(getattr(algorithm, key)) else {}
+    return known | {name: value for name, value in further.items() if any_name or name in names}
 
 
-def named_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The options that are keys of the schema and that the config sets."""
-    names = sorted(f.name for f in dataclasses.fields(algorithm) if rule_of(f).is_option)
-    return {name: value for name in names if (value := getattr(algorithm, name)) is not None}
+def aggregation_of(policy_loss: Callable[..., Any], algorithm: AlgorithmConfig) -> str:
+    """How token losses are averaged: as the config says, or else by the default of the function's signature."""
+    return algorithm.aggregation or default_of(policy_loss, "aggregation") or "token_mean"
+
+
+def named_options(algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
+    """The options that are keys of the schema, are for the function that `key` chooses, and are set."""
+    return {name: value for name in option_names(key) if (value := getattr(algorithm, name)) is not None}
+
+
+def option_names(key: str) -> list[str]:
+    """The keys of the schema that are options of the functions that `key` chooses."""
+    return [f.name for f in dataclasses.fields(AlgorithmConfig) if rule_of(f).option_of == key]
+
+
+def own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str, Any]:
+    """The defaults of the options of the functions that the section `algorithm` chooses.
+
+    Args:
+        custom: of functions that are given by import path, too. One that cannot be imported has none.
+    """
+    found: dict[str, Any] = {}
+    for key in (ESTIMATOR, LOSS):
+        name = algorithm.get(key) or ""
+        defaults = _custom_defaults(key, name) if custom and is_import_path(name) else built_in_defaults(key, name)
+        found |= {option: defaults[option] for option in option_names(key) if option in defaults}
+    return found
+
+
+def with_own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str, Any]:
+    """The section `algorithm` with the defaults of its functions (see `own_defaults`) where their options are null."""
+    return {**algorithm, **{k: v for k, v in own_defaults(algorithm, custom).items() if algorithm.get(k) is None}}
+
+
+def _custom_defaults(key: str, path: str) -> dict[str, Any]:
+    defaults = {"aggregation": "token_mean"} if key == LOSS else {}
+    try:
+        function = import_function(path, f"algorithm.{key}")
+    except UserError:
+        return defaults
+    own = {name: default_of(function, name) for name in options_of(function)}
+    return defaults | {name: value for name, value in own.items() if value is not None}

@@ -36,8 +36,8 @@ class Rule:
     """Texts that a value, or each item of a list, may be. Empty: any."""
     is_open: bool = False
     """The key is a section whose keys are the user's choice."""
-    is_option: bool = False
-    """The value is handed to a function of `trainer.algorithms`, by the name of the key."""
+    option_of: str | None = None
+    """The key of `algorithm` that chooses the function to which the value is handed, by the name of the key."""
 
     def problem(self, value: Any) -> str | None:
         """Why `value` is refused; None: it is allowed."""
@@ -109,9 +109,17 @@ def choices(names: Iterable[str]) -> Any:
     return _field(Rule(choices=tuple(names)), default_factory=list)
 
 
-def option(*, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
-    """An option of the functions that the config chooses. null, the default: the function's own default."""
-    return _field(Rule(at_least, above, at_most, is_option=True), default=None)
+def option(
+    of: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: Iterable[str] = (),
+) -> Any:
+    """An option of the function that `algorithm.<of>` chooses. null, the default: the function's own default."""
+    allowed = (None, *choices) if choices else ()
+    return _field(Rule(at_least, above, at_most, choices=allowed, option_of=of), default=None)
 
 
 def open_section() -> Any:

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any
 
+from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
 
@@ -32,10 +33,13 @@ def register() -> None:
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
     OmegaConf.register_new_resolver("embedded", _embedded, replace=True)
+    OmegaConf.register_new_resolver("when", _when, replace=True)
 
 
 def to_config(dict_config: Any) -> Config:
     """Resolve interpolations of a composed Hydra config and return it as plain dataclasses, validated.
+
+    Options of built-in functions that are null get the defaults of these functions.
 
     Raises:
         UserError: a value cannot be resolved, or the config is refused (see `validate`).
@@ -50,6 +54,7 @@ def to_config(dict_config: Any) -> Config:
     assert isinstance(config, Config)
     refuse_unknown_keys(config)
     config.model.cache_dir = os.path.expanduser(config.model.cache_dir)
+    config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
     validate(config)
     return config
 
@@ -67,6 +72,16 @@ def compose(overrides: list[str] | None = None) -> Config:
 def _embedded(value: Any, otherwise: Any, *, _root_: Any) -> Any:
     """`value` while the embedded model is trained; `otherwise` when `model.path` names another model."""
     return value if _root_.model.path is None else otherwise
+
+
+def _when(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: Any) -> Any:
+    """`value` while `choice` is the value of `key`; else `otherwise`. So presets set options for one function alone."""
+    from omegaconf import OmegaConf
+
+    chosen = OmegaConf.select(_root_, key)
+    if chosen is None:
+        raise ValueError(f"${{when:{key},{choice},…}}: {key} has no value")
+    return value if chosen == choice else otherwise
 
 
 def _sweep_suffix() -> str:

@@ -17,7 +17,7 @@ from trainer.algorithms import (
     options_of,
     resolve,
 )
-from trainer.config import AlgorithmConfig, chosen_options
+from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.episodes import Sample
 from trainer.parallel.batching import Batch, stack_padded
 
@@ -83,7 +83,7 @@ def add_advantages(
         token_rewards = token_rewards - kl_coef * kl
     function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
     given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
-    options = chosen_options(function, algorithm) | {
+    options = chosen_options(function, algorithm, ESTIMATOR) | {
         name: value.float() for name, value in given.items() if value is not None and name in options_of(function)
     }
     advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint.parts import is_allowed
-from trainer.config import OPEN_SECTIONS, Config, TrainerConfig
+from trainer.config import OPEN_SECTIONS, Config, TrainerConfig, own_defaults
 from trainer.errors import UserError, as_list
 
 # Changes of these keys do not change the computed values, beyond rounding: directories, logging, saving, validation,
@@ -151,10 +151,15 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     """
     fallback = _flatten(defaults)
     old, new = (_with_schedules(fallback | _flatten(config)) for config in (saved, now))
+    own_before, own_now = _defaults_of_functions(old), _defaults_of_functions(new)
     changes = []
     for name in sorted(new):
-        if old.get(name) != new[name]:
-            changes.append(Change(name, old.get(name), new[name]))
+        # Earlier versions saved null for the default of a function.
+        before = own_before.get(name) if old.get(name) is None else old[name]
+        after = own_now.get(name) if new[name] is None else new[name]
+        is_default = before == own_before.get(name) and after == own_now.get(name)  # it changes with the function alone
+        if before != after and not is_default:
+            changes.append(Change(name, before, after))
     return changes
 
 
@@ -291,6 +296,13 @@ def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
             scheduled = flat.get(f"{optimizer}.scheduler") != "constant"
             lengths[key] = (flat[key] or flat.get(total)) if scheduled else None
     return flat | lengths
+
+
+def _defaults_of_functions(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the options of the functions that a flat config chooses, with the functions' defaults."""
+    section = "algorithm."
+    algorithm = {key.removeprefix(section): value for key, value in flat.items() if key.startswith(section)}
+    return {section + name: value for name, value in own_defaults(algorithm, custom=True).items()}
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

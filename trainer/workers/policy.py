@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
-from trainer.config import Config, chosen_options
+from trainer.config import LOSS, Config, aggregation_of, chosen_options
 from trainer.models.export_live import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
@@ -95,7 +95,8 @@ class PolicyWorker(TrainedWorker):
         algorithm = self.algorithm
         totals = self._totals(batch)
         policy_loss = resolve(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss")
-        options = chosen_options(policy_loss, algorithm)
+        aggregation = aggregation_of(policy_loss, algorithm)
+        options = chosen_options(policy_loss, algorithm, LOSS) | {"aggregation": aggregation, "totals": totals}
         sampled, has_bonus = "rollout_logprobs" in batch, algorithm.entropy_coef > 0
 
         def loss_function(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,19 +110,17 @@ class PolicyWorker(TrainedWorker):
             old = mb["old_logprobs"] if "old_logprobs" in mb else logprobs.detach()
             if "old_logprobs" not in mb and mb.rows:
                 fresh.append((list(mb.rows), old.float().cpu().numpy()))
-            loss, metrics = policy_loss(
-                logprobs, old, mb["advantages"], mask, aggregation=algorithm.aggregation, totals=totals, **options
-            )
+            loss, metrics = policy_loss(logprobs, old, mb["advantages"], mask, **options)
             metrics["kl"] = metrics.pop("approx_kl")
             if "ref_logprobs" in mb:
                 kl = kl_penalty(logprobs, mb["ref_logprobs"], algorithm.kl_estimator, mask)
                 metrics["kl"] = aggregate(kl.detach(), mask, "token_mean", totals)
                 if algorithm.kl_in == "loss":
-                    loss = loss + kl_coef * aggregate(kl, mask, algorithm.aggregation, totals)
+                    loss = loss + kl_coef * aggregate(kl, mask, aggregation, totals)
             if entropy is not None:
                 metrics["entropy"] = aggregate(entropy.detach(), mask, "token_mean", totals)
                 if has_bonus:
-                    loss = loss - algorithm.entropy_coef * aggregate(entropy, mask, algorithm.aggregation, totals)
+                    loss = loss - algorithm.entropy_coef * aggregate(entropy, mask, aggregation, totals)
             return loss, metrics if sampled else {}
 
         return self.optimizer_step(batch, loss_function)

@@ -73,7 +73,7 @@ def test_presets_that_sample_in_their_own_way(tmp_path, ray_address):
     """DAPO draws further prompts, ReMax a greedy completion for each; tokens are weighed by the engine's mismatch."""
     (tmp_path / "own.py").write_text(OWN_LOSS)
     done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", f"trainer.ray_address={ray_address}",
-                   "algorithm.rollout_correction=tis", "algorithm.policy_loss=own:loss", "algorithm.clip_high=null",
+                   "algorithm.rollout_correction=tis", "algorithm.policy_loss=own:loss",
                    "+algorithm.options.factor=0",
                    "reward.name=tests.cpu.jobs.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

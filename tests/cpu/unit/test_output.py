@@ -205,7 +205,6 @@ def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
     overrides = [
         "rollout=transformers",
         "algorithm.policy_loss=own:loss",
-        "algorithm.clip_high=null",
         "reward.name=tests.cpu.unit.test_output:chatty",
         "logger.rollouts=true",
     ]

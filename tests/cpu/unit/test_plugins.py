@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 import pytest
 
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+from trainer.algorithms import resolve as resolve_function
 from trainer.errors import UserError
 from trainer.plugins import import_function
+from trainer.rewards import resolve as resolve_reward
 from trainer.signals import SIGNALS, Stopped
 
 
@@ -40,3 +44,27 @@ def test_a_signal_during_an_import_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     with SIGNALS.listening(), pytest.raises(Stopped, match=signal.SIGTERM.name):
         import_function("signalled:f", "data.curriculum")
+
+
+IMPORT_PATH_KEYS = {
+    "algorithm.policy_loss": lambda name: resolve_function(POLICY_LOSSES, name, "algorithm.policy_loss"),
+    "algorithm.advantage_estimator": lambda name: resolve_function(ADVANTAGES, name, "algorithm.advantage_estimator"),
+    "reward.name": resolve_reward,
+    "data.curriculum": lambda name: import_function(name, "data.curriculum"),
+}
+
+
+@pytest.mark.parametrize("key", IMPORT_PATH_KEYS)
+def test_an_import_path_without_a_colon_is_refused_with_the_right_form(key):
+    with pytest.raises(UserError) as caught:
+        IMPORT_PATH_KEYS[key]("os.path.join")
+    assert str(caught.value) == (
+        f"{key}=os.path.join: an import path has a colon before the function; write os.path:join"
+    )
+    assert IMPORT_PATH_KEYS[key]("os.path:join") is os.path.join
+
+
+@pytest.mark.parametrize("path", ["plain", ":f", "module:", ".f", "module.", ":"])
+def test_other_text_is_no_import_path(path):
+    with pytest.raises(UserError, match=f"^data.curriculum={path}: must be an import path package.module:function$"):
+        import_function(path, "data.curriculum")

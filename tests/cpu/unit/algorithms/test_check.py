@@ -10,7 +10,7 @@ import pytest
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES, resolve
 from trainer.algorithms.check import check_functions, user_options
 from trainer.algorithms.registry import needs_different_completions
-from trainer.config import AlgorithmConfig, Config, chosen_options, compose
+from trainer.config import LOSS, AlgorithmConfig, Config, chosen_options, compose
 from trainer.config.fields import rule_of, walk_keys
 from trainer.errors import UserError
 
@@ -20,6 +20,9 @@ from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 
 def scaled(rewards, mask, group_ids, scale=1.0):
     return ADVANTAGES["rloo"](scale * rewards, mask, group_ids)
+
+def clipped(rewards, mask, group_ids, clip_low=1.0):
+    return ADVANTAGES["rloo"](rewards, mask, group_ids)
 
 def open_to_any(logprobs, old_logprobs, advantages, mask, *, aggregation, totals, **options):
     return POLICY_LOSSES["reinforce"](logprobs, old_logprobs, advantages, mask)
@@ -51,6 +54,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
         {},
         {"advantage_estimator": "own_functions:scaled", "options": {"scale": 3}},
         {"policy_loss": "own_functions:open_to_any", "options": {"whatever": 3}},
+        {"policy_loss": "own_functions:open_to_any", "aggregation": "seq_mean_token_sum"},
     ],
 )
 def test_valid_functions_are_accepted(settings, own_functions):
@@ -62,10 +66,21 @@ def test_valid_functions_are_accepted(settings, own_functions):
     [
         (
             {"advantage_estimator": "own_functions:scaled", "options": {"scael": 3}},
-            r"algorithm.options.scael=3: neither .*own_functions:scaled nor algorithm.policy_loss=clip takes it; "
-            "they take scale, clip_low, clip_high, dual_clip",
+            "algorithm.options.scael=3: no such option of own_functions:scaled; the options are scale$",
         ),
-        ({"policy_loss": "own_functions:open_to_any", "clip_low": 0.1}, "algorithm.clip_low=0.1: neither .* takes it"),
+        (
+            {"advantage_estimator": "own_functions:scaled", "options": {"clip_low": 0.1}},
+            "algorithm.options.clip_low=0.1: no such option of own_functions:scaled; the options are scale$",
+        ),
+        (
+            {"advantage_estimator": "own_functions:clipped", "policy_loss": "sapo", "clip_low": 0.1},
+            "algorithm.clip_low=0.1: algorithm.policy_loss=sapo does not take it; it takes tau_pos, tau_neg, "
+            r"aggregation; for own_functions:clipped write \+algorithm.options.clip_low=0.1$",
+        ),
+        (
+            {"policy_loss": "own_functions:open_to_any", "clip_low": 0.1},
+            "algorithm.clip_low=0.1: .*open_to_any does not take it",
+        ),
         ({"advantage_estimator": "own_functions:one_tensor"}, r"it must return \(advantages, returns\)"),
         ({"advantage_estimator": "own_functions:needs_values"}, "TypeError: .* missing .* 'values'"),
         ({"policy_loss": "own_functions:bare"}, "its metrics must hold clip_frac and approx_kl"),
@@ -76,13 +91,13 @@ def test_valid_functions_are_accepted(settings, own_functions):
         ({"options": {"x": 1}}, "algorithm.options={'x': 1}: is for functions given by import path"),
         (
             {"tau_pos": 1.0},
-            "algorithm.tau_pos=1.0: neither algorithm.advantage_estimator=grpo nor algorithm.policy_loss=clip takes "
-            "it; they take normalize_std, clip_low, clip_high, dual_clip",
+            "algorithm.tau_pos=1.0: algorithm.policy_loss=clip does not take it; it takes clip_low, clip_high, "
+            "dual_clip, aggregation$",
         ),
-        ({"policy_loss": "gspo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0: neither .*policy_loss=gspo takes it"),
+        ({"policy_loss": "gspo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0: .*policy_loss=gspo does not take it"),
         (
             {"advantage_estimator": "rloo", "policy_loss": "reinforce", "gamma": 0.9},
-            "algorithm.gamma=0.9: neither .*=rloo nor .*=reinforce takes it; they take no option",
+            "algorithm.gamma=0.9: algorithm.advantage_estimator=rloo does not take it; it takes no option$",
         ),
         (
             {"policy_loss": "clip_cov", "cov_high": 0.5},
@@ -114,7 +129,7 @@ def test_estimators_that_compare_completions_need_several_different_ones(estimat
 def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
     taken = {name for registry in (ADVANTAGES, POLICY_LOSSES) for f in registry.values() for name in user_options(f)}
     fields = AlgorithmConfig.__dataclass_fields__.values()
-    assert taken == {f.name for f in fields if rule_of(f).is_option}
+    assert taken == {f.name for f in fields if rule_of(f).option_of}
     for registry in (ADVANTAGES, POLICY_LOSSES):
         for function in registry.values():
             defaults = [inspect.signature(function).parameters[name].default for name in user_options(function)]
@@ -124,7 +139,7 @@ def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
 @pytest.mark.parametrize(
     "key, names",
     [
-        ("aggregation", AGGREGATIONS),
+        ("aggregation", (None, *AGGREGATIONS)),
         ("kl_estimator", KL_ESTIMATORS),
         ("rollout_correction", (None, *CORRECTIONS)),
         ("rollout_correction_level", LEVELS),
@@ -139,7 +154,7 @@ def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text("def mine(logprobs, old, advantages, mask, *, sharpness, clip_low): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = "my_losses:mine"
-    options = ["algorithm.clip_high=null", "algorithm.clip_low=0.1", "+algorithm.options.sharpness=3"]
+    options = ["algorithm.clip_low=0.1", "+algorithm.options.sharpness=3"]
     algorithm = compose([f"algorithm.policy_loss={path}", *options]).algorithm
     function = resolve(POLICY_LOSSES, path, "algorithm.policy_loss")
-    assert chosen_options(function, algorithm) == {"clip_low": 0.1, "sharpness": 3}
+    assert chosen_options(function, algorithm, LOSS) == {"clip_low": 0.1, "sharpness": 3}

@@ -178,7 +178,7 @@ class Inner(Section):
 @dataclass
 class Outer(Section):
     inner: Any = None
-    share: float | None = option(above=0, at_most=1)
+    share: float | None = option("policy_loss", above=0, at_most=1)
     every: int = number(3, at_least=2, off=-1)
 
 
@@ -186,7 +186,7 @@ def test_metadata_holds_the_rule_of_each_helper():
     outer = Outer(inner=Inner())
     rules = {key: rule for key, _, rule in walk_keys(outer, "x")}
     assert rules == {
-        "x.share": Rule(above=0, at_most=1, is_option=True),
+        "x.share": Rule(above=0, at_most=1, option_of="policy_loss"),
         "x.every": Rule(at_least=2, off=-1),
         "x.inner.names": Rule(choices=("a", "b")),
         "x.inner.mode": Rule(choices=(None, "a")),

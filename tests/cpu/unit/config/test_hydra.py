@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, options_of
 from trainer.algorithms.check import check_functions
-from trainer.config import chosen_options, compose, conf_dir
+from trainer.config import compose, conf_dir
 
 
 def test_the_default_composes_and_resume_is_spelled_any_way():
@@ -20,14 +19,10 @@ def test_the_default_composes_and_resume_is_spelled_any_way():
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in Path(conf_dir(), "algorithm").glob("*.yaml")))
-def test_presets_compose_and_their_options_reach_the_functions(preset):
+def test_presets_compose_and_their_functions_take_their_options(preset):
     config = compose([f"algorithm={preset}"])
-    algorithm = config.algorithm
-    for registry, name in ((ADVANTAGES, algorithm.advantage_estimator), (POLICY_LOSSES, algorithm.policy_loss)):
-        assert set(chosen_options(registry[name], algorithm)) <= set(options_of(registry[name]))
     if preset == "dapo":
-        options = chosen_options(POLICY_LOSSES["clip"], algorithm)
-        assert algorithm.overlong_buffer == 4 and options == {"clip_high": 0.28}
+        assert config.algorithm.overlong_buffer == 4 and config.algorithm.clip_high == 0.28
     check_functions(config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -130,6 +131,65 @@ def test_a_removed_custom_option_is_a_change():
     saved["algorithm"]["options"] = {"beta": 5}
     (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"
+
+
+def saved_by_an_earlier_version(**options: object) -> dict:
+    """The default config as versions saved it that left null where the default of a function held."""
+    saved = dataclasses.asdict(compose([]))
+    for name in ("normalize_std", "clip_low", "clip_high"):
+        saved["algorithm"][name] = None
+    saved["algorithm"] |= options
+    return saved
+
+
+@pytest.mark.parametrize(
+    "options, overrides, found",
+    [
+        ({}, [], []),
+        ({}, ["algorithm.clip_high=0.2", "algorithm.normalize_std=true"], []),
+        ({}, ["algorithm.clip_high=0.3"], ["algorithm.clip_high: 0.2 -> 0.3"]),
+        ({"clip_high": 0.28}, [], ["algorithm.clip_high: 0.28 -> 0.2"]),
+        ({"clip_high": 0.28}, ["algorithm.clip_high=0.28"], []),
+        ({"aggregation": "token_mean"}, ["algorithm.aggregation=token_mean"], []),
+        ({"policy_loss": "gspo"}, ["algorithm.policy_loss=gspo"], []),
+        (
+            {"policy_loss": "gspo", "clip_high": 0.28},
+            ["algorithm.policy_loss=gspo"],
+            ["algorithm.clip_high: 0.28 -> 0.0004"],
+        ),
+        ({"policy_loss": "own_loss:plain", "aggregation": "token_mean"}, ["algorithm.policy_loss=own_loss:plain"], []),
+        (
+            {"policy_loss": "own_loss:summed", "aggregation": "token_mean"},
+            ["algorithm.policy_loss=own_loss:summed"],
+            ["algorithm.aggregation: token_mean -> seq_mean_token_sum"],
+        ),
+        (
+            {"policy_loss": "gone:loss"},
+            ["algorithm.policy_loss=gone:loss", "algorithm.aggregation=token_mean"],
+            ["algorithm.aggregation: seq_mean_token_mean -> token_mean"],
+        ),
+    ],
+)
+def test_values_are_compared_not_whether_they_are_defaults(options, overrides, found, tmp_path, monkeypatch):
+    (tmp_path / "own_loss.py").write_text(
+        "def plain(logprobs, old, advantages, mask, *, aggregation, totals, clip_high=0.5): ...\n"
+        "def summed(logprobs, old, advantages, mask, *, totals, aggregation='seq_mean_token_sum'): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("own_loss", None)
+    saved, now = saved_by_an_earlier_version(**options), dataclasses.asdict(compose(overrides))
+    changes = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
+    assert [str(change) for change in changes] == found
+
+
+def test_options_that_change_with_their_function_need_no_permission_of_their_own():
+    saved = dataclasses.asdict(compose(["algorithm=cispo"]))
+    now = dataclasses.asdict(compose(["algorithm=cispo", "algorithm.policy_loss=sapo", "algorithm.tau_neg=2"]))
+    changes = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
+    assert list(map(str, changes)) == [
+        "algorithm.policy_loss: cispo -> sapo",
+        "algorithm.tau_neg: None -> 2.0",
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -302,8 +302,8 @@ CASES = {
     "sequences": AlgorithmConfig(aggregation="seq_mean_token_mean", kl_estimator="k2"),
     "sums": AlgorithmConfig(aggregation="seq_mean_token_sum"),
     "normalised sums": AlgorithmConfig(aggregation="seq_mean_token_sum_norm"),
-    "kl in the reward": AlgorithmConfig(kl_in="reward"),
-    "no reference": AlgorithmConfig(),
+    "kl in the reward": AlgorithmConfig(kl_in="reward", aggregation="token_mean"),
+    "no reference": AlgorithmConfig(aggregation="token_mean"),
 }
 
 

@@ -1,0 +1,183 @@
+"""Every function under every preset has the values that its documentation names, unless the user writes others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.support.config import refusal_of
+from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, resolve
+from trainer.algorithms.check import check_functions, user_options
+from trainer.config import (
+    ESTIMATOR,
+    LOSS,
+    AlgorithmConfig,
+    Config,
+    aggregation_of,
+    chosen_options,
+    compose,
+    conf_dir,
+    option_names,
+    register,
+    to_config,
+)
+from trainer.config.functions import built_in_defaults
+from trainer.errors import UserError
+
+PRESETS = sorted(path.stem for path in Path(conf_dir(), "algorithm").glob("*.yaml"))
+REGISTRIES = {ESTIMATOR: ADVANTAGES, LOSS: POLICY_LOSSES}
+CHOICES = {ESTIMATOR: [*ADVANTAGES, "own_functions:advantage"], LOSS: [*POLICY_LOSSES, "own_functions:loss"]}
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "grpo": {"clip": {"aggregation": "seq_mean_token_mean"}},
+    "dapo": {"clip": {"clip_high": 0.28}},
+    "dr_grpo": {"grpo": {"normalize_std": False}, "clip": {"aggregation": "seq_mean_token_sum_norm"}},
+    "ppo": {"gae": {"normalize_std": True, "lam": 0.95}},
+    "rloo": {"clip": {"aggregation": "seq_mean_token_sum"}},
+}
+"""The options that a preset sets, for the function that each is meant for."""
+
+OWN_FUNCTIONS = """
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+
+def advantage(rewards, mask, group_ids, *, {estimator}, {loss}):
+    return ADVANTAGES["rloo"](rewards, mask, group_ids)
+
+def loss(logprobs, old_logprobs, advantages, mask, *, totals, {estimator}, {loss}):
+    return POLICY_LOSSES["clip"](logprobs, old_logprobs, advantages, mask)
+
+def bare_loss(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    return POLICY_LOSSES["clip"](logprobs, old_logprobs, advantages, mask, aggregation=aggregation)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_functions(tmp_path, monkeypatch) -> None:
+    """Functions of the user's, with an option of the name of every key, and defaults that nothing else has."""
+    parameters = {
+        key: ", ".join(
+            f"{name}={'seq_mean_token_sum' if name == 'aggregation' else 0.125 * i!r}"
+            for i, name in enumerate(option_names(key), start=1)
+        )
+        for key in REGISTRIES
+    }
+    text = OWN_FUNCTIONS.format(estimator=parameters[ESTIMATOR], loss=parameters[LOSS])
+    (tmp_path / "own_functions.py").write_text(text.replace("=seq_mean_token_sum", "='seq_mean_token_sum'"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("own_functions", None)
+
+
+def composed(*overrides: str) -> DictConfig:
+    """The config before it is resolved, so that one composition serves many choices."""
+    register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
+        return hydra.compose("config", overrides=list(overrides))
+
+
+def changed(config: DictConfig, **values: Any) -> Config:
+    """The config with other values of `algorithm`, as the command line would set them."""
+    config = copy.deepcopy(config)
+    for name, value in values.items():
+        OmegaConf.update(config, f"algorithm.{name}", value)
+    return to_config(config)
+
+
+def options_reaching(function: Any, algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
+    """The options with which the function is called: what the config gives, and its own defaults for the rest."""
+    own = {name: inspect.signature(function).parameters[name].default for name in user_options(function)}
+    given = chosen_options(function, algorithm, key)
+    return own | given | ({"aggregation": aggregation_of(function, algorithm)} if key == LOSS else {})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_function_has_its_documented_options_under_every_preset(preset):
+    config = composed(f"algorithm={preset}")
+    for i in range(max(map(len, CHOICES.values()))):
+        chosen = {key: names[i % len(names)] for key, names in CHOICES.items()}
+        cfg = changed(config, **chosen)
+        check_functions(cfg)
+        for key, name in chosen.items():
+            function = resolve(REGISTRIES[key], name, f"algorithm.{key}")
+            own = {option: inspect.signature(function).parameters[option].default for option in user_options(function)}
+            expected = own | RECIPES.get(preset, {}).get(name, {})
+            assert options_reaching(function, cfg.algorithm, key) == expected, (preset, chosen)
+            if ":" not in name:  # and the config says so
+                shown = {option: getattr(cfg.algorithm, option) for option in option_names(key)}
+                assert shown == dict.fromkeys(shown) | expected, (preset, chosen)
+    for key in RECIPES.get(preset, {}):
+        assert key in {getattr(to_config(config).algorithm, key) for key in REGISTRIES}, "a recipe that never holds"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_kl_aggregation_and_correction_can_be_chosen_under_every_preset(preset):
+    config = composed(f"algorithm={preset}")
+    for aggregation in AGGREGATIONS:
+        assert changed(config, aggregation=aggregation).algorithm.aggregation == aggregation
+    for correction in CORRECTIONS:
+        algorithm = changed(config, rollout_correction=correction).algorithm
+        assert (algorithm.rollout_correction_low, algorithm.rollout_correction_high) == (0.5, 2.0)
+    for kind in KL_ESTIMATORS:
+        in_reward = to_config(config).algorithm.kl_in == "reward"
+        if in_reward and kind.endswith("+"):
+            with pytest.raises(UserError, match="choose k1, k2, k3 or abs"):
+                changed(config, kl_estimator=kind)
+        assert changed(config, kl_estimator=kind, kl_in="loss").algorithm.kl_estimator == kind
+    assert changed(config, kl_in="loss").algorithm.kl_estimator == "k3", "k1 has no gradient in a loss"
+
+
+def test_the_preset_grpo_is_that_of_its_paper():
+    algorithm = compose([]).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (0.2, 0.2, "seq_mean_token_mean")
+    assert (algorithm.kl_in, algorithm.kl_estimator, algorithm.normalize_std) == ("loss", "k3", True)
+
+
+def test_what_the_user_writes_counts_for_any_function():
+    gspo = compose(["algorithm.policy_loss=gspo", "algorithm.clip_high=0.5", "algorithm.aggregation=token_mean"])
+    assert (gspo.algorithm.clip_high, gspo.algorithm.aggregation) == (0.5, "token_mean")
+    own = compose(["algorithm=dapo", "algorithm.policy_loss=own_functions:loss", "algorithm.clip_high=0.5"]).algorithm
+    loss = resolve(POLICY_LOSSES, own.policy_loss, "algorithm.policy_loss")
+    assert options_reaching(loss, own, LOSS)["clip_high"] == 0.5
+    dapo = compose(["algorithm=dapo", "algorithm.clip_high=null"]).algorithm
+    assert dapo.clip_high == 0.2, "null is the default of the function"
+
+
+def test_a_file_of_the_user_counts_too(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nalgorithm: {policy_loss: gspo, clip_high: 0.5}\n"
+    (tmp_path / "experiment/mine.yaml").write_text(text)
+    algorithm = compose([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"]).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 0.5)
+
+
+def test_a_loss_without_a_default_of_its_own_gets_token_mean():
+    config = compose(["algorithm.policy_loss=own_functions:bare_loss"])
+    check_functions(config)
+    loss = resolve(POLICY_LOSSES, config.algorithm.policy_loss, "algorithm.policy_loss")
+    assert aggregation_of(loss, config.algorithm) == "token_mean"
+
+
+def test_another_estimator_than_ppo_s_needs_no_critic():
+    config = compose(["algorithm=ppo", "algorithm.advantage_estimator=grpo"])
+    assert not config.has_critic and config.algorithm.kl_in == "loss"
+    check_functions(config)
+
+
+def test_a_condition_on_a_key_that_does_not_exist_is_refused():
+    override = "algorithm.clip_high='${when:algorithm.loss,clip,0.28}'"
+    assert "algorithm.loss has no value" in refusal_of([override])
+
+
+def test_defaults_are_read_from_the_source_as_python_reads_them():
+    for key, registry in REGISTRIES.items():
+        for name, function in registry.items():
+            parameters = inspect.signature(function).parameters.values()
+            own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+            assert built_in_defaults(key, name) == own and function.__name__ == name
+        assert built_in_defaults(key, "own_functions:loss") == {}
+    assert not set(ADVANTAGES) & set(POLICY_LOSSES)
