@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.hydra import conf_dir, register, to_config
 from trainer.config.schema import Config, no_such_key, valid_keys
+from trainer.config.suggestions import did_you_mean
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
 from trainer.signals import EXIT_STATUS, SIGNALS, Stopped
@@ -28,7 +33,7 @@ Groups, each a set of values for some keys:
 {groups}
 
 Sections of keys ({sections}):
-  docs/config.md explains every key. An unknown key is refused with the valid ones.
+  docs/config.md explains every key. An unknown key is refused with those most like it.
 
 Flags:
   --cfg job        print the config instead of running it (with -p SECTION: a section of it)
@@ -47,6 +52,8 @@ def run_app(job: Job) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(_help(), end="")
         return
+    if (section := _section_to_print()) is not None:
+        job = functools.partial(_print_config, section)
     show_messages()
     with SIGNALS.listening(), logging_to_file():
         status = _run(job)
@@ -58,7 +65,7 @@ def run_app(job: Job) -> None:
 
 def explain(error: BaseException) -> str:
     """One sentence for an error of the config: what is wrong, where, and what is valid."""
-    from hydra.errors import ConfigCompositionException, OverrideParseException
+    from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
 
     if isinstance(error, UserError):
@@ -69,9 +76,16 @@ def explain(error: BaseException) -> str:
     first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
     for cause in chain:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-            return no_such_key(cause.full_key)
+            return no_such_key(cause.full_key, _groups())
         if isinstance(cause, ValidationError) and cause.full_key:
             return f"{cause.full_key}: {first_lines[-1].rstrip('.')}"
+    if isinstance(error, MissingConfigException):
+        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        if group in (choices := _groups()):
+            meant = did_you_mean(choice, choices[group]) or f"choose one of {', '.join(choices[group])}"
+            return f"{group}={choice}: no such choice; {meant}"
+    if isinstance(error, OverrideParseException) and "=" not in error.override:
+        return f"{error.override}: has no value; write KEY=VALUE or GROUP=CHOICE"
     if isinstance(error, (ConfigCompositionException, OverrideParseException)):
         return " ".join(str(error).split())
     return first_lines[0]
@@ -80,11 +94,52 @@ def explain(error: BaseException) -> str:
 def _help() -> str:
     # Hydra's own help takes seconds: it composes the schema once for each group.
     program = os.path.splitext(os.path.basename(sys.argv[0]))[0]
-    groups = []
-    for group in sorted(entry.name for entry in os.scandir(conf_dir()) if entry.is_dir()):
-        choices = sorted(os.path.splitext(name)[0] for name in os.listdir(os.path.join(conf_dir(), group)))
-        groups.append(f"  {group}: {', '.join(choices)}")
+    groups = [f"  {group}: {', '.join(choices)}" for group, choices in _groups().items()]
     return _HELP.format(program=program, groups="\n".join(groups), sections=", ".join(valid_keys()))
+
+
+def _groups() -> dict[str, list[str]]:
+    """The groups of `conf/` with their choices."""
+    return {
+        entry.name: sorted(os.path.splitext(name)[0] for name in os.listdir(entry.path))
+        for entry in sorted(os.scandir(conf_dir()), key=lambda entry: entry.name)
+        if entry.is_dir()
+    }
+
+
+def _section_to_print() -> str | None:
+    """Remove `--cfg job` and `-p SECTION` from the command line; return the section, "" for the whole config.
+
+    None: there is no such flag. Hydra would print interpolations unresolved, and null for the default of a function.
+    """
+    if not re.search(r" (--cfg|-c)[ =]job( |$)", " ".join(["", *sys.argv[1:]])):
+        return None
+    _take_flag("--cfg", "-c")
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--resolve"]
+    return _take_flag("--package", "-p")
+
+
+def _take_flag(*names: str) -> str:
+    """Remove `NAME VALUE` or `NAME=VALUE` from the command line; return the value, "" if there is none."""
+    for i, word in enumerate(sys.argv[1:], start=1):
+        name, equals, value = word.partition("=")
+        if name in names:
+            value = value if equals else " ".join(sys.argv[i + 1 : i + 2])
+            del sys.argv[i : i + (1 if equals else 2)]
+            return value
+    return ""
+
+
+def _print_config(section: str, config: Config) -> None:
+    """Print the config, or a section or key of it, as YAML."""
+    import yaml
+
+    if section and section not in {name for walk in (walk_keys, walk_sections) for name, *_ in walk(config)}:
+        raise UserError(no_such_key(section))
+    nested: Any = dataclasses.asdict(config)
+    for name in filter(None, section.split(".")):
+        nested = nested[name]
+    print(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")
 
 
 def _run(job: Job) -> int:

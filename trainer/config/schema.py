@@ -7,6 +7,7 @@ and each section checks what must hold between keys.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +18,20 @@ from trainer.config.fields import Section, refuse, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.rollout import RolloutConfig
+from trainer.config.suggestions import did_you_mean
 from trainer.config.supervised import SFTConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError
+from trainer.plugins import with_colon
 
 RENAMED = {
     "trainer.colocate": "trainer.colocate_roles",
     "rollout.colocate": "rollout.share_gpus",
 }
 """Keys of earlier versions and their successors."""
+
+IMPORT_PATHS = ("algorithm.advantage_estimator", "algorithm.policy_loss", "reward.name", "data.curriculum")
+"""Keys that may hold an import path. Earlier versions took `package.module.function` too."""
 
 
 @dataclass
@@ -73,6 +79,9 @@ class Config(Section):
                 refuse(config, "trainer.allow_config_change", problem)
 
 
+_FEW = 12
+"""Most keys that a sentence lists."""
+
 OPEN_SECTIONS = tuple(key for key, _, rule in walk_keys(Config()) if rule.is_open)
 """Sections whose keys the schema does not know."""
 
@@ -98,15 +107,18 @@ def valid_keys(prefix: str = "") -> list[str]:
     return []
 
 
-def no_such_key(key: str) -> str:
-    """One sentence about a key that the schema does not have: its successor, or the valid keys beside it."""
+def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
+    """One sentence about a key that the schema does not have: its successor, or the keys that may be meant.
+
+    Args:
+        groups: names of groups of values, which the command line takes as well.
+    """
     if key in RENAMED:
         return f"{key}: this key is now {RENAMED[key]}; write {RENAMED[key]}=VALUE"
     section = key.rpartition(".")[0]
     if section in OPEN_SECTIONS:
         return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
-    valid = ", ".join(valid_keys(section))
-    return f"{key}: no such key" + (f"; valid are {valid}" if valid else "")
+    return f"{key}: no such key; {_suggestion(key, groups)}"
 
 
 def refuse_unknown_keys(config: Config) -> None:
@@ -122,12 +134,19 @@ def refuse_unknown_keys(config: Config) -> None:
 
 
 def with_new_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """A nested config of an earlier version with the keys of today (see `RENAMED`); `saved` stays as it is."""
+    """A nested config of an earlier version with the keys (see `RENAMED`) and the form of import paths of today.
+
+    `saved` stays as it is.
+    """
     config = {name: dict(section) if isinstance(section, dict) else section for name, section in saved.items()}
     for old, new in RENAMED.items():
         (section, name), (new_section, new_name) = old.split("."), new.split(".")
         if isinstance(config.get(section), dict) and name in config[section]:
             config.setdefault(new_section, {})[new_name] = config[section].pop(name)
+    for key in IMPORT_PATHS:
+        section, name = key.split(".")
+        if isinstance(config.get(section), dict) and isinstance(path := config[section].get(name), str):
+            config[section][name] = with_colon(path)
     return config
 
 
@@ -137,4 +156,17 @@ def _instead_of(name: str) -> str:
     open_section = next((section for section in OPEN_SECTIONS if name.startswith(f"{section}.")), None)
     if open_section is not None:
         return f"name {open_section} as a whole"
-    return f"valid are {', '.join(valid_keys(name.rpartition('.')[0]) or valid_keys())}"
+    return _suggestion(name)
+
+
+def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
+    """What may be meant by a name that is neither a key nor a section."""
+    sections = [name for name, _ in walk_sections(Config()) if name]
+    keys = [key for key, *_ in walk_keys(Config())]
+    if meant := did_you_mean(wrong, dict.fromkeys([*groups, *sections, *keys])):
+        return meant
+    section = wrong.rpartition(".")[0]
+    valid = valid_keys(section) or valid_keys()
+    if len(valid) <= _FEW:
+        return f"valid are {', '.join(valid)}"
+    return f"docs/config.md lists the keys of {section}"

@@ -30,7 +30,7 @@ def test_both_kinds_of_jobs_check_devices_and_functions(module, override, senten
     [
         (
             ["data=files", "data.train_files=[no.jsonl]", "trainer.val_interval=-1"],
-            r"data.train_files=no.jsonl: no such file",
+            r"data.train_files=no.jsonl: no such file in /.*; give a path from there or an absolute one, or hf://",
         ),
         (["model.path=no/such-model"], "model.path=no/such-model"),
         (["reward.name=no.such.module:f"], "reward.name=no.such.module:f"),

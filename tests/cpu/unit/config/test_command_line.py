@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import resource
@@ -9,8 +10,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.support.jobs import environment, run_job
+from trainer.config import compose
 
 TORCHLESS = """
 import sys
@@ -34,16 +37,28 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
-        (["trainer.nub_workers=2"], "trainer.nub_workers: no such key; valid are .*trainer.num_workers"),
+        (["trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers\?$"),
+        (["total_steps=10"], r"total_steps: no such key; did you mean trainer.total_steps\?$"),
+        (["rollout.total_steps=10"], r"rollout.total_steps: no such key; did you mean trainer.total_steps\?$"),
+        (["algoritm=ppo"], r"algoritm: no such key; did you mean algorithm\?$"),
+        (["experment=smoke"], r"experment: no such key; did you mean experiment\?$"),
+        (["trainer.total_steps"], "trainer.total_steps: has no value; write KEY=VALUE or GROUP=CHOICE$"),
+        (["--cfg", "job", "-p", "algorthm"], r"algorthm: no such key; did you mean algorithm\?$"),
+        (["--cfg", "job", "rollout.m=2"], "rollout.m: no such key; docs/config.md lists the keys of rollout$"),
         (["nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
         (["trainer.num_workers=two"], "trainer.num_workers: .*'two'"),
         (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
         (["trainer.colocate=false"], "trainer.colocate: this key is now trainer.colocate_roles"),
         (["++rollout.colocate=true"], "rollout.colocate: this key is now rollout.share_gpus"),
-        (["+trainer.nub_workers=2"], "trainer.nub_workers: no such key; valid are .*trainer.num_workers"),
+        (["+trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers\?$"),
+        (
+            ["+lr=1e-5"],
+            "lr: no such key; did you mean trainer.policy.optimizer.lr, or trainer.critic.optimizer.lr, or ",
+        ),
         (["+trainer.policy.lora.extra={x: 1}"], "trainer.policy.lora.extra: no such key; valid are .*lora.rank"),
         (["+nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
-        (["algorithm=gppo"], "algorithm/gppo.*grpo.* ppo"),
+        (["algorithm=grop"], r"algorithm=grop: no such choice; did you mean grpo\?$"),
+        (["experiment=nothing"], "experiment=nothing: no such choice; choose one of gsm8k.*, smoke$"),
         (["trainer.run_name=../../x"], "trainer.run_name=../../x: must be a plain name"),
         (["trainer.allow_config_change=[nothing]"], "trainer.allow_config_change=.*no key or section nothing"),
         (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),
@@ -62,7 +77,19 @@ def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
 
 def test_the_config_is_printed_without_torch(tmp_path):
     done = without_torch("--cfg", "job", cwd=tmp_path)
-    assert done.returncode == 0 and "colocate_roles: true" in done.stdout
+    assert done.returncode == 0 and yaml.safe_load(done.stdout) == dataclasses.asdict(compose([]))
+    for flags in (
+        ["--cfg", "job", "-p", "algorithm"],
+        ["--cfg=job", "--package=algorithm"],
+        ["-c", "job", "--resolve"],
+    ):
+        done = without_torch("algorithm.policy_loss=gspo", *flags, cwd=tmp_path)
+        printed = yaml.safe_load(done.stdout)
+        section = printed.get("algorithm", printed)
+        assert (section["clip_high"], section["aggregation"]) == (4e-4, "seq_mean_token_mean"), flags
+    done = without_torch("--cfg", "job", "-p", "trainer.policy.optimizer.lr", cwd=tmp_path)
+    assert done.stdout == "0.0004\n", "resolved"
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

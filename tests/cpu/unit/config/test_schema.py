@@ -11,8 +11,11 @@ import pytest
 from tests.support.config import KEYS, refusal_of, refusal_of_value
 from trainer.config import (
     ENGINES,
+    ESTIMATOR,
+    LOSS,
     OPEN_SECTIONS,
     RENAMED,
+    AlgorithmConfig,
     Config,
     compose,
     named_options,
@@ -148,8 +151,8 @@ def test_other_names_of_runs_are_accepted(name):
 @pytest.mark.parametrize(
     "names, problem",
     [
-        (["rolout.n"], "no key or section rolout.n; valid are trainer, algorithm"),
-        (["rollout.m"], "no key or section rollout.m; valid are rollout.engine, .*rollout.n"),
+        (["rolout.n"], "no key or section rolout.n; did you mean rollout.n, or"),
+        (["rollout.m"], "no key or section rollout.m; docs/config.md lists the keys of rollout"),
         (["rollout.n", "nothing"], "no key or section nothing"),
         (["rollout.n.x"], "no key or section rollout.n.x"),
         (["trainer."], "no key or section trainer."),
@@ -193,6 +196,12 @@ def test_a_saved_config_is_read_under_the_names_of_today():
     assert saved == before
     now = dataclasses.asdict(BASE)
     assert with_new_names(now) == now
+    dotted = {
+        "reward": {"name": "my.rewards.score"},
+        "algorithm": {"policy_loss": "clip"},
+        "data": {"curriculum": None},
+    }
+    assert with_new_names(dotted) == dotted | {"reward": {"name": "my.rewards:score"}}
 
 
 @pytest.mark.parametrize(
@@ -221,5 +230,6 @@ def test_the_largest_rank_that_an_engine_serves_decides_what_auto_means(engine):
 
 
 def test_named_options_are_those_that_are_set():
-    algorithm = compose(["algorithm.dual_clip=3", "algorithm.kl_target=0.1", "+algorithm.options.x=1"]).algorithm
-    assert named_options(algorithm) == {"clip_high": 0.28, "dual_clip": 3.0}
+    algorithm = AlgorithmConfig(dual_clip=3.0, clip_high=0.3, lam=0.5, kl_target=0.1, options={"x": 1})
+    assert named_options(algorithm, LOSS) == {"clip_high": 0.3, "dual_clip": 3.0}
+    assert named_options(algorithm, ESTIMATOR) == {"lam": 0.5}
