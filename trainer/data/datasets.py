@@ -227,9 +227,10 @@ def read_rows(file: str, key: str) -> Rows:
     elif not file.endswith((".jsonl", ".parquet")):
         raise UserError(f"{key}={file}: must end in .jsonl or .parquet, or be hf://OWNER/NAME?config=C&split=S")
     elif not os.path.isfile(file):
+        here = "" if os.path.isabs(file) else f" in {os.getcwd()}"
         raise UserError(
-            f"{key}={file}: no such file in {os.getcwd()}; give a path from there or an absolute one, or "
-            "hf://OWNER/NAME?split=S for a data set of the Hub"
+            f"{key}={file}: no such file{here}; correct the path, or give hf://OWNER/NAME?split=S for a data set of "
+            "the Hub"
         )
     else:
         rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _parquet_rows(file, key)

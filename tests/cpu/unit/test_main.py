@@ -15,7 +15,7 @@ from tests.support.jobs import run_job
     "override, sentence",
     [
         ("trainer.device=cuda", "trainer.num_workers=1: more ranks than CUDA devices"),
-        ("algorithm.tau_pos=1", "algorithm.tau_pos=1.0: neither .*policy_loss=clip takes it"),
+        ("algorithm.tau_pos=1", "algorithm.tau_pos=1.0: .*policy_loss=clip does not take it"),
     ],
 )
 def test_both_kinds_of_jobs_check_devices_and_functions(module, override, sentence, tmp_path):
@@ -30,7 +30,7 @@ def test_both_kinds_of_jobs_check_devices_and_functions(module, override, senten
     [
         (
             ["data=files", "data.train_files=[no.jsonl]", "trainer.val_interval=-1"],
-            r"data.train_files=no.jsonl: no such file in /.*; give a path from there or an absolute one, or hf://",
+            r"data.train_files=no.jsonl: no such file in /.*; correct the path, or give hf://",
         ),
         (["model.path=no/such-model"], "model.path=no/such-model"),
         (["reward.name=no.such.module:f"], "reward.name=no.such.module:f"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -117,7 +118,11 @@ def assert_matches(pattern: str, error) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", "data.train_files=missing.jsonl: no such file"),
+        (
+            "missing.jsonl",
+            f"data.train_files=missing.jsonl: no such file in {os.getcwd()}; correct the path, or give hf://.*",
+        ),
+        ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or give hf://.*"),
         ("missing.csv", "data.train_files=missing.csv: must end in .jsonl or .parquet, or be hf://.*"),
         ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config and split, not name"),
         ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),
