@@ -36,6 +36,7 @@ class Episode:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"
-    """Why the episode ended: `stop` (the policy ended it) or `length` (it was cut)."""
+    """Why the episode ended: `stop` (the policy ended its completion, or the environment is done), `length` (cut),
+    `turns` (`environment.max_turns` replies), or `timeout` and `failed` (its environment failed)."""
     baseline: float | None = None
     """The reward of a greedy episode of the same prompt, where the advantage estimator asks for it (`remax`)."""

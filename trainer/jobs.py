@@ -144,11 +144,14 @@ def _check_inputs(cfg: Config) -> None:
     Raises:
         UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
     """
-    resolve(cfg.reward.name)
+    if cfg.environment.name is None:
+        resolve(cfg.reward.name)
+    else:
+        import_function(cfg.environment.name, "environment.name")
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
     with stage("checking the data files"):
-        check_files(cfg.data, validation=cfg.trainer.val_interval > 0)
+        check_files(cfg.data, validation=cfg.trainer.val_interval > 0, as_rows=cfg.environment.name is not None)
     if cfg.model.path is not None:
         with stage(f"fetching the model {cfg.model.path}"):
             load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)

@@ -15,9 +15,22 @@ def key(*parts: int | str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
-def request_seed(run_seed: int, step: int, prompt_uid: str, completion: int) -> int:
-    """Return the seed of completion number `completion` of a prompt in a step: 63 bits, which torch and vLLM accept."""
-    return key(run_seed, "completion", step, prompt_uid, completion)
+def request_seed(run_seed: int, step: int, prompt_uid: str, completion: int, turn: int = 0) -> int:
+    """Return the seed of a completion: 63 bits, which torch and vLLM accept.
+
+    Args:
+        completion: its number among those of the prompt in the step.
+        turn: the number of replies before it in its episode.
+    """
+    if turn == 0:
+        return key(run_seed, "completion", step, prompt_uid, completion)
+    return key(run_seed, "completion", step, prompt_uid, completion, turn)
+
+
+def environment_seed(run_seed: int, prompt_uid: str) -> int:
+    """Return the seed of the environments of a prompt, the same for all its episodes: they differ in the policy's
+    replies alone, so their rewards can be compared."""
+    return key(run_seed, "environment", prompt_uid)
 
 
 def permutation(n: int, *parts: int | str) -> np.ndarray:

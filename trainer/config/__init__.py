@@ -16,6 +16,7 @@ from trainer.config.algorithm import (
 )
 from trainer.config.data import DataConfig, RewardConfig
 from trainer.config.engines import ENGINES, EngineSpec
+from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
@@ -45,6 +46,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EngineSpec",
+    "EnvironmentConfig",
     "FSDPConfig",
     "LoggerConfig",
     "LoraConfig",

@@ -14,6 +14,7 @@ from typing import Any
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig, RewardConfig
 from trainer.config.engines import ENGINES
+from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, refuse, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
@@ -41,6 +42,7 @@ class Config(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

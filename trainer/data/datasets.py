@@ -58,7 +58,7 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         token_ids = render(tokenizer, messages, add_generation_prompt=True)
         lengths.append(len(token_ids))
         if len(token_ids) <= max_prompt_tokens:
-            text, answer, row = messages[-1]["content"], example["answer"], example.get("row", {})
+            text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
             prompts.append(Prompt(index, tuple(token_ids), text, answer, row))
     if not prompts:
         raise UserError(
@@ -68,13 +68,26 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
     return PromptSet(prompts, len(lengths) - len(prompts))
 
 
+def load_rows(data: DataConfig, split: str) -> PromptSet:
+    """Return the rows of `train` or `val` for an environment, which makes its own prompts of them.
+
+    Raises:
+        UserError: the data cannot be read (see `read_parts`).
+    """
+    rows = [row for part in read_parts(data, split, as_rows=True) for row in part]
+    return PromptSet([Prompt(index, (), "", "", row) for index, row in enumerate(rows)], dropped=0)
+
+
 def read_examples(data: DataConfig, split: str) -> list[Example]:
     """Return the examples of `train` or `val` (see `read_parts`)."""
     return [example for part in read_parts(data, split) for example in part]
 
 
-def read_parts(data: DataConfig, split: str) -> list[list[Example]]:
+def read_parts(data: DataConfig, split: str, as_rows: bool = False) -> list[list[Example]]:
     """Return the first `data.{split}_size` examples of `train` or `val`, one list per file.
+
+    Args:
+        as_rows: the rows as they are, which may have any columns.
 
     Raises:
         UserError: a file is missing, empty or malformed, or lacks a column.
@@ -88,16 +101,18 @@ def read_parts(data: DataConfig, split: str) -> list[list[Example]]:
     parts: list[list[Example]] = []
     for file in files:
         left = None if limit < 0 else limit - sum(len(part) for part in parts)
-        parts.append([_example(row, where, data) for where, row in itertools.islice(read_rows(file, key), left)])
+        rows = itertools.islice(read_rows(file, key), left)
+        parts.append([_row(row, where, data) if as_rows else _example(row, where, data) for where, row in rows])
     return parts
 
 
-def check_files(data: DataConfig, examples: bool = True, validation: bool = True) -> None:
+def check_files(data: DataConfig, examples: bool = True, validation: bool = True, as_rows: bool = False) -> None:
     """Read the first rows of each local file, so that bad data is refused before anything starts.
 
     Args:
         examples: the training files hold examples, not rollouts.
         validation: the held-out files will be read.
+        as_rows: rows may have any columns.
 
     Raises:
         UserError: a file is missing, empty or malformed, or lacks a column.
@@ -109,7 +124,9 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
         first = 10 if limit < 0 else min(10, limit)
         for file in (file for file in files if not file.startswith("hf://")):
             for where, row in itertools.islice(read_rows(file, f"data.{split}_files"), first):
-                if examples or split == "val":
+                if as_rows:
+                    _row(row, where, data)
+                elif examples or split == "val":
                     _example(row, where, data)
 
 
@@ -160,11 +177,16 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _example(row: Any, where: str, data: DataConfig) -> Example:
+def _row(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
         keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
         name = "messages_key" if data.messages_key else "prompt_key"
         raise UserError(f"data.{name}={getattr(data, name)}: {where} must be an object with {keys}")
+    return row
+
+
+def _example(row: Any, where: str, data: DataConfig) -> Example:
+    row = _row(row, where, data)
     if data.messages_key is not None:
         chat = row.get(data.messages_key)
         if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):

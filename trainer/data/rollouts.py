@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.data.datasets import Prompt, read_rows
@@ -52,6 +52,43 @@ def write_rollouts(
             "prompt_ids": list(prompt.token_ids),
             "completion_ids": sample.token_ids[start:].tolist(),
             "logprobs": sample.logprobs[start:].tolist(),
+        }
+        lines.append(json.dumps(line) + "\n")
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
+
+
+def write_conversations(
+    run_dir: str,
+    step: int,
+    episodes: Sequence[Episode],
+    messages: Sequence[Sequence[Mapping[str, Any]]],
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the episodes of a step as `write_rollouts` does: their turns, and the tokens of their samples.
+
+    Args:
+        messages: of each episode.
+    """
+    fence()
+    directory = os.path.join(run_dir, "rollouts")
+    os.makedirs(directory, exist_ok=True)
+    lines = []
+    for episode, chat in zip(episodes, messages, strict=True):
+        samples = [
+            {
+                "token_ids": sample.token_ids.tolist(),
+                "mask": sample.mask.astype(int).tolist(),
+                "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
+            }
+            for sample in episode.samples
+        ]
+        line = {
+            "step": step,
+            "uid": episode.group,
+            "messages": list(chat),
+            "reward": episode.reward,
+            "finish_reason": episode.status,
+            "samples": samples,
         }
         lines.append(json.dumps(line) + "\n")
     write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)

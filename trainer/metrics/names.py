@@ -10,7 +10,7 @@ class Metric(NamedTuple):
     unit: str
 
 
-PHASES = ("rollout", "reward", "logprob", "update", "sync", "checkpoint_blocked")
+PHASES = ("rollout", "environment", "reward", "logprob", "update", "sync", "checkpoint_blocked")
 """Parts of a step that are timed, in the order in which they happen. They do not overlap."""
 
 METRICS: dict[str, Metric] = {
@@ -20,6 +20,11 @@ METRICS: dict[str, Metric] = {
         "Groups whose completions all got the same reward. They give no gradient under GRPO.", "share"
     ),
     "reward/failures": Metric("Completions whose reward failed (see docs/rewards.md); it counts as 0.", "completions"),
+    "environment/failures": Metric(
+        "Episodes whose environment failed (see docs/environments.md); their reward is 0.", "episodes"
+    ),
+    "episode/turns/mean": Metric("Mean number of replies in the step's episodes.", "turns"),
+    "episode/tokens/mean": Metric("Mean number of tokens that the policy sampled in an episode.", "tokens"),
     "sampling/batches": Metric("Batches of prompts that dynamic sampling drew for the step.", "batches"),
     "sampling/filtered": Metric(
         "Prompts that dynamic sampling left out because all their completions got the same reward.", "prompts"
@@ -78,6 +83,7 @@ METRICS: dict[str, Metric] = {
     "val/loss": Metric("Cross-entropy of the tokens to learn in the held-out examples (supervised training).", "nats"),
     "time/step": Metric("The whole step.", "s"),
     "time/rollout": Metric("Generating the step's completions.", "s"),
+    "time/environment": Metric("Waiting for environments.", "s"),
     "time/reward": Metric("Computing rewards.", "s"),
     "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
     "time/update": Metric("Optimizer steps of critic and policy.", "s"),

@@ -26,8 +26,8 @@ _COLUMNS = 3
 _FEW, _MANY = 25, 200
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-_GREY = "#B0B0B0"
-_PHASE_COLOURS = dict(zip(PHASES, (_BLUE, _ORANGE, _SKY, _GREEN, _PURPLE, _RED), strict=True))
+_YELLOW, _GREY = "#F0E442", "#B0B0B0"
+_PHASE_COLOURS = dict(zip(PHASES, (_BLUE, _YELLOW, _ORANGE, _SKY, _GREEN, _PURPLE, _RED), strict=True))
 
 
 def write_report(run_dir: str) -> str:

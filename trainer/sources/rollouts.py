@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -14,13 +16,13 @@ import xxhash
 
 from trainer.algorithms import shape_rewards
 from trainer.config import Config
-from trainer.data.datasets import Prompt, load_prompts
+from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
 from trainer.data.ledger import Draw, Ledger
-from trainer.data.rollouts import write_rollouts
-from trainer.episodes import Episode, Sample
+from trainer.data.rollouts import write_conversations, write_rollouts
+from trainer.environments.play import Attempt, EnvironmentPlayer, Played, Player, SingleTurn, report_failures
+from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
-from trainer.keyed import request_seed
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
@@ -41,6 +43,8 @@ class _Step:
     prompts: list[Prompt]
     """Those that are trained on."""
     episodes: list[Episode]
+    played: list[Played]
+    """The same episodes, as they were played."""
     metrics: dict[str, float]
 
 
@@ -62,7 +66,8 @@ class RolloutSource:
         self.timer = timer
         self._fence = fence
         self._stop_tokens = stop_token_ids(model_path, tokenizer)
-        train = load_prompts(cfg.data, "train", tokenizer, cfg.rollout.max_prompt_tokens)
+        self._player: Player = (EnvironmentPlayer if cfg.environment.name else SingleTurn)(cfg, tokenizer)
+        train = self._load("train")
         self.prompts, self._dropped = train.prompts, train.dropped
         name = cfg.data.curriculum
         self.ledger = Ledger(
@@ -75,22 +80,33 @@ class RolloutSource:
         )
         self._held_out: list[Prompt] = []
         if cfg.trainer.val_interval > 0:
-            self._held_out = load_prompts(cfg.data, "val", tokenizer, cfg.rollout.max_prompt_tokens).prompts
-        self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
+            self._held_out = self._load("val").prompts
+        self.rewards: RewardPool | None = None  # an environment gives the rewards itself
+        if cfg.environment.name is None:
+            self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
         self._largest_reward = -math.inf
         self._evaluations = 0
         self._last: _Step | None = None
+
+    def _load(self, split: str) -> PromptSet:
+        if self.cfg.environment.name:
+            return load_rows(self.cfg.data, split)
+        return load_prompts(self.cfg.data, split, self.tokenizer, self.cfg.rollout.max_prompt_tokens)
 
     def __str__(self) -> str:
         r = self.cfg.rollout
         return f"{len(self.prompts):,} prompts, {r.num_engines} {r.engine} engine(s)"
 
     def __enter__(self) -> Self:
-        self.rewards.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._player)
+            if self.rewards is not None:
+                stack.enter_context(self.rewards)
+            self._processes = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
-        self.rewards.__exit__(kind, *exception)
+        self._processes.close()
         if kind is None:
             self.fleet.shutdown()
 
@@ -123,14 +139,14 @@ class RolloutSource:
         algorithm, wanted, n = self.cfg.algorithm, self.cfg.trainer.train_batch_size, self.cfg.rollout.n
         batches = algorithm.max_sample_batches if algorithm.dynamic_sampling else 1
         draws: list[Draw] = []
-        completions: list[Completion] = []
+        played: list[Played] = []
         rewards, failures = np.zeros(0), 0
         for batch in range(1, batches + 1):
             more = self.ledger.take(wanted, skip=len(draws))
             sampled = self._sample(more, step)
             with self.timer("reward"):
                 judged, failed = self._judge(sampled, [self.prompts[draw.row] for draw in more for _ in range(n)])
-            draws, completions, failures = draws + more, completions + sampled, failures + failed
+            draws, played, failures = draws + more, played + sampled, failures + failed
             rewards = np.concatenate([rewards, judged])
             chosen = list(range(wanted)), wanted
             if algorithm.dynamic_sampling:
@@ -141,7 +157,7 @@ class RolloutSource:
             break
         groups, used = chosen
         by_group = rewards.reshape(-1, n)
-        metrics = {"reward/failures": float(failures)}
+        metrics = {f"{'environment' if self.rewards is None else 'reward'}/failures": float(failures)}
         if algorithm.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(groups))}
             uninformative = int((np.ptp(by_group[groups], axis=1) == 0).sum())
@@ -156,12 +172,16 @@ class RolloutSource:
                 )
         baselines = self._baselines([draws[group] for group in groups], step)
         episodes = [
-            self._episode(draws[group], i, completions[group * n + i], float(by_group[group, i]), baseline)
+            self._episode(draws[group], i, played[group * n + i], float(by_group[group, i]), baseline)
             for group, baseline in zip(groups, baselines, strict=True)
             for i in range(n)
         ]
         prompts = [self.prompts[draws[group].row] for group in groups]
-        self._last = _Step(step, draws[:used], by_group.mean(axis=1)[:used].tolist(), prompts, episodes, metrics)
+        kept = [played[group * n + i] for group in groups for i in range(n)]
+        if self.rewards is None:
+            metrics["episode/turns/mean"] = float(np.mean([one.turns for one in kept]))
+            metrics["episode/tokens/mean"] = float(np.mean([one.length for one in kept]))
+        self._last = _Step(step, draws[:used], by_group.mean(axis=1)[:used].tolist(), prompts, episodes, kept, metrics)
         return episodes
 
     def describe(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -174,43 +194,49 @@ class RolloutSource:
         assert last is not None and last.step == step
         self.ledger.commit(last.draws, last.rewards)
         if self.cfg.logger.rollouts:
-            texts = self._texts([sample.token_ids[sample.mask > 0] for sample in _samples(last.episodes)])
-            write_rollouts(self.cfg.trainer.run_dir, step, last.prompts, last.episodes, texts, self._fence)
+            run_dir = self.cfg.trainer.run_dir
+            if self.rewards is None:
+                messages = [one.messages for one in last.played]
+                write_conversations(run_dir, step, last.episodes, messages, self._fence)
+            else:
+                texts = [one.text for one in last.played]
+                write_rollouts(run_dir, step, last.prompts, last.episodes, texts, self._fence)
 
-    def _sample(self, draws: Sequence[Draw], step: int) -> list[Completion]:
-        """Return `rollout.n` completions per prompt; those of one prompt are together."""
+    def _sample(self, draws: Sequence[Draw], step: int) -> list[Played]:
+        """Play `rollout.n` episodes per prompt; those of one prompt are together."""
         r = self.cfg.rollout
-        with self.timer("rollout"):
-            requests = [self._request(draw, step, j) for draw in draws for j in range(r.n)]
-            return self.fleet.generate(requests, self._sampling(r.temperature, r.top_p, r.top_k))
+        attempts = [self._attempt(draw, step, j) for draw in draws for j in range(r.n)]
+        return self._play(attempts, self._sampling(r.temperature, r.top_p, r.top_k), self.timer)
+
+    def _play(
+        self, attempts: Sequence[Attempt], sampling: Sampling, clock: Any = contextlib.nullcontext
+    ) -> list[Played]:
+        """Play episodes.
+
+        Args:
+            clock: the timer of the step. Evaluation is not timed.
+        """
+
+        def generate(requests: Sequence[Request]) -> list[Completion]:
+            with clock("rollout"):
+                return self.fleet.generate(requests, sampling)
+
+        return self._player.play(attempts, generate, clock)
 
     def _baselines(self, draws: Sequence[Draw], step: int) -> list[float | None]:
-        """Return the reward of each prompt's greedy completion for `remax`; None for other estimators."""
+        """Return the reward of each prompt's greedy episode for `remax`; None for other estimators."""
         if self.cfg.algorithm.advantage_estimator != "remax":
             return [None] * len(draws)
-        with self.timer("rollout"):
-            greedy = self.fleet.generate([self._request(draw, step, -1) for draw in draws], self._greedy())
+        greedy = self._play([self._attempt(draw, step, -1) for draw in draws], self._greedy(), self.timer)
         with self.timer("reward"):
             rewards, _ = self._judge(greedy, [self.prompts[draw.row] for draw in draws])
-        a, lengths = self.cfg.algorithm, torch.tensor([len(completion.token_ids) for completion in greedy])
+        a, lengths = self.cfg.algorithm, torch.tensor([one.length for one in greedy])
         limit = self.cfg.rollout.max_response_tokens
         return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, a.overlong_factor).tolist()
 
-    def _episode(self, draw: Draw, number: int, completion: Completion, reward: float, baseline: Any) -> Episode:
-        prompt = self.prompts[draw.row]
-        start, length = len(prompt.token_ids), len(completion.token_ids)
-        mask = np.zeros(start + length, np.float32)
-        mask[start:] = 1.0
-        logprobs = np.zeros(start + length, np.float32)
-        logprobs[start:] = completion.logprobs
-        sample = Sample(
-            np.asarray([*prompt.token_ids, *completion.token_ids], np.int64),
-            mask,
-            logprobs,
-            (completion.weight_version, completion.weight_version),
-        )
+    def _episode(self, draw: Draw, number: int, played: Played, reward: float, baseline: Any) -> Episode:
         uid = self._uid(draw)
-        return Episode(f"{uid}:{number}", uid, [sample], reward, {}, completion.finish_reason, baseline)
+        return Episode(f"{uid}:{number}", uid, played.samples, reward, {}, played.status, baseline)
 
     # ---------------------------------------------------------------------------------------------------
     # Evaluation
@@ -221,15 +247,15 @@ class RolloutSource:
             return {}
         prompts, k, r = self._held_out, self.cfg.rollout.val_n, self.cfg.rollout
         threshold = self.cfg.reward.success_threshold
-        greedy = self.fleet.generate([self._held_out_request(p, step, 0) for p in prompts], self._greedy())
+        greedy = self._play([self._held_out_attempt(p, step, 0) for p in prompts], self._greedy())
         rewards, _ = self._judge(greedy, prompts)
         metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= threshold).mean())}
-        for prompt, completion, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
-            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            LOG.info("  %r -> %r  reward %.2f", _shorten(prompt.text), _shorten(text), reward)
+        for prompt, played, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
+            first = played.messages[0]["content"] if played.messages else prompt.text
+            LOG.info("  %r -> %r  reward %.2f", _shorten(first), _shorten(played.text), reward)
         if k > 0:
-            requests = [self._held_out_request(p, step, 1 + j) for p in prompts for j in range(k)]
-            sampled = self.fleet.generate(requests, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
+            attempts = [self._held_out_attempt(p, step, 1 + j) for p in prompts for j in range(k)]
+            sampled = self._play(attempts, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
             scores, _ = self._judge(sampled, [p for p in prompts for _ in range(k)])
             metrics["val/pass@k"] = float((scores.reshape(-1, k) >= threshold).any(axis=1).mean())
         self._warn_without_success(step)
@@ -260,7 +286,9 @@ class RolloutSource:
     def _fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
         for prompt in self.prompts:
-            digest.update(repr((prompt.index, prompt.token_ids, prompt.answer)).encode())
+            row = prompt.row if self.cfg.environment.name else None  # then there is nothing else
+            kept = (prompt.index, prompt.token_ids, prompt.answer)
+            digest.update(repr(kept).encode() if row is None else json.dumps([prompt.index, row], default=str).encode())
         return digest.hexdigest()
 
     # ---------------------------------------------------------------------------------------------------
@@ -269,13 +297,12 @@ class RolloutSource:
     def _uid(self, draw: Draw) -> str:
         return f"{draw.epoch}:{self.prompts[draw.row].index}"
 
-    def _request(self, draw: Draw, step: int, number: int) -> Request:
-        seed = request_seed(self.cfg.trainer.seed, step, self._uid(draw), number)
-        return Request(self.prompts[draw.row].token_ids, seed)
+    def _attempt(self, draw: Draw, step: int, number: int) -> Attempt:
+        prompt = self.prompts[draw.row]
+        return Attempt(prompt.row, prompt.token_ids, self._uid(draw), step, number)
 
-    def _held_out_request(self, prompt: Prompt, step: int, number: int) -> Request:
-        seed = request_seed(self.cfg.trainer.seed, step, f"val:{prompt.index}", number)
-        return Request(prompt.token_ids, seed)
+    def _held_out_attempt(self, prompt: Prompt, step: int, number: int) -> Attempt:
+        return Attempt(prompt.row, prompt.token_ids, f"val:{prompt.index}", step, number)
 
     def _sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
         return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)
@@ -283,16 +310,16 @@ class RolloutSource:
     def _greedy(self) -> Sampling:
         return self._sampling(0.0, 1.0, -1)
 
-    def _judge(self, completions: Sequence[Completion], prompts: Sequence[Prompt]) -> tuple[np.ndarray, int]:
-        """Return the reward `(B,)` of each completion, and the number of rewards that failed."""
-        texts = self._texts([completion.token_ids for completion in completions])
-        answers, rows = [prompt.answer for prompt in prompts], [prompt.row for prompt in prompts]
-        rewards, failures = self.rewards.score(texts, answers, rows)
+    def _judge(self, played: Sequence[Played], prompts: Sequence[Prompt]) -> tuple[np.ndarray, int]:
+        """Return the reward `(B,)` of each episode, and the number of rewards that failed."""
+        if self.rewards is None:
+            rewards, failed = [one.reward or 0.0 for one in played], report_failures(played)
+        else:
+            answers, rows = [prompt.answer for prompt in prompts], [prompt.row for prompt in prompts]
+            rewards, failures = self.rewards.score([one.text for one in played], answers, rows)
+            failed = failures.count
         self._largest_reward = max(self._largest_reward, *rewards)
-        return np.asarray(rewards, dtype=np.float64), failures.count
-
-    def _texts(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        return np.asarray(rewards, dtype=np.float64), failed
 
 
 def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
@@ -313,10 +340,6 @@ def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[lis
         return None
     others = [i for i in range(len(rewards)) if i not in set(informative)]
     return sorted(informative + others[: wanted - len(informative)]), len(rewards)
-
-
-def _samples(episodes: Sequence[Episode]) -> list[Sample]:
-    return [sample for episode in episodes for sample in episode.samples]
 
 
 def _shorten(text: str, limit: int = 60) -> str:

@@ -1,0 +1,165 @@
+"""Environments in processes of their own: what happens to an episode whose environment misbehaves, and to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from trainer.config import EnvironmentConfig
+from trainer.environments.pool import EnvironmentPool, Session
+from trainer.errors import WorkerError
+
+LIMIT_S = 3.0
+
+
+@contextmanager
+def pool_of(name: str, **config: Any) -> Iterator[EnvironmentPool]:
+    name = name if ":" in name else f"tests.support.environments:{name}"
+    with EnvironmentPool(EnvironmentConfig(name=name, **{"timeout_s": LIMIT_S, **config})) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
+    with pool_of("Echo", num_processes=2, options={"prefix": "> "}) as pool:
+        yield pool
+
+
+def play(pool: EnvironmentPool, *rows: dict[str, Any], turns: int = 2) -> list[Session]:
+    """Sessions that have got the replies `a`, `bb`, … and are closed."""
+    sessions = [Session({"turns": turns, **row}, seed=i) for i, row in enumerate(rows)]
+    pool.advance(sessions)
+    for turn in range(turns):
+        for session in sessions:
+            if not session.ended:
+                session.replies.append({"role": "assistant", "content": "abc"[turn] * (turn + 1)})
+        pool.advance(sessions)
+    for session in sessions:
+        session.ended = True
+    pool.advance(sessions)
+    assert all(session.host is None for session in sessions)
+    assert all(not host.sessions and not host.calls for host in pool._hosts)
+    return sessions
+
+
+def texts(session: Session) -> list[str]:
+    return [message["content"] for step in session.steps for message in step.messages]
+
+
+def test_environments_answer_replies_and_are_closed(pool, tmp_path):
+    first, second = play(
+        pool, {"prompt": "x", "shows_seed": True, "closed": f"{tmp_path}/0"}, {"prompt": "y", "closed": f"{tmp_path}/1"}
+    )
+    assert texts(first) == ["> x0", "1:a"] and texts(second) == ["> y", "1:a"]
+    assert [(step.reward, step.done) for step in first.steps] == [(0.0, False), (1.0, False), (2.0, True)]
+    assert not first.failure and sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@pytest.mark.parametrize("do", ["raise", "exit", "die", "hang"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_environment_that_fails_once_is_made_again(pool, do, at, tmp_path):
+    """It gets the same replies, and its episode is what it would have been. So are the others of its process."""
+    plain = play(pool, *[{"prompt": str(i)} for i in range(4)])
+    sessions = play(
+        pool, {"prompt": "0", "do": do, "at": at, "once": f"{tmp_path}/x"}, *[{"prompt": str(i)} for i in range(1, 4)]
+    )
+    assert (tmp_path / "x").exists()
+    assert [session.failure for session in sessions] == [""] * 4
+    assert [session.steps for session in sessions] == [session.steps for session in plain]
+
+
+@pytest.mark.parametrize(
+    "do, status, reason",
+    [
+        ("raise", "failed", "step raised RuntimeError: it broke"),
+        ("exit", "failed", "step raised SystemExit: 3"),
+        ("die", "failed", "ended its process (exit status 5)"),
+        ("hang", "timeout", "took longer than environment.timeout_s=3"),
+    ],
+)
+def test_an_environment_that_fails_again_costs_its_episode_alone(pool, do, status, reason):
+    failed, *others = play(pool, {"do": do, "at": 1}, *[{"prompt": str(i)} for i in range(3)])
+    assert (failed.status, failed.failure) == (status, reason)
+    assert all(not session.failure and len(session.steps) == 3 for session in others)
+
+
+def test_an_environment_that_answers_a_repeated_reply_in_another_way_has_failed(pool, tmp_path):
+    (tmp_path / "x.1").touch()  # of an earlier process
+    session = Session({"turns": 3, "do": "forget", "once": f"{tmp_path}/x"}, seed=0)
+    session.replies.append({"role": "assistant", "content": "a"})
+    pool.advance([session])
+    assert texts(session)[-1] == "1:a again"
+    session.steps[1] = type(session.steps[1])([{"role": "user", "content": "1:a"}], 1.0)
+    session.answered = 0  # it is lost
+    pool.advance([session])
+    assert session.failure.startswith("answered the same replies in another way")
+
+
+def test_a_process_that_environments_have_forked_does_not_answer(pool):
+    (session,) = play(pool, {"prompt": "x", "do": "fork", "at": 1})
+    assert texts(session) == ["> x", "1:a"] and not session.failure
+
+
+def test_async_environments_run_at_the_same_time():
+    with pool_of("AsyncEcho") as pool:
+        assert all(not session.failure for session in play(pool, *[{"together": 3}] * 3))
+
+
+def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
+    """And not its process, in which the others live."""
+    with pool_of("AsyncEcho") as pool:
+        play(pool, {})
+        process = pool._hosts[0].process.pid
+        late, *others = play(pool, {"do": "wait", "at": 1}, {}, {})
+        assert (late.status, late.failure) == ("timeout", "step took longer than environment.timeout_s=3")
+        assert all(not session.failure and len(session.steps) == 3 for session in others)
+        assert pool._hosts[0].process.pid == process
+
+
+@pytest.mark.parametrize("do", ["die", "hang"])
+def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do):
+    with pool_of("AsyncEcho") as pool:
+        sessions = play(pool, {"prompt": "0"}, {"prompt": "1", "do": do, "at": 1}, {"prompt": "2"}, {"prompt": "3"})
+    assert [bool(session.failure) for session in sessions] == [False, True, False, False]
+    assert [texts(session) for session in (sessions[0], sessions[3])] == [["0", "1:a"], ["3", "1:a"]]
+
+
+GOOD = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"start": "x"}, "start raised TypeError: messages must be a list of dicts with role and content, not 'x'"),
+        ({"start": []}, "start raised ValueError: there is no message, and the episode is not done"),
+        ({"start": [{"role": "user"}]}, "start raised TypeError: a message must have a text content: {'role': 'user'}"),
+        ({"start": GOOD, "step": None}, "step raised TypeError: a step must be a trainer.environments.Step, not NoneT"),
+        ({"start": GOOD, "step": {"messages": []}}, "step raised ValueError: there is no message, and the episode is"),
+        ({"start": GOOD, "step": {"messages": GOOD, "reward": "nan"}}, "step raised ValueError: the reward is nan"),
+    ],
+)
+def test_what_is_no_answer_is_refused(row, reason):
+    with pool_of("Wrong") as pool:
+        (session,) = play(pool, row)
+    assert session.status == "failed" and session.failure.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "code, reason", [("raise ValueError('no')", "ValueError: no"), ("import os; os._exit(4)", "exit status 4")]
+)
+def test_processes_that_cannot_start_end_the_run(code, reason, tmp_path, monkeypatch):
+    (tmp_path / "broken_world.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pool_of("broken_world:World") as pool, pytest.raises(WorkerError, match=reason):
+        pool.advance([Session({}, 0)])
+
+
+def test_nothing_is_left_when_the_pool_is_closed():
+    with pool_of("Echo", num_processes=2) as pool:
+        play(pool, {})
+        processes = [psutil.Process(host.process.pid) for host in pool._hosts]
+    assert not any(process.is_running() for process in processes)

@@ -1,0 +1,110 @@
+"""Environments for tests. What one does is in its row, so that its process needs to know nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.environments import Message, Step
+
+
+def user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def first_time(path: str) -> bool:
+    """Whether this is the first call with this path, over all processes."""
+    try:
+        Path(path).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class Echo:
+    """Repeats the reply, with its number; done after `row["turns"]` replies. Each reply earns its length.
+
+    `row["at"]` is a reply number at which the environment does `row["do"]`; `row["once"]`, a path, makes it do so only
+    the first time.
+    """
+
+    def __init__(self, prefix: str = ""):
+        self._prefix = prefix
+        self._number = 0
+
+    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._row, self._seed = row, seed
+        self._misbehave()
+        return user(f"{self._prefix}{row.get('prompt', '')}{seed if row.get('shows_seed') else ''}")
+
+    def step(self, reply: Message) -> Step:
+        self._number += 1
+        self._misbehave()
+        text = f"{self._number}:{reply['content']}"
+        if self._row.get("do") == "forget" and not first_time(f"{self._row['once']}.{self._number}"):
+            text += " again"
+        done = self._number >= self._row.get("turns", 2)
+        return Step([] if done else user(text), float(len(reply["content"])), done)
+
+    def _misbehave(self) -> None:
+        row = self._row
+        if self._number != row.get("at", -1) or ("once" in row and not first_time(row["once"])):
+            return
+        match row["do"]:
+            case "raise":
+                raise RuntimeError("it broke")
+            case "exit":
+                raise SystemExit(3)
+            case "die":
+                os._exit(5)
+            case "hang":
+                time.sleep(1000)
+            case "fork":
+                os.fork()
+
+    def close(self) -> None:
+        if "closed" in self._row:
+            assert first_time(self._row["closed"]), "closed twice"
+
+
+class AsyncEcho(Echo):
+    """The same, with methods that wait: each waits until `row["together"]` calls are under way in its process."""
+
+    waiting = 0
+    arrived: asyncio.Event | None = None
+
+    async def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        return super().start(row, seed)
+
+    async def step(self, reply: Message) -> Step:
+        if self._row.get("do") == "wait" and self._number == self._row["at"] - 1:
+            await asyncio.sleep(1000)
+        together, kind = self._row.get("together", 0), type(self)
+        if together and self._number == 0:
+            kind.arrived = kind.arrived or asyncio.Event()
+            kind.waiting += 1
+            if kind.waiting == together:
+                kind.arrived.set()
+            await kind.arrived.wait()
+        return super().step(reply)
+
+    async def close(self) -> None:
+        super().close()
+
+
+class Wrong:
+    """Answers with what is no answer: `row["start"]` and `row["step"]` as they are."""
+
+    def start(self, row: Mapping[str, Any], seed: int) -> Any:
+        self._row = row
+        return row["start"]
+
+    def step(self, reply: Message) -> Any:
+        return Step(**self._row["step"]) if isinstance(self._row["step"], dict) else self._row["step"]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,39 @@
+"""`environment.*`: the world that answers the policy in episodes of several turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.fields import LONGEST_TIME, Section, number, open_section, refuse
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+
+@dataclass
+class EnvironmentConfig(Section):
+    name: str | None = None
+    """Import path `package.module:Class` of an environment (see docs/environments.md), which gives the reward of an
+    episode. null: an episode is one prompt and one completion, and `reward.name` gives its reward."""
+    options: dict[str, Any] = open_section()
+    """Arguments for the class, by name."""
+    max_turns: int = number(8, at_least=1)
+    """Most replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens, and what comes
+    before it, the messages and replies so far, at most `rollout.max_prompt_tokens`."""
+    timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
+    """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
+    environment; then the episode counts as failed."""
+    num_processes: int = number(1, at_least=1)
+    """Number of processes that run environments. Each holds many of them."""
+    max_failure_frac: float = number(0.5, at_least=0, at_most=1)
+    """The run ends if a greater share of the episodes that are played together fails. 1: it never ends for that."""
+
+    def check(self, config: Config, name: str) -> None:
+        if self.name is None:
+            return
+        if ":" not in self.name:
+            refuse(config, "environment.name", "must be an import path package.module:Class")
+        if config.algorithm.overlong_buffer:
+            problem = "is for one completion a prompt; set it to 0, or drop environment.name"
+            refuse(config, "algorithm.overlong_buffer", problem)

@@ -1,0 +1,47 @@
+"""What an environment is: the user's world, in chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+"""A chat message: `role` and `content`, both text; what else it holds is for the chat template."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The environment's answer to a reply of the policy."""
+
+    messages: Sequence[Message] = field(default_factory=tuple)
+    """What the policy sees next. May be empty if the episode is done."""
+    reward: float = 0.0
+    """Of this reply. The reward of an episode is the sum over its steps."""
+    done: bool = False
+    """The episode ends here."""
+
+
+class Environment(Protocol):
+    """One episode's world. It is made for each episode, and lives in a process of its own kind (see `pool`).
+
+    What it answers must be a function of row, seed and replies: an environment that is lost is made again, and gets
+    the same replies. Each method may be `async`; then a process runs many environments at the same time.
+    """
+
+    def start(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begin the episode; return the first messages.
+
+        Args:
+            row: the whole row of the data.
+            seed: for what the environment draws. Episodes of one prompt in a step have the same seed.
+        """
+        ...
+
+    def step(self, reply: Message) -> Step | Awaitable[Step]:
+        """Answer what the policy said, a message of the role `assistant`."""
+        ...
+
+    def close(self) -> None | Awaitable[None]:
+        """Give back what the environment holds. Called once, at the end."""
+        ...

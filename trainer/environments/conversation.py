@@ -1,0 +1,103 @@
+"""The tokens of a conversation. What the policy has sampled is kept token by token, and never rendered again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer.data.datasets import render, render_text
+from trainer.environments.base import Message
+from trainer.episodes import Sample
+from trainer.generation.engine import Completion
+
+_REPLY = "Reply-7f3a91c4"
+"""Stands for a reply where only the text around it matters."""
+
+
+class Conversation:
+    """The messages of an episode, and their tokens.
+
+    The first messages are rendered through the chat template. A reply adds the tokens that were sampled. Then the
+    environment's messages add the tokens that the template writes between that reply and the next one. If it does not
+    write them there (it changes earlier messages, or ends a reply in another way than the policy did), the history is
+    rendered as a whole, and a new `Sample` begins.
+
+    Raises:
+        UserError: the chat template refuses the messages.
+    """
+
+    def __init__(self, tokenizer: Any, messages: Sequence[Message]):
+        self._tokenizer = tokenizer
+        self.messages: list[Message] = list(messages)
+        self._outline: list[Message] = list(messages)  # with `_REPLY` in place of what the policy said
+        self._earlier: list[Sample] = []
+        self._begin(render(tokenizer, self.messages, add_generation_prompt=True))
+
+    def _begin(self, token_ids: list[int]) -> None:
+        self.token_ids = list(token_ids)
+        """The prompt of the next reply."""
+        self._mask = [0.0] * len(token_ids)
+        self._logprobs = [0.0] * len(token_ids)
+        self._versions: list[int] = []
+
+    def add_reply(self, completion: Completion) -> Message:
+        """Append the tokens of a reply; return it as a message."""
+        self.token_ids += completion.token_ids
+        self._mask += [1.0] * len(completion.token_ids)
+        self._logprobs += completion.logprobs
+        self._versions.append(completion.weight_version)
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+        return self.messages[-1]
+
+    def add_messages(self, messages: Sequence[Message], max_tokens: int) -> bool:
+        """Append messages that another reply will follow.
+
+        Returns whether the prompt of that reply has at most `max_tokens` tokens; if not, no tokens are added.
+        """
+        self.messages += messages
+        added = self._bridge(messages)
+        self._outline += [{"role": "assistant", "content": _REPLY}, *messages]
+        if added is not None:
+            if len(self.token_ids) + len(added) > max_tokens:
+                return False
+            self.token_ids += added
+            self._mask += [0.0] * len(added)
+            self._logprobs += [0.0] * len(added)
+            return True
+        whole = render(self._tokenizer, self.messages, add_generation_prompt=True)
+        if len(whole) > max_tokens:
+            return False
+        self._earlier.append(self._sample())
+        self._begin(whole)
+        return True
+
+    def _bridge(self, messages: Sequence[Message]) -> list[int] | None:
+        """Return the tokens between the last reply and the next one; None if the template does not write them so.
+
+        The messages so far must be rendered in the same way with the reply and the new messages after them. The text
+        after the reply must begin with the stop token in which the policy has ended it: a token, at which the
+        tokenizer splits any text.
+        """
+        before = render_text(self._tokenizer, self._outline, add_generation_prompt=False)
+        reply = {"role": "assistant", "content": _REPLY}
+        after = render_text(self._tokenizer, [*self._outline, reply, *messages], add_generation_prompt=True)
+        if not after.startswith(before):
+            return None
+        _, found, rest = after[len(before) :].partition(_REPLY)
+        tokens = self._tokenizer.encode(rest, add_special_tokens=False)
+        return tokens[1:] if found and tokens[:1] == self.token_ids[-1:] else None
+
+    def samples(self) -> list[Sample]:
+        """Return the training data: one sample, unless the history had to be rendered again."""
+        return [*self._earlier, self._sample()]
+
+    def _sample(self) -> Sample:
+        return Sample(
+            np.asarray(self.token_ids, np.int64),
+            np.asarray(self._mask, np.float32),
+            np.asarray(self._logprobs, np.float32),
+            (min(self._versions), max(self._versions)) if self._versions else (0, 0),
+        )
