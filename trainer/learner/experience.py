@@ -57,6 +57,40 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
     return batch
 
 
+def join_samples(batch: Batch, owners: np.ndarray) -> Batch:
+    """Return `batch` with one row for each episode: the tokens of its samples, one sample after another.
+
+    Args:
+        owners: `(B,)`, the episode of each row, ascending from 0.
+    """
+    places = _places(batch["lengths"], owners)
+    lengths = np.bincount(owners, weights=batch["lengths"]).astype(np.int64)
+    first = np.searchsorted(owners, np.arange(len(lengths)))
+    joined = {name: array[first] for name, array in batch.items() if array.ndim == 1} | {"lengths": lengths}
+    for name, array in batch.items():
+        if array.ndim == 2:
+            joined[name] = np.zeros((len(lengths), int(lengths.max())), array.dtype)
+            for row, (owner, place) in enumerate(zip(owners, places, strict=True)):
+                joined[name][owner, place] = array[row, : batch["lengths"][row]]
+    return joined
+
+
+def split_samples(array: np.ndarray, batch: Batch, owners: np.ndarray) -> np.ndarray:
+    """Return the rows `(B, T)` of `batch` of an array with one row for each episode (see `join_samples`)."""
+    split = np.zeros(batch["input_ids"].shape, array.dtype)
+    for row, (owner, place) in enumerate(zip(owners, _places(batch["lengths"], owners), strict=True)):
+        split[row, : batch["lengths"][row]] = array[owner, place]
+    return split
+
+
+def _places(lengths: np.ndarray, owners: np.ndarray) -> list[slice]:
+    """Return where each row lies in the row of its episode."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    begins = starts[np.searchsorted(owners, owners)]  # the start of the first row of the same episode
+    return [slice(int(a), int(b)) for a, b in zip(starts - begins, ends - begins, strict=True)]
+
+
 def add_advantages(
     batch: Batch,
     rewards: np.ndarray,

@@ -19,7 +19,9 @@ from trainer.learner.experience import (
     describe_agreement,
     describe_rewards,
     explained_variance,
+    join_samples,
     leave_out_rows,
+    split_samples,
 )
 from trainer.learner.ranks import Ranks
 from trainer.metrics.throughput import model_flops, peak_flops
@@ -52,15 +54,18 @@ class Learner:
 
     def score(self, episodes: Sequence[Episode]) -> Experience:
         """Compute old and reference log-probs, values and advantages of a step's episodes."""
-        rows = [(episode, sample) for episode in episodes for sample in episode.samples]
-        samples, status = [sample for _, sample in rows], [episode.status for episode, _ in rows]
-        rewards = np.asarray([episode.reward for episode, _ in rows], dtype=np.float64)
-        batch = self._add_models_view(build_batch(samples, [episode.group for episode, _ in rows]))
+        samples = [sample for episode in episodes for sample in episode.samples]
+        owners = np.asarray([i for i, episode in enumerate(episodes) for _ in episode.samples])
+        status = [episode.status for episode in episodes]
+        rewards = np.asarray([episode.reward for episode in episodes], dtype=np.float64)
+        batch = self._add_models_view(build_batch(samples, [episodes[i].group for i in owners]))
         baselines = None
-        if rows[0][0].baseline is not None:
-            baselines = np.asarray([episode.baseline for episode, _ in rows], dtype=np.float64)
+        if episodes[0].baseline is not None:
+            baselines = np.asarray([episode.baseline for episode in episodes], dtype=np.float64)
         a = self.cfg.algorithm
-        lengths = torch.from_numpy((batch["mask"] > 0).sum(axis=1))
+        several = len(samples) > len(episodes)  # advantages compare episodes: one row for each, whatever its samples
+        whole = join_samples(batch, owners) if several else batch
+        lengths = torch.from_numpy((whole["mask"] > 0).sum(axis=1))
         shaped = shape_rewards(
             torch.from_numpy(rewards),
             lengths,
@@ -68,8 +73,10 @@ class Learner:
             a.overlong_buffer,
             a.overlong_factor,
         ).numpy()
-        batch = add_advantages(batch, shaped, a, self.kl.coef, baselines)
-        metrics = describe_rewards(batch, rewards, status) if samples[0].weight_versions is not None else {}
+        whole = add_advantages(whole, shaped, a, self.kl.coef, baselines)
+        for name in ("advantages", "returns"):
+            batch[name] = split_samples(whole[name], batch, owners) if several else whole[name]
+        metrics = describe_rewards(whole, rewards, status) if samples[0].weight_versions is not None else {}
         if "values" in batch:
             mask = batch["mask"] > 0
             metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
@@ -79,7 +86,8 @@ class Learner:
         metrics |= corrected
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
-        return Experience(leave_out_rows(batch, shaped, status, a), metrics, batch["mask"])
+        kept = leave_out_rows(batch, shaped[owners], [status[i] for i in owners], a)
+        return Experience(kept, metrics, batch["mask"])
 
     def _add_models_view(self, batch: Batch) -> Batch:
         """Return `batch` with the log-probs and values `(B, T)` of the models before the update."""

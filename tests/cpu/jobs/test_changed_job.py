@@ -24,6 +24,9 @@ CHANGES = {
     "rollout.dtype": "bfloat16",
 }
 ONLY_BUILT_FROM_THE_CONFIG = {
+    "environment.name",
+    "environment.options",
+    "environment.max_turns",
     "algorithm.old_logprobs",
     "model.trust_remote_code",
     "rollout.engine",
@@ -31,7 +34,7 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "rollout.engine_args",
     "sft.steps",
 }
-"""What makes engines, models and requests: no saved state takes part, as the names of all saved state show."""
+"""What makes engines, environments and requests: no saved state takes part, as the names of all saved state show."""
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,11 @@ from trainer.algorithms.check import check_functions
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import ENGINES, EngineSpec
+from trainer.environments import Environment
+from trainer.environments.pool import EnvironmentPool, Session
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.fleet import Fleet
-from trainer.plugins import import_function
+from trainer.plugins import import_function, options_of
 from trainer.rewards.pool import RewardPool
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
@@ -102,6 +105,28 @@ def test_the_reward(module):
         row = {"prompt": "3 + 4", "answer": "7", "max_chars": 10}
         rewards, failures = pool.score(["7", " " * 20 + "7", "8", "7"], ["7"] * 4, [row, row, row, {}])
     assert (rewards, failures.count) == ([1.0, 0.5, 0.0, 1.0], 0)
+
+
+def test_the_environment(module):
+    module("guess", examples("An environment")[0])
+    config = compose(overrides("An environment")).environment
+    assert set(config.options) <= set(options_of(import_function(config.name, "environment.name").__init__))
+    with EnvironmentPool(config) as pool:
+        session = Session({"below": 4}, seed=2)
+        pool.advance([session])
+        assert session.steps[0].messages[0]["content"] == "Guess my number, from 0 to 3."
+        number = Random(2).randrange(4)
+        for guess in range(number + 1):
+            session.replies.append({"role": "assistant", "content": f" {guess}"})
+            pool.advance([session])
+            assert session.steps[-1].done == (guess == number)
+        rewards = [step.reward for step in session.steps]
+        assert rewards == [0.0] * (number + 1) + [(5 - number) / 5] and not session.failure
+
+
+def test_the_environment_has_every_method_of_the_protocol(module):
+    module("guess", examples("An environment")[0])
+    assert public(Environment) <= set(dir(import_function("guess:Guess", "environment.name")))
 
 
 def test_the_engine(module, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.pool import EnvironmentPool, Session
 from trainer.errors import WorkerError
 
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def test_an_environment_that_fails_once_is_made_again(pool, do, at, tmp_path):
         ("raise", "failed", "step raised RuntimeError: it broke"),
         ("exit", "failed", "step raised SystemExit: 3"),
         ("die", "failed", "ended its process (exit status 5)"),
-        ("hang", "timeout", "took longer than environment.timeout_s=3"),
+        ("hang", "timeout", "took longer than environment.timeout_s=2"),
     ],
 )
 def test_an_environment_that_fails_again_costs_its_episode_alone(pool, do, status, reason):
@@ -115,7 +115,7 @@ def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
         play(pool, {})
         process = pool._hosts[0].process.pid
         late, *others = play(pool, {"do": "wait", "at": 1}, {}, {})
-        assert (late.status, late.failure) == ("timeout", "step took longer than environment.timeout_s=3")
+        assert (late.status, late.failure) == ("timeout", "step took longer than environment.timeout_s=2")
         assert all(not session.failure and len(session.steps) == 3 for session in others)
         assert pool._hosts[0].process.pid == process
 

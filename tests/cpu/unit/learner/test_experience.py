@@ -19,7 +19,9 @@ from trainer.learner.experience import (
     describe_agreement,
     describe_rewards,
     explained_variance,
+    join_samples,
     leave_out_rows,
+    split_samples,
 )
 
 
@@ -213,3 +215,23 @@ def test_every_key_of_the_experience_is_tried():
     assert {f"algorithm.{key}" for key, *_ in EXPERIENCE_CHANGES} == {
         key for key, proof in ALLOWED.items() if proof == EXPERIENCE
     }
+
+
+def test_samples_of_one_episode_share_its_advantage():
+    """The group is compared by episodes: a second sample does not count twice."""
+    three = [sample([50], 1, 2), sample([50, 1, 2, 51], 3), sample([50], 4)]
+    rows = build_batch(three, ["0:0"] * 3)
+    owners = np.array([0, 0, 1])
+    joined = join_samples(rows, owners)
+    assert joined["input_ids"].tolist() == [[50, 1, 2, 50, 1, 2, 51, 3], [50, 4, 0, 0, 0, 0, 0, 0]]
+    assert joined["mask"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert (joined["lengths"].tolist(), joined["group_ids"].tolist()) == ([8, 2], [0, 0])
+    a = AlgorithmConfig(normalize_std=False)
+    advantages = add_advantages(joined, np.array([1.0, 0.0]), a)["advantages"]
+    assert split_samples(advantages, rows, owners).tolist() == [
+        [0, 0.5, 0.5, 0, 0],
+        [0, 0, 0, 0, 0.5],
+        [0, -0.5, 0, 0, 0],
+    ]
+    alone = np.arange(3)
+    assert (split_samples(join_samples(rows, alone)["input_ids"], rows, alone) == rows["input_ids"]).all()

@@ -94,3 +94,24 @@ def test_two_ranks_learn_what_one_rank_learns(model):
     assert one.keys() == two.keys()
     for name in one:
         assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
+
+
+def test_an_episode_of_two_samples_is_scored_as_one(model):
+    """As if its two halves were one row: the same advantages and metrics of the reward."""
+    cfg = Config()
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, 2, 4
+    whole = episodes()
+    first = whole[0].samples[0]
+    halves = [replace(first, mask=first.mask * part) for part in np.eye(2)[[0, 0, 0, 1, 1][: len(first.mask)]].T]
+    halves = [replace(half, mask=half.mask.astype(np.float32)) for half in halves]
+    with local_cluster(1, cfg) as cluster:
+        learner = Learner(cluster.cfg, cluster, Timer())
+        learner.build(model)
+        expected = learner.score(whole)
+        found = learner.score([replace(whole[0], samples=halves), *whole[1:]])
+        learner.update(found, 1)
+    assert len(found.batch["mask"]) == len(whole) + 1
+    assert found.batch["advantages"][:2].sum(axis=0) == pytest.approx(expected.batch["advantages"][0])
+    assert found.batch["advantages"][2:] == pytest.approx(expected.batch["advantages"][1:])
+    names = ("reward/mean", "reward/std", "response_length/mean", "response_length/max")
+    assert [found.metrics[name] for name in names] == [expected.metrics[name] for name in names]

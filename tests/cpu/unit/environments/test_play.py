@@ -1,0 +1,155 @@
+"""Episodes between a scripted policy and environments in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from trainer.config import Config, EnvironmentConfig, TinyConfig
+from trainer.environments.play import Attempt, EnvironmentPlayer, Played, SingleTurn, report_failures
+from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request
+from trainer.keyed import environment_seed, request_seed
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
+    return load_tokenizer(str(path))
+
+
+class Policy:
+    """Says what its script holds for the turn, to every prompt; a reply that ends in `…` is cut."""
+
+    def __init__(self, tokenizer: Any, *script: str):
+        self.tokenizer = tokenizer
+        self.script = script
+        self.asked: list[list[str]] = []
+        self.seeds: list[list[int]] = []
+
+    def __call__(self, requests: Sequence[Request]) -> list[Completion]:
+        text = self.script[len(self.asked)]
+        self.asked.append([self.tokenizer.decode(request.prompt_token_ids) for request in requests])
+        self.seeds.append([request.seed for request in requests])
+        cut = text.endswith("…")
+        tokens = self.tokenizer.encode(text.rstrip("…") + ("" if cut else "<|end|>"), add_special_tokens=False)
+        reason = "length" if cut else "stop"
+        return [Completion(tokens, [-1.0] * len(tokens), reason, 7) for _ in requests]
+
+
+def attempts(*rows: dict[str, Any], n: int = 1) -> list[Attempt]:
+    return [Attempt(row, (), f"0:{i}", 5, number) for i, row in enumerate(rows) for number in range(n)]
+
+
+@pytest.fixture(scope="module")
+def player(tokenizer) -> Iterator[EnvironmentPlayer]:
+    with player_of(tokenizer) as player:
+        yield player
+
+
+def player_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentPlayer:
+    cfg = Config()
+    cfg.trainer.seed = 3
+    cfg.rollout.max_prompt_tokens = max_prompt_tokens
+    name = config.pop("name", "tests.support.environments:Echo")
+    cfg.environment = EnvironmentConfig(name=name, **{"timeout_s": 20.0, "max_turns": 3, "num_processes": 2, **config})
+    return EnvironmentPlayer(cfg, tokenizer)
+
+
+def play(player: Any, policy: Policy, tried: list[Attempt]) -> list[Played]:
+    return player.play(tried, policy, contextlib.nullcontext)
+
+
+def test_policy_and_environment_take_turns(player, tokenizer):
+    """All episodes in one batch a turn, until each is done; each keeps its tokens, and adds up its rewards."""
+    policy = Policy(tokenizer, "a", "bb", "ccc")
+    short, long, endless = play(player, policy, attempts({"prompt": "x", "turns": 1}, {"prompt": "y"}, {"turns": 9}))
+    assert policy.asked == [
+        ["<|user|>x<|assistant|>", "<|user|>y<|assistant|>", "<|user|><|assistant|>"],
+        [
+            "<|user|>y<|assistant|>a<|end|><|user|>1:a<|assistant|>",
+            "<|user|><|assistant|>a<|end|><|user|>1:a<|assistant|>",
+        ],
+        ["<|user|><|assistant|>a<|end|><|user|>1:a<|assistant|>bb<|end|><|user|>2:bb<|assistant|>"],
+    ]
+    found = [(one.status, one.turns, one.reward, one.text) for one in (short, long, endless)]
+    assert found == [("stop", 1, 1.0, "a"), ("stop", 2, 3.0, "bb"), ("turns", 3, 6.0, "ccc")]
+    (sample,) = long.samples
+    assert tokenizer.decode(sample.token_ids) == "<|user|>y<|assistant|>a<|end|><|user|>1:a<|assistant|>bb<|end|>"
+    assert tokenizer.decode(sample.token_ids[sample.mask > 0]) == "a<|end|>bb<|end|>" and long.length == 5
+    assert [message["content"] for message in endless.messages] == ["", "a", "1:a", "bb", "2:bb", "ccc", "3:ccc"]
+
+
+def test_every_draw_is_keyed_by_its_turn(player, tokenizer):
+    """In the first turn as in an episode of a single turn. Episodes of one prompt share the seed of the environment."""
+    policy = Policy(tokenizer, "a", "b")
+    played = play(player, policy, attempts({"shows_seed": True}, n=2))
+    assert policy.seeds == [[request_seed(3, 5, "0:0", j, turn) for j in range(2)] for turn in range(2)]
+    assert len({seed for seeds in policy.seeds for seed in seeds}) == 4
+    single = Policy(tokenizer, "a")
+    cfg = Config()
+    cfg.trainer.seed = 3
+    SingleTurn(cfg, tokenizer).play([Attempt({}, (65,), "0:0", 5, j) for j in range(2)], single, contextlib.nullcontext)
+    assert single.seeds[0] == policy.seeds[0]
+    assert [one.messages[0]["content"] for one in played] == [str(environment_seed(3, "0:0"))] * 2
+
+
+def test_a_reply_that_is_cut_is_the_last_one(player, tokenizer):
+    (one,) = play(player, Policy(tokenizer, "a", "bb…"), attempts({"turns": 9}))
+    assert (one.status, one.turns, one.reward) == ("length", 2, 3.0)
+
+
+def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer):
+    with player_of(tokenizer, max_prompt_tokens=15) as player:
+        policy = Policy(tokenizer, "abc", "defgh")
+        (one,) = play(player, policy, attempts({"turns": 9}))
+        assert (one.status, one.turns, one.reward, one.text) == ("length", 2, 8.0, "defgh")
+        assert max(len(tokenizer.encode(text)) for asked in policy.asked for text in asked) <= 15
+        with pytest.raises(UserError, match="has first messages of 22 tokens; rollout.max_prompt_tokens is 15"):
+            play(player, Policy(tokenizer), attempts({"prompt": "x" * 20}))
+
+
+@pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2)])
+def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, at, turns, length):
+    policy = Policy(tokenizer, "a", "bb")
+    failed, good = play(player, policy, attempts({"do": "raise", "at": at}, {"prompt": "y"}))
+    assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
+    assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
+    assert (good.status, good.reward) == ("stop", 3.0)
+    assert report_failures([failed, good]) == 1
+
+
+def test_a_lost_environment_leaves_no_trace_in_its_episode(player, tokenizer, tmp_path):
+    lost = play(player, Policy(tokenizer, "a", "bb"), attempts({"do": "die", "at": 1, "once": f"{tmp_path}/x"}))
+    plain = play(player, Policy(tokenizer, "a", "bb"), attempts({}))
+    assert (tmp_path / "x").exists()
+    assert [(p.reward, p.status, p.messages, p.samples[0].token_ids.tolist()) for p in lost] == [
+        (p.reward, p.status, p.messages, p.samples[0].token_ids.tolist()) for p in plain
+    ]
+
+
+def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
+    bad, good = {"do": "raise", "at": 1}, {"turns": 1}
+    with player_of(tokenizer, max_failure_frac=0.5) as player:
+        play(player, Policy(tokenizer, "a"), attempts(bad, good))
+        with pytest.raises(
+            UserError, match=r"environment.name=.*Echo: 2 of 3 episodes have failed, more than "
+            r"environment.max_failure_frac=0.5 allows; the first: step raised RuntimeError: it broke"
+        ):  # fmt: skip
+            play(player, Policy(tokenizer, "a"), attempts(bad, good, bad))
+
+
+def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
+    rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
+    with player_of(tokenizer, name="trainer.environments.tries:Tries", options={"tries": 2}) as player:
+        right, wrong = play(player, Policy(tokenizer, "bx", "cba"), attempts(*rows[:1], rows[1]))
+        assert (right.status, right.turns, right.reward) == ("stop", 2, 1.0)
+        assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)
+        (worse,) = play(player, Policy(tokenizer, "cb", ""), attempts(rows[0]))
+        assert (worse.turns, worse.reward) == (2, pytest.approx(0.8))
