@@ -47,7 +47,8 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
     """
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    with _open_directory(cfg) as directory:
+    with RunDirectory(cfg).open() as directory:
+        record_start(t.run_dir, cfg)
         _check_inputs(cfg)
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
             LOG.info(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
@@ -66,7 +67,8 @@ def train_supervised(cfg: Config, device: str) -> None:
     """A supervised run: from `model.path`, or from the embedded model with random weights."""
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    with _open_directory(cfg, supervised=True) as directory:
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        record_start(t.run_dir, cfg)
         check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
         if _is_finished(directory, cfg.sft.steps, exported=True):
             LOG.info(f"finished step {cfg.sft.steps} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
@@ -119,13 +121,6 @@ def supervised_trainer(
     with stage("loading the model into the ranks"):
         learner.build(path)
     return Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
-
-
-def _open_directory(cfg: Config, supervised: bool = False) -> RunDirectory:
-    with stage("looking for a checkpoint to resume from"):
-        directory = RunDirectory(cfg, supervised).open()
-    record_start(cfg.trainer.run_dir, cfg)
-    return directory
 
 
 def _cluster(cfg: Config, device: str) -> Cluster:

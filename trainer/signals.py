@@ -147,7 +147,10 @@ class Signals:
         if error is self.raised:
             return None
         if self.raised is None and self.first and isinstance(error, WorkerError):
-            self.raised = Stopped(f"stopped by {self.first} in the middle of a step ({error}); {_AGAIN}")
+            if self._steps == "inside":
+                self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {_AGAIN}")
+            else:
+                self.raised = self._exception()
         return self.raised
 
     def _wants_to_stop(self) -> bool:

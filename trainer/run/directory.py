@@ -21,6 +21,7 @@ from trainer.run.claim import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
 from trainer.run.starts import LOG_NAME
 from trainer.signals import Stopped
+from trainer.stages import stage
 
 LOG = logging.getLogger(__name__)
 _SETTLE_S = 60.0
@@ -65,14 +66,15 @@ class RunDirectory:
                 cannot be used under this config; or `metrics.jsonl` lacks lines that the run has logged.
         """
         try:
-            self.claim.acquire(wait)
-            LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
-            self.checkpoints.clean_up()
-            self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
-            self.lineage = lineage.read(self.cfg.trainer.run_dir)
-            if self.resume is not None and not self.resume.restore.fork:
-                self._complete_record(self.resume)
-            self._check_metrics()
+            with stage("looking for a checkpoint to resume from"):
+                self.claim.acquire(wait)
+                LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
+                self.checkpoints.clean_up()
+                self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
+                self.lineage = lineage.read(self.cfg.trainer.run_dir)
+                if self.resume is not None and not self.resume.restore.fork:
+                    self._complete_record(self.resume)
+                self._check_metrics()
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,48 @@
+"""A job that gets a signal at one moment after another."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.jobs import comparable, metrics
+from tests.support.signalled_jobs import WAYS, ForkedJobs
+
+MOMENTS = [
+    ("start", 0.0),
+    ("start", 0.2),
+    ("start", 0.6),
+    ("looking for a checkpoint to resume from", 0.0),
+    ("reading the data", 0.0),
+    ("loading the model into the ranks", 0.0),
+    ("loading the model into the ranks", 0.3),
+    ("starting what generates and rewards", 0.0),
+    ("starting what generates and rewards", 0.5),
+    ("evaluating the start weights", 0.0),
+    ("step 1/3", 0.0),
+    ("step 2/3", 0.0),
+    ("finished step 3", 0.0),
+]
+"""In the order of a run, which continues after each of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_at_any_moment_ends_with_75_one_sentence_and_nothing_left(tmp_path):
+    with ForkedJobs(tmp_path) as jobs:
+        for (moment, delay_s), way in zip(MOMENTS, itertools.cycle(WAYS)):
+            status, output = jobs.run(moment, delay_s, way)
+            where = f"{way} {delay_s} s after {moment!r}: {output}"
+            if status != 0 or "finished step 3" not in output:  # a run that is hit at its last instant has finished
+                assert status == 75, where
+                last_line = output.strip().splitlines()[-1]
+                assert last_line.startswith("stopped ") and output.count("stopped ") == 1, where
+                assert "the same command with trainer.resume_mode=latest continues" in last_line, where
+                if moment != "start":
+                    assert (tmp_path / "run/log.txt").read_text().endswith(f" {last_line}\n"), where
+            assert "Traceback" not in output and "Exception ignored" not in output, where
+            assert not (tmp_path / "run/.lock").exists(), where
+        status, output = jobs.run()
+        assert status == 0 and "finished step 3" in output, output
+        assert [row["step"] for row in comparable(metrics(tmp_path / "run"))] == [0, 1, 2, 3]
