@@ -1,1 +1,1 @@
-"""The processes of a job: on Ray, or without it (`local`). The one room that imports Ray."""
+"""Start and call the processes of a job, on Ray or without it (`local`). Only this room imports Ray."""

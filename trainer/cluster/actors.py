@@ -14,7 +14,7 @@ from trainer.errors import WorkerError, one_line
 
 
 class _Host:
-    """An actor that hosts one object of any class. Calls, calls aside and pulses have a thread each."""
+    """An actor that hosts one object of any class. Each of the channels call, aside and pulse has its own thread."""
 
     def __init__(self, factory: Callable[..., Any], args: tuple):
         prepare_process(ray.util.get_node_ip_address())
@@ -25,23 +25,23 @@ class _Host:
 
     @ray.method(concurrency_group="aside")
     def aside(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run `method` beside other calls."""
+        """Run `method` at the same time as other calls."""
         return getattr(self._object, method)(*args, **kwargs)
 
     @ray.method(concurrency_group="pulse")
     def pulse(self, _: str) -> str:
-        """Answer at any time, also during a call; returns what this process is."""
+        """Return the id and the node of this process. Answers during a call too."""
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def where(self, _: str) -> dict[str, Any]:
-        """Node address and GPU ids of this actor."""
+        """Return the address and the id of the node, and the GPU ids of this actor."""
         context = ray.get_runtime_context()
         gpus = [str(i) for i in ray.get_gpu_ids()]
         return {"host": ray.util.get_node_ip_address(), "node": context.get_node_id(), "gpus": gpus}
 
 
 class _Actors:
-    """See `trainer.cluster.groups.Backend`. A ticket is a reference to an object of Ray's."""
+    """Implements `trainer.cluster.groups.Backend`. A ticket is a Ray object reference."""
 
     def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         return getattr(process, channel).remote(method, *args, **kwargs)
@@ -67,7 +67,7 @@ def launch_actors(
     env: dict[str, str],
     patience: Patience,
 ) -> Group:
-    """Start one actor for each entry of `member_args`, with these Ray `options`; returns at once."""
+    """Start one actor for each entry of `member_args`, with these Ray `options`. Does not wait for the actors."""
     remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1, "pulse": 1})(_Host)
     actors = []
     for args, extra in zip(member_args, options, strict=True):
@@ -78,7 +78,7 @@ def launch_actors(
 
 
 def _as_itself(error: RayError, name: str) -> Exception:
-    """The exception that a member raised, in place of Ray's around it; for a dead member, what is known of its end."""
+    """Return the exception that a member raised, without the Ray exception around it; for a dead member, the reason."""
     if isinstance(error, RayTaskError):
         return failure_of(error.cause, name, str(error))
     if isinstance(error, RayActorError) and error.actor_init_failed:  # the text holds its traceback

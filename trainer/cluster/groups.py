@@ -1,4 +1,4 @@
-"""Groups of processes that are called together and fail together, whether Ray or `LocalCluster` has started them."""
+"""Groups of processes that are called together and fail together. Ray or `LocalCluster` starts them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainer.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
-# How long to listen to the other members once one has failed: when a rank dies, its peers fail too, with
-# a closed connection, and may be heard first. The user should read the cause, not an echo of it.
+# How long to wait for the other members after one has failed. When a rank dies, the other ranks fail too, because their
+# connections close, and their errors may arrive first. The user should read the cause, not its effects.
 _ECHO_S = 2.0
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
-_LOOK_S = 0.5  # between two looks at signals, at the cluster and at the members' pulses, while a call runs
+_LOOK_S = 0.5  # between two checks of signals, of the cluster and of the members' pulses, while a call runs
 _PULSE_S = 2.0  # between two pulses
-_SAY_S = 20.0  # silence after which the user is told
-_SAY_START_S = 300.0  # time to start after which the user is told; an engine may compile for minutes
+_SAY_S = 20.0  # silence after which a warning is logged
+_SAY_START_S = 300.0  # start-up time after which a warning is logged; an engine may compile for minutes
 _LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
 
 
@@ -36,7 +36,7 @@ class Cluster(Protocol):
     device: str
     """`cuda` or `cpu`."""
     object_store_bytes: int
-    """Shared memory that stored values may come to take."""
+    """Shared memory that stored values may use, in bytes."""
 
     def __enter__(self) -> Self: ...
 
@@ -47,55 +47,55 @@ class Cluster(Protocol):
         ...
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Begin to start `trainer.num_workers` processes, which host `factory(rank, world_size, device)`."""
+        """Start `trainer.num_workers` processes, which host `factory(rank, world_size, device)`. Does not wait."""
         ...
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
-        """Begin to start `rollout.num_engines` processes, which host `factory(*args)`.
+        """Start `rollout.num_engines` processes, which host `factory(*args)`. Does not wait.
 
-        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as many
-        ranks.
+        On GPUs, each engine gets `tensor_parallel_size` GPUs of its own or, with `rollout.share_gpus`, the GPUs of
+        that many ranks.
         """
         ...
 
     def put(self, value: Any) -> Any:
-        """Store `value` as it is now; members get the value in place of the reference that this returns."""
+        """Store a copy of `value` and return a reference. In a call, members get the value instead of the reference."""
         ...
 
     def meeting_place(self, group: Group, port: int = 0) -> str:
-        """Return where the members of a process group whose first rank is that of `group` find each other.
+        """Return the address at which the members of a process group meet. The first rank of `group` is its first rank.
 
         Args:
-            port: on that rank's machine; 0: a free one, or no port at all where all members are on this machine.
+            port: port on the machine of that rank. 0: a free port, or a file if all members are on this machine.
         """
         ...
 
     def release(self, group: Group) -> None:
-        """End the group's processes and give back their place."""
+        """End the processes of the group and free their resources."""
         ...
 
 
 class Backend(Protocol):
-    """How calls reach the processes of a cluster. A ticket stands for one call under way."""
+    """Sends calls to the processes of a cluster. A ticket stands for one running call."""
 
     def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Begin a call and return its ticket. Calls on different channels run beside each other.
+        """Begin a call and return its ticket. Calls on different channels run at the same time.
 
         Args:
-            channel: `call` and `aside` run `method` of the object that the process hosts; `pulse` returns what the
-                process is, as soon as its object is built; `where` returns its host, its node and its GPU ids.
+            channel: `call` and `aside` run `method` of the object that the process hosts. `pulse` returns the id and
+                the node of the process, once its object is built. `where` returns its host, its node and its GPU ids.
         """
         ...
 
     def wait(self, tickets: list[Any], timeout_s: float) -> list[Any]:
-        """Wait until a call is done, for at most `timeout_s`; returns the tickets that are done."""
+        """Wait at most `timeout_s` until a call is done. Return the tickets of the calls that are done."""
         ...
 
     def take(self, ticket: Any, name: str) -> Any:
         """Return the result of a call that is done, or raise the exception that the user should see.
 
         Args:
-            name: of the member that was called, for messages.
+            name: name of the member, for messages.
         """
         ...
 
@@ -109,14 +109,14 @@ class Patience:
     """How long the driver waits for processes."""
 
     silence_s: float
-    """A process that answers no pulse for so long counts as dead."""
+    """Seconds without an answer to a pulse after which a process counts as dead."""
     call_s: float
-    """Longest time that one call may take."""
+    """Longest time that one call may take, in seconds."""
     lost: Callable[[], str | None] = lambda: None
-    """Which part of the cluster itself has died, if one has."""
+    """Returns the name of a part of the cluster that has died; None: all parts run."""
 
     def check_cluster(self) -> None:
-        """Check that all of the cluster is there. Without a part of it, a call of Ray may hang, or end this process.
+        """Check that all parts of the cluster run. Otherwise a call of Ray could hang or end this process.
 
         Raises:
             WorkerError: a part has died.
@@ -126,13 +126,13 @@ class Patience:
 
 
 class _Member:
-    """One process as the driver sees it, and whether it still answers. The loop and a save both ask."""
+    """One process, and whether it still answers. The loop and the thread of a save both use it."""
 
     def __init__(self, name: str, process: Any, backend: Backend):
         self.name = name
         self.process = process
         self._backend = backend
-        # Under way, from the beginning: its answer tells when the process has started.
+        # The first pulse begins now: its answer tells that the process has started.
         self._pulse: Any = self._begin_pulse()
         self._asked = time.monotonic()
         self._who: str | None = None
@@ -143,7 +143,7 @@ class _Member:
         return f"{self.name} ({self._who})" if self._who else self.name
 
     def silence_s(self) -> float:
-        """Seconds that a pulse has been without an answer; 0 while the process starts."""
+        """Return the seconds that a pulse has waited for its answer; 0 while the process starts."""
         with self._lock:
             now = time.monotonic()
             if self._pulse is not None and self._backend.wait([self._pulse], 0):
@@ -159,7 +159,7 @@ class _Member:
         try:
             self._who = self._backend.take(self._pulse, self.name)
         except Exception:
-            pass  # it died: the call under way says so
+            pass  # it died: the running call raises the reason
         else:
             if self._said:
                 LOG.warning("%s answers now", self)
@@ -167,28 +167,28 @@ class _Member:
 
     @property
     def starts(self) -> bool:
-        """It has not answered yet: until it has loaded what it hosts, it cannot."""
+        """Whether it has not answered yet. It cannot answer until it has built its object."""
         return self._who is None
 
     def say_silent(self, silence_s: float, limit_s: float) -> None:
-        """Tell the user, once for each silence."""
+        """Log a warning, once for each silence."""
         if not self._said:
             self._said = True
-            LOG.warning("%s does not answer since %.0f s; the job ends after %g s of silence", self, silence_s, limit_s)
+            LOG.warning("%s has not answered for %.0f s; the job ends after %g s of silence", self, silence_s, limit_s)
 
     def say_starting(self, elapsed_s: float, limit_s: float) -> None:
-        """Tell the user, once."""
+        """Log a warning, once."""
         if not self._said:
             self._said = True
             LOG.warning("%s has not started after %.0f s; the job ends after %g s", self, elapsed_s, limit_s)
 
 
 class Group:
-    """Processes of one kind. A call goes to all members; the first failure is raised as itself.
+    """Processes of one kind. A call goes to all members, and the cause of a failure is raised unchanged.
 
     Args:
-        name: what messages call a member, before its number.
-        processes: as `backend` knows them.
+        name: name of a member in messages, before its number.
+        processes: the processes, in the form that `backend` uses.
     """
 
     def __init__(self, name: str, processes: Sequence[Any], backend: Backend, patience: Patience):
@@ -201,27 +201,27 @@ class Group:
         return len(self._members)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on all members with the same arguments; results in member order."""
+        """Call `method` on all members with the same arguments. Return the results in the order of the members."""
         return self.start(method, *args, **kwargs).result()
 
     def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
-        """Call `method` on all members, each with its own arguments."""
+        """Call `method` on all members, each with its own arguments. Return the results in the order of the members."""
         return self._begin("call", method, list(zip(self._members, args, strict=True)), {}).result()
 
     def call_one(self, member: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` on one member."""
+        """Call `method` on one member and return the result."""
         return self._begin("call", method, [(self._members[member], args)], kwargs).result()[0]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """Begin calling `method` on all members; `result()` of the returned object waits for it."""
+        """Begin to call `method` on all members. `result()` of the returned object waits for the results."""
         return self._begin("call", method, [(member, args) for member in self._members], kwargs)
 
     def start_aside(self, method: str) -> Pending:
-        """Begin `method` on all members, on a thread beside the one that other calls share."""
+        """Begin to call `method` on all members, at the same time as other calls."""
         return self._begin("aside", method, [(member, ()) for member in self._members], {})
 
     def where(self) -> list[dict[str, Any]]:
-        """Host, node id and GPU ids of each member."""
+        """Return host, node id and GPU ids of each member."""
         return self._begin("where", "", [(member, ()) for member in self._members], {}).result()
 
     def kill(self) -> None:
@@ -240,10 +240,10 @@ class Group:
 
 
 class Pending:
-    """Calls under way on the members of a group.
+    """Running calls of the members of a group.
 
     Args:
-        aside: the result is awaited beside the loop, which hears a request to stop by itself.
+        aside: another thread than the loop waits for the result. The loop itself handles a request to stop.
     """
 
     def __init__(
@@ -256,15 +256,17 @@ class Pending:
         self._aside = aside
 
     def result(self) -> list[Any]:
-        """Wait for all members; results in member order.
+        """Wait for all members. Return the results in the order of the members.
+
+        A failure is raised within seconds, without waiting for the other members.
 
         Raises:
-            the exception of the member that failed, with its rank in a note, within seconds of the failure
-            and without waiting for the others; WorkerError: a member's process died, does not answer, or the call
-            takes too long, or the cluster died; Stopped: a signal asks to stop, and a member does not answer.
+            Exception: the exception of the member that failed, with the name of the member in a note.
+            WorkerError: the process of a member died or does not answer, the call takes too long, or the cluster died.
+            Stopped: a signal asks to stop, and a member does not answer.
         """
         started = time.monotonic()
-        deadline = float("inf")  # of the echoes, once a member has failed
+        deadline = float("inf")  # set once a member has failed
         results: dict[int, Any] = {}
         waiting = {ticket: i for i, ticket in enumerate(self._tickets)}
         failures: list[Exception] = []
@@ -286,7 +288,7 @@ class Pending:
         return [results[i] for i in range(len(self._tickets))]
 
     def _look(self, members: Sequence[_Member], elapsed_s: float) -> None:
-        """While nothing comes: does the cluster live, does everybody answer, is it taking too long?"""
+        """Check that the cluster runs, that the members answer, and that the call does not take too long."""
         patience = self._patience
         patience.check_cluster()
         for member in members:
@@ -314,12 +316,15 @@ class Pending:
 
 
 def prepare_process(address: str) -> None:
-    """Prepare this process to host a member. `address` is that of its node.
+    """Prepare this process to host a member.
 
-    Output never ends the process, and its process groups stay on the network interface that has `address`. What
-    the user has set stays.
+    Output that cannot be written does not end the process. Its process groups use the network interface that has
+    `address`, unless the user has set another one.
+
+    Args:
+        address: address of this node.
     """
-    guard_output()  # of the user's functions too
+    guard_output()  # user functions print too
     show_messages()
     for name, entries in psutil.net_if_addrs().items():
         if address in (entry.address for entry in entries):
@@ -332,7 +337,7 @@ def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
     """Return the exception to raise in the driver for `cause`, which the member `name` raised.
 
     Args:
-        trace: the member's own traceback as text.
+        trace: traceback of the member as text.
     """
     if isinstance(cause, UserError):
         return cause
@@ -349,7 +354,7 @@ def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
 
 
 def _cause_priority(error: Exception) -> int:
-    """Causes sort before echoes: what the user did, what a member raised, a death, a broken connection."""
+    """Return a sort key: errors of the user, exceptions of members, dead processes, broken connections."""
     if isinstance(error, UserError):
         return 0
     if isinstance(error, WorkerError):

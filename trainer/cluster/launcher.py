@@ -1,8 +1,8 @@
 """The process that forks the members of a `LocalCluster`, and what each member runs.
 
-A driver, the launcher and a member talk through socket pairs, so that the end of one is seen by the others. The
-launcher ends all members, and all that they have started, when the driver ends, however it ends; a member ends when
-its launcher does.
+The driver, the launcher and the members are connected by socket pairs, so each of them notices the end of another.
+When the driver ends, for whatever reason, the launcher ends all members and all processes that they have started. A
+member ends when its launcher ends.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from trainer.signals import HANDLED
 
 HOST = "127.0.0.1"
 BUILD = 0
-"""Number of the answer that tells that the object of a member could not be built."""
+"""Number of the answer that says that the object of a member could not be built."""
 _CLOSE_S = 20.0
 
 
 class Launcher:
-    """A process that forks members on request: a new interpreter in a session of its own. A context manager.
+    """A process that forks members: a new interpreter in a session of its own. A context manager.
 
-    Signals to the driver's process group, such as Ctrl-C, do not reach it and the members.
+    Signals to the process group of the driver, such as Ctrl-C, do not reach the launcher and the members.
 
     Args:
-        preload: modules that it imports before it forks the first member. Without any, each member imports what it
-            needs by itself, under its own environment.
+        preload: modules that the launcher imports before it forks the first member. Without them, each member does its
+            imports itself, with its own environment.
     """
 
     def __init__(self, preload: Sequence[str] = ()):
@@ -61,21 +61,21 @@ class Launcher:
         )
 
     def start(self, name: str, env: dict[str, str]) -> Connection:
-        """Begin to fork a member, which serves the connection that this returns (see `_Host`).
+        """Begin to fork a member. Return the connection that the member serves (see `_Host`).
 
         Args:
-            name: for `end`; no other member has it.
-            env: is added to the environment that this process has now.
+            name: unique name of the member, for `end`.
+            env: environment variables to add to the environment of this process.
         """
         link, its_end = _pair()
-        with its_end, contextlib.suppress(OSError):  # if the launcher has died, the connection ends
+        with its_end, contextlib.suppress(OSError):  # if the launcher has died, the connection closes
             self._link.send(("start", name, {**os.environ, **env}, os.getcwd()))
             send_handle(self._link, its_end.fileno(), self._process.pid)
         return link
 
     def end(self, name: str) -> None:
-        """Kill a member and all that it has started, and wait for their end."""
-        with contextlib.suppress(OSError, EOFError):  # the launcher has died, and the members with it
+        """Kill a member and all processes that it has started, and wait for their end."""
+        with contextlib.suppress(OSError, EOFError):  # the launcher and its members have died
             self._link.send(("end", name))
             self._link.recv()
 
@@ -84,7 +84,7 @@ class Launcher:
         return is_running(self._process)
 
     def close(self) -> None:
-        """End the launcher, all members and all that they have started, and wait for their end."""
+        """End the launcher, all members and all processes that they have started, and wait for their end."""
         self._link.close()
         try:
             self._process.wait(_CLOSE_S)
@@ -100,10 +100,10 @@ class Launcher:
 
 
 class ForkedLauncher(Launcher):
-    """A launcher that is a fork of this process, which must have no threads yet, and stays in its process group.
+    """A launcher that is a fork of this process and stays in its process group.
 
-    What this process has imported, no member imports again. For tests, which start many jobs and kill each with one
-    signal.
+    This process must have no threads yet. Members need not import the modules that this process has imported. For
+    tests, which start many jobs and kill each with one signal.
     """
 
     def _start(self, its_end: Connection, preload: Sequence[str]) -> psutil.Process:
@@ -117,10 +117,10 @@ class ForkedLauncher(Launcher):
 
 
 def run_launcher(descriptor: int, preload: Sequence[str]) -> NoReturn:
-    """Fork members until the driver closes its end of the connection, or dies; then end them all.
+    """Fork members until the driver closes its end of the connection or dies. Then end all members.
 
     Args:
-        descriptor: of the connection to the driver.
+        descriptor: file descriptor of the connection to the driver.
     """
 
     def end(*_: object) -> NoReturn:
@@ -188,9 +188,9 @@ def _run_member(driver: Connection, launcher: int, environment: dict[str, str], 
 
 
 class _Host:
-    """Hosts one object. Calls, calls aside and pulses have a thread each, and a fourth one reads.
+    """Hosts one object. Each of the channels call, aside and pulse has its own thread, and a fourth thread reads.
 
-    The first message is `(factory, args, where)`. Others are `(number, channel, payload)`; each is answered by
+    The first message is `(factory, args, where)`. Each later message is `(number, channel, payload)`, and its answer is
     `(number, has_failed, payload)`. A payload is the pickle of `(method, args, kwargs)`, of a result, or of an
     exception and its traceback as text.
     """
@@ -201,13 +201,13 @@ class _Host:
         self._calls: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in ("call", "aside", "pulse")}
 
     def run(self) -> NoReturn:
-        """Build the object, then serve calls; this process ends when the driver closes the connection."""
+        """Build the object, then serve calls. This process ends when the driver closes the connection."""
         message = self._driver.recv_bytes()
         threading.Thread(target=self._read, daemon=True).start()
         try:
             factory, args, self._where = pickle.loads(message)
             prepare_process(HOST)
-            sys.stdout.reconfigure(line_buffering=True)  # this process will not flush it at its end
+            sys.stdout.reconfigure(line_buffering=True)  # this process ends without a flush
             self._object = factory(*args)
         except BaseException as error:
             self._answer(BUILD, True, _packed(error))
@@ -240,7 +240,7 @@ class _Host:
             self._driver.send((number, has_failed, payload))
 
     def say(self) -> str:
-        """Return what this process is."""
+        """Return the id and the node of this process."""
         return f"process {os.getpid()} on {HOST}"
 
     def where(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _packed(error: BaseException) -> bytes:
     trace = traceback.format_exc()
     try:
         packed = pickle.dumps((error, trace))
-        pickle.loads(packed)  # an exception with arguments of its own may fail here
+        pickle.loads(packed)  # fails for some exceptions whose constructor takes other arguments
         return packed
     except Exception:
         return pickle.dumps((RuntimeError(describe_error(error)), trace))

@@ -1,4 +1,4 @@
-"""The groups of a job as plain processes of this machine, without Ray: for tests, and for debugging on a laptop."""
+"""The groups of a job as plain processes of this machine, without Ray. For tests and for debugging."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainer.signals import SIGNALS
 
 
 class LocalCluster:
-    """See `trainer.cluster.groups.Cluster`: `with LocalCluster(cfg, device) as cluster`.
+    """Implements `trainer.cluster.groups.Cluster`: `with LocalCluster(cfg, device) as cluster`.
 
-    What members are given, such as a factory, must be importable there.
+    Members must be able to import the factories and arguments that they get.
 
     Args:
         device: `cuda` or `cpu`.
-        launcher: starts the members and outlives the cluster; None: the cluster has one of its own.
+        launcher: a launcher that exists longer than the cluster. None: the cluster starts its own.
     """
 
     object_store_bytes = 0
@@ -39,7 +39,7 @@ class LocalCluster:
         self.cfg = cfg
         self.device = device
         self._shared_launcher = launcher
-        self._groups: list[tuple[Group, list[str]]] = []  # each with the GPUs that are its own
+        self._groups: list[tuple[Group, list[str]]] = []  # each group with the GPUs that belong to it alone
         self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
 
     def __enter__(self) -> LocalCluster:
@@ -63,17 +63,17 @@ class LocalCluster:
         return None if self._launcher.is_running else "the launcher of its processes"
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` processes `factory(rank, world_size, device)`, one GPU each."""
+        """Start `trainer.num_workers` processes that host `factory(rank, world_size, device)`, each with one GPU."""
         count = self.cfg.trainer.num_workers
         args = [(rank, count, self.device) for rank in range(count)]
         gpus = self._take_gpus(count)
         return self._launch(name, factory, args, env, gpus, 1, own=gpus)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
-        """Start `rollout.num_engines` processes `factory(*args)`.
+        """Start `rollout.num_engines` processes that host `factory(*args)`.
 
-        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as
-        many ranks.
+        On GPUs, each engine gets `tensor_parallel_size` GPUs of its own or, with `rollout.share_gpus`, the GPUs of
+        that many ranks.
         """
         rollout = self.cfg.rollout
         size, count = rollout.tensor_parallel_size, rollout.num_engines
@@ -84,21 +84,21 @@ class LocalCluster:
         return self._launch("engine", factory, [args] * count, env, gpus, size, own)
 
     def put(self, value: Any) -> Any:
-        """A reference to `value` as it is now, which is pickled once; members get the value."""
+        """Return a reference to a copy of `value`, which is pickled once. Members get the value."""
         return _Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def meeting_place(self, group: Group, port: int = 0) -> str:
-        """Where the members of a process group whose first rank is that of `group` find each other.
+        """Return the address at which the members of a process group meet. The first rank of `group` is its first rank.
 
         Args:
-            port: at which they meet; 0: no port at all.
+            port: port of the meeting. 0: they meet at a file.
         """
         if not port:
             return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
         return group.call_one(0, "find_address", HOST, port)
 
     def release(self, group: Group) -> None:
-        """End the group's processes, wait for their end, and give back their GPUs."""
+        """End the processes of the group, wait for their end, and free their GPUs."""
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
@@ -131,7 +131,7 @@ class LocalCluster:
 
 
 class _Stored:
-    """Pickles as the value whose pickle it holds."""
+    """Holds the pickle of a value. Its own pickle loads as that value."""
 
     def __init__(self, data: bytes):
         self._data = data
@@ -141,25 +141,25 @@ class _Stored:
 
 
 class _Process:
-    """The driver's end of a member (see `trainer.cluster.launcher._Host`)."""
+    """The connection of the driver to a member (see `trainer.cluster.launcher._Host`)."""
 
     def __init__(self, launcher: Launcher, env: dict[str, str], factory: Any, args: tuple, place: dict[str, Any]):
         self._launcher = launcher
         self._name = secrets.token_hex(4)
         self._link = launcher.start(self._name, env)
         message = pickle.dumps((factory, args, place))
-        with contextlib.suppress(OSError):  # the launcher has died: `_read` says so
+        with contextlib.suppress(OSError):  # the launcher has died: `_read` reports it
             self._link.send_bytes(message)
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._calls: dict[int, Future] = {}
         self._numbers = itertools.count(BUILD + 1)
         self._end: tuple[str, bytes] | None = None
-        """The outcome of all calls once the member has ended."""
+        """The outcome of all calls after the member has ended."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        """Begin a call. Its future has `(outcome, payload)`; it never has an exception."""
+        """Begin a call. The result of its future is `(outcome, payload)`, never an exception."""
         payload = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
         call: Future = Future()
         with self._state:
@@ -168,12 +168,12 @@ class _Process:
                 return call
             number = next(self._numbers)
             self._calls[number] = call
-        with self._sending, contextlib.suppress(OSError):  # the member has ended: `_read` says so
+        with self._sending, contextlib.suppress(OSError):  # the member has ended: `_read` reports it
             self._link.send((number, channel, payload))
         return call
 
     def kill(self) -> None:
-        """End the process, and all that it has started."""
+        """End the process and all processes that it has started."""
         self._launcher.end(self._name)
 
     def _read(self) -> None:
@@ -198,7 +198,7 @@ class _Process:
 
 
 class _Processes:
-    """See `trainer.cluster.groups.Backend`. A ticket is a future."""
+    """Implements `trainer.cluster.groups.Backend`. A ticket is a future."""
 
     def begin(self, process: _Process, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
         if channel in ("pulse", "where"):

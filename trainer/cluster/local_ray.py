@@ -1,11 +1,11 @@
-"""A Ray cluster on this machine for one run, closed to everybody else and gone with the run.
+"""A Ray cluster on this machine for one run. Other users cannot use it, and it ends with the run.
 
-A supervisor process (`trainer.cluster.supervisor`) starts Ray and waits. It has a session of its own, so that a
-signal to the driver's process group does not reach Ray. It ends when the driver closes the pipe between them, which
-also happens when the driver is killed, and then ends everything that Ray has started and removes Ray's files.
+A supervisor process (`trainer.cluster.supervisor`) starts Ray and waits. It has a session of its own, so a signal to
+the process group of the driver does not reach Ray. The supervisor reads a pipe. When the driver closes the pipe, or is
+killed, the supervisor ends all processes of Ray, removes Ray's files and ends.
 
-Ray executes what its clients send. So it listens on the loopback interface alone, every call must carry a random
-token of this run, and its sockets and logs are below a directory that only this user can enter.
+Ray executes the code that its clients send. So it listens on the loopback interface only, every call must carry a
+random token of this run, and its sockets and logs are in a directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _CLOSE_S = 20.0
 
 
 class LocalRay:
-    """Begin to start the cluster; `connect` waits for it. Whatever happens then, `close` ends it.
+    """Begins to start the cluster. `connect` waits for it, and `close` ends it at any time.
 
     Args:
         temporary: directory for temporary files (see `temporary_directory`).
         num_cpus: logical CPUs.
-        object_store_bytes: None: Ray's default.
+        object_store_bytes: size of the object store. None: Ray's default.
     """
 
     def __init__(self, temporary: str, num_cpus: int, object_store_bytes: int | None):
@@ -63,10 +63,10 @@ class LocalRay:
         self._is_closing = False
 
     def connect(self) -> str:
-        """Wait until Ray is up; returns the address at which the driver joins it.
+        """Wait until Ray runs. Return the address at which the driver joins it.
 
         Raises:
-            WorkerError: Ray does not start; the message holds Ray's reason.
+            WorkerError: Ray does not start. The message contains the reason that Ray gives.
         """
         answer = self._answer()
         if "error" in answer:
@@ -91,20 +91,20 @@ class LocalRay:
             os._exit(1)
 
     def lost(self) -> str | None:
-        """Which part of Ray has died; None: all of it is there."""
+        """Return the name of a part of Ray that has died; None: all parts run."""
         if self._supervisor.poll() is not None:
             return "supervisor"
         return next((name for name, process in self._daemons.items() if not is_running(process)), None)
 
     def close(self) -> None:
-        """End Ray and every process that it has started, and wait for their end."""
+        """End Ray and all processes that it has started, and wait for their end."""
         assert self._supervisor.stdin is not None
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._supervisor.stdin.write(supervisor.END)
             self._supervisor.stdin.close()
         if not self._daemons:
-            self._supervisor.send_signal(supervisor.END_SIGNAL)  # it still starts Ray, and does not look at the pipe
+            self._supervisor.send_signal(supervisor.END_SIGNAL)  # it is still starting Ray and does not read the pipe
         try:
             self._supervisor.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -120,7 +120,7 @@ class LocalRay:
         _follow_environment(False)
 
     def save_logs(self, target: str) -> None:
-        """Copy Ray's logs, which `close` removes, to the directory `target` in place of earlier ones."""
+        """Copy the logs of Ray, which `close` removes, to the directory `target`. Replaces earlier logs."""
         logs = os.path.join(self.directory, "ray", "session_latest", "logs")
         with contextlib.suppress(OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
@@ -138,7 +138,7 @@ class LocalRay:
 
 
 def _set_environment() -> dict[str, str | None]:
-    """Set what Ray reads in this process and all that it starts; returns the values that were there before."""
+    """Set the environment variables that Ray reads, here and in child processes. Return the previous values."""
     wanted = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -157,7 +157,7 @@ def _set_environment() -> dict[str, str | None]:
 
 
 def _follow_environment(local: bool) -> None:
-    """Make Ray in this process, which has been imported, follow the environment that `_set_environment` has set."""
+    """Make Ray, which this process has already imported, read the environment that `_set_environment` has set."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 
@@ -167,7 +167,7 @@ def _follow_environment(local: bool) -> None:
 
 
 def _silence() -> None:
-    """Drop the pages that Ray prints when a process dies: the job says it in one sentence, and keeps the logs."""
+    """Suppress the long text that Ray prints when a process dies. The job prints one sentence and keeps the logs."""
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *_, **__: None

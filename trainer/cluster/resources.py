@@ -1,4 +1,4 @@
-"""What a run needs of a cluster."""
+"""The number of processes and GPUs that a run needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trainer.errors import UserError
 
 
 def rank_groups(cfg: Config) -> int:
-    """Groups of rank processes: one that hosts all roles, or one for each role."""
+    """Return the number of groups of ranks: one that hosts all roles, or one for each role."""
     roles = 1 + cfg.has_critic + cfg.has_reference
     return 1 if cfg.trainer.colocate_roles else roles
 

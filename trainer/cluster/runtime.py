@@ -1,4 +1,4 @@
-"""Starting or joining Ray, and placing ranks and engines on it."""
+"""Start or join Ray, and place ranks and engines on it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trainer.signals import SIGNALS, Stopped
 from trainer.stages import stage
 
 _PLACEMENT_TIMEOUT_S = 60.0
-_LOOK_S = 0.5  # between two looks at signals while a place is awaited
+_LOOK_S = 0.5  # between two checks of signals while Ray places processes
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
-CPU_OBJECT_STORE_BYTES = 512 * 2**20  # a laptop's batches are small; Ray would take a third of its memory
+CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
 
 
 class RayCluster:
-    """Ray for one run: `with RayCluster(cfg, device) as cluster`. Whatever it started ends with it.
+    """Ray for one run: `with RayCluster(cfg, device) as cluster`. All processes that it has started end with it.
 
     Args:
         device: `cuda` or `cpu`.
@@ -47,7 +47,7 @@ class RayCluster:
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[Group, PlacementGroup | None]] = []
-        self._local: LocalRay | None = None  # where this job has started Ray
+        self._local: LocalRay | None = None  # None: another cluster is joined
         self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
 
     def __enter__(self) -> RayCluster:
@@ -57,7 +57,7 @@ class RayCluster:
                 slots = max(os.cpu_count() or 1, self._slots_needed())
                 directory = temporary_directory(CPU_OBJECT_STORE_BYTES)
                 store = CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None
-                with SIGNALS.held():  # a signal must find `_local` set: it says what to end
+                with SIGNALS.held():  # `__exit__` needs `_local` to end Ray
                     self._local = LocalRay(directory, slots, store)
                 with stage("starting Ray"):
                     address = self._local.connect()
@@ -86,14 +86,14 @@ class RayCluster:
         with SIGNALS.held():
             if not self._lost():
                 for group, _ in list(self._groups):
-                    # The cluster may be what failed; then its actors and placement groups went with it.
+                    # If the cluster itself has failed, its actors and placement groups are already gone.
                     with contextlib.suppress(RayError):
                         self.release(group)
             if self._local is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
                 self._local.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
             if self._local is not None:
-                # First, since this ends every process, and waits for that: whoever comes next may want their memory,
-                # above all on a GPU. Ray's own shutdown does not wait.
+                # Before `ray.shutdown`, which does not wait for the end of the processes: the next job may need their
+                # memory, above all on a GPU.
                 self._local.close()
             ray.shutdown()
 
@@ -102,17 +102,17 @@ class RayCluster:
         return part and f"Ray's {part}"
 
     def meeting_place(self, group: Group, port: int = 0) -> str:
-        """Where the members of a process group whose first rank is that of `group` find each other.
+        """Return the address at which the members of a process group meet. The first rank of `group` is its first rank.
 
         Args:
-            port: on that rank's machine; 0: a free one, or no port at all where all members are on this machine.
+            port: port on the machine of that rank. 0: a free port, or a file if all members are on this machine.
         """
         if self._local is not None and not port:
             return f"file://{self._local.directory}/store-{secrets.token_hex(8)}"
         return group.call_one(0, "find_address", group.where()[0]["host"], port)
 
     def release(self, group: Group) -> None:
-        """End the group's processes and give back their place."""
+        """End the processes of the group and free their resources."""
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
@@ -120,7 +120,7 @@ class RayCluster:
             remove_placement_group(entry[1])
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` actors `factory(rank, world_size, device)`, one GPU or CPU slot each."""
+        """Start `trainer.num_workers` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
         count = self.cfg.trainer.num_workers
         gpus = 1 if self.device == "cuda" else 0
         placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
@@ -136,10 +136,10 @@ class RayCluster:
         return self._keep(launch_actors(name, factory, args, options, env, self._patience), placement)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
-        """Start `rollout.num_engines` actors `factory(*args)`.
+        """Start `rollout.num_engines` actors that host `factory(*args)`.
 
-        On GPUs each engine gets `tensor_parallel_size` of its own or, with `rollout.share_gpus`, those of as
-        many ranks.
+        On GPUs, each engine gets `tensor_parallel_size` GPUs of its own or, with `rollout.share_gpus`, the GPUs of
+        that many ranks.
         """
         r = self.cfg.rollout
         if self.device == "cuda" and r.share_gpus:
@@ -159,7 +159,7 @@ class RayCluster:
         return self._keep(group, placement)
 
     def _colocated_options(self, ranks: Group) -> list[dict[str, Any]]:
-        """The ranks own their GPUs as far as Ray knows; an engine sees the same ones by their ids."""
+        """Return Ray options that let each engine see the GPUs of its ranks. For Ray, the GPUs belong to the ranks."""
         size, places = self.cfg.rollout.tensor_parallel_size, ranks.where()
         options = []
         for i in range(self.cfg.rollout.num_engines):
@@ -183,7 +183,7 @@ class RayCluster:
         return options
 
     def put(self, value: Any) -> Any:
-        """A reference to `value` in the object store; actors get the value, arrays without a copy.
+        """Store `value` in the object store and return a reference. Actors get the value, and arrays without a copy.
 
         Raises:
             WorkerError: Ray has died, or its object store is full.
@@ -193,7 +193,7 @@ class RayCluster:
             with SIGNALS.held():
                 return ray.put(value)
         except RayError as error:
-            self._patience.check_cluster()  # it may have died meanwhile
+            self._patience.check_cluster()  # it may have died since
             reason = f"Ray cannot store a batch: {one_line(str(error))}"
             raise WorkerError(f"{reason}; restart the job with the same command") from error
 
@@ -239,7 +239,7 @@ def _held() -> str:
 
 
 def _probe(address: str) -> None:
-    """Fail within seconds when nothing listens at `address`, or wants a token; Ray itself would retry for a minute."""
+    """Raise UserError if no cluster answers at `address`, or if it wants a token. Ray itself retries for a minute."""
     if address == "auto" or address.startswith("ray://"):
         return
     host, _, port = address.rpartition(":")

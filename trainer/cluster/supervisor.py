@@ -1,6 +1,6 @@
-"""The process that starts Ray for one run and ends everything that Ray has started (see `local_ray`).
+"""The process that starts Ray for one run and ends all processes of Ray (see `local_ray`).
 
-It runs as a script: nothing of `trainer` is imported, and nothing but Ray and psutil is needed.
+It runs as a script. It imports nothing of `trainer`, only Ray and psutil.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import psutil
 
 END = b"end"
-"""What the driver writes before it closes the pipe. A driver that is killed, or that Ray ends, does not."""
+"""The driver writes this before it closes the pipe. A driver that is killed, or that Ray ends, does not write it."""
 END_SIGNAL = signal.SIGUSR1
 """Ends the supervisor. Not SIGTERM: for a while Ray's C++ part has a handler for it, which aborts the process."""
 _PR_SET_PDEATHSIG = 1
@@ -25,13 +25,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Start Ray, tell the driver where it is, wait for the driver's end, and end everything."""
+    """Start Ray, send its address to the driver, wait for the end of the driver, and end all processes of Ray."""
     options = json.loads(sys.argv[1])
     directory = options.pop("directory")
     daemons: dict[str, int] = {}
 
     def end(*_: object) -> NoReturn:
-        # The handler itself does everything: an exception that it raised could get lost in a callback of a library.
+        # The handler does all the work itself, because an exception could get lost in a callback of a library.
         for number in (END_SIGNAL, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         _say_what_died(daemons)
@@ -40,7 +40,7 @@ def main() -> None:
         os._exit(0)  # Ray's own shutdown could wait for processes that are gone
 
     adopt_orphans()
-    # A process that the driver has forked may hold the pipe open; the driver's death is noticed all the same.
+    # A process that the driver has forked may hold the pipe open. So the kernel also signals the death of the driver.
     signal_on_death_of_parent(END_SIGNAL)
     for number in (END_SIGNAL, signal.SIGTERM):
         signal.signal(number, end)
@@ -81,7 +81,7 @@ def _tell(answer: dict[str, Any]) -> None:
 
 
 def _last_words_of_the_driver() -> bytes:
-    """Wait until the driver closes the pipe or dies; returns what it has written last."""
+    """Wait until the driver closes the pipe or dies. Return what it has written last."""
     words = b""
     while text := os.read(0, 1024):
         words = text
@@ -89,7 +89,7 @@ def _last_words_of_the_driver() -> bytes:
 
 
 def _say_what_died(daemons: dict[str, int]) -> None:
-    """Tell the user if Ray has ended the driver, which it does in C++ and without a word, because a daemon died."""
+    """Print a sentence if a daemon of Ray has died. Then Ray has ended the driver without a message."""
     for name, pid in daemons.items():
         if not psutil.pid_exists(pid) or not is_running(psutil.Process(pid)):
             text = f"error: Ray's {name} died, and the job with it; restart it with the same command\n"
@@ -98,12 +98,12 @@ def _say_what_died(daemons: dict[str, int]) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process's descendants leave behind when they die, so that it can be found."""
+    """Become the parent of processes whose parent dies, among the descendants of this process, to find them later."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_on_death_of_parent(number: signal.Signals) -> None:
-    """Let the kernel send this process a signal when the thread that has started it ends."""
+    """Let the kernel send a signal to this process when the thread that has started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -112,8 +112,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_descendants() -> None:
-    """Kill all that this process has started, and wait for their end."""
-    for _ in range(100):  # a process that is being killed may just have started another
+    """Kill all descendants of this process, and wait for their end."""
+    for _ in range(100):  # a process may have started another one just before its end
         children = [child for child in psutil.Process().children(recursive=True) if is_running(child)]
         if not children:
             return
@@ -122,7 +122,7 @@ def end_descendants() -> None:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether a process still runs. A zombie has ended, whoever should reap it."""
+    """Return whether a process still runs. A zombie has ended, even if its parent never reaps it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The directory in which Ray keeps its sockets, its logs and, where shared memory is small, its objects."""
+"""The directory in which Ray keeps its sockets, its logs and, if shared memory is small, its objects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SOCKET_BYTES = 107  # what Linux allows for the path of a socket
 
 
 def temporary_directory(object_store: int) -> str:
-    """Return the directory for temporary files, checked for what a Ray of our own needs there.
+    """Return the directory for temporary files, after checking that Ray can start there.
 
     Args:
-        object_store: bytes of Ray's object store. Where neither shared memory nor this directory has as much room, Ray
-            starts, and the job ends when the first large batch is stored.
+        object_store: size of Ray's object store in bytes. If neither shared memory nor this directory has that much
+            room, Ray starts all the same, and the job would end when the first large batch is stored.
 
     Raises:
         UserError: the directory cannot be written, its path is too long for a socket, or there is no room.
