@@ -153,3 +153,18 @@ def test_each_job_of_a_sweep_names_its_directory(tmp_path):
 def test_the_default_command_line_uses_the_same_path(tmp_path):
     done = run_job("trainer.colocate=false", cwd=tmp_path, small=False)
     assert done.returncode == 2 and "this key is now trainer.colocate_roles" in done.stderr
+
+
+def test_what_libraries_log_is_not_shown_unless_it_is_a_warning(tmp_path):
+    code = (
+        "import logging\n"
+        "from trainer.config.command_line import run_app\n"
+        "def job(cfg):\n"
+        "    logging.getLogger('matplotlib').info('generated new fontManager')\n"
+        "    logging.getLogger('matplotlib').warning('a font is missing')\n"
+        "run_app(job)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "a font is missing\n")
