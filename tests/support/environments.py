@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.environments import Message, Step
+from trainer.keyed import key
 
 
 def user(text: str) -> list[Message]:
@@ -105,6 +106,32 @@ class Wrong:
 
     def step(self, reply: Message) -> Any:
         return Step(**self._row["step"]) if isinstance(self._row["step"], dict) else self._row["step"]
+
+    def close(self) -> None:
+        pass
+
+
+class Hashed:
+    """Answers as a hash of row, seed and replies says.
+
+    Args:
+        crashes: a directory. Where given, each second prompt ends its process at its second call, once.
+    """
+
+    def __init__(self, crashes: str | None = None):
+        self._crashes = crashes
+
+    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._said: list[int | str] = [row["prompt"], seed]
+        return user(row["prompt"])
+
+    async def step(self, reply: Message) -> Step:
+        self._said.append(reply["content"])
+        drawn = key(*self._said)
+        await asyncio.sleep(drawn % 5 / 1000)
+        if self._crashes and key(self._said[0]) % 2 == 0 and first_time(f"{self._crashes}/{key(self._said[0])}"):
+            os._exit(7)
+        return Step(user(f"{drawn % 97}"), drawn % 11 / 10, drawn % 4 == 0)
 
     def close(self) -> None:
         pass

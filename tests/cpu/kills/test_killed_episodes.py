@@ -1,0 +1,72 @@
+"""Kill a job whose episodes have several turns, and its environments: the result is that of an undisturbed job."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.jobs import comparable, metrics
+from tests.support.killed_jobs import STEPS, KilledJobs
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
+OTHER_STOPS = list(range(60, 70))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A model that ends most of its replies; some of them in another stop token than its template writes."""
+    path = tmp_path_factory.mktemp("model")
+    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    build_tiny(size, str(path))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[model.config.eos_token_id] *= 60
+    model.save_pretrained(path)
+    config = json.loads((path / "generation_config.json").read_text())
+    config["eos_token_id"] = [config["eos_token_id"], *OTHER_STOPS]
+    (path / "generation_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
+    """Killed in a save, between saves and at random moments; half of its environments end their processes, too."""
+    base = (f"model.path={model}", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
+            "rollout.max_prompt_tokens=64", "logger.rollouts=true", "rollout.val_n=2")  # fmt: skip
+    jobs = KilledJobs()
+    started = time.monotonic()
+    assert jobs.run(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
+    seconds = time.monotonic() - started
+    rows = metrics(tmp_path / "whole")
+    assert max(row.get("episode/turns/mean", 0) for row in rows) > 1.5
+    assert rows[-1]["progress/samples"] > 2 * rows[-1]["progress/prompts"], "no episode has several samples"
+
+    (tmp_path / "crashes").mkdir()
+    job = (f"trainer.run_dir={tmp_path}/killed", *base, f"+environment.options.crashes={tmp_path}/crashes")
+    kills, moments = 0, random.Random("environments")
+    for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):
+        reached, moment = tmp_path / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
+        env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
+        kills += not jobs.run(
+            tmp_path / "killed.log", *job, env=env,
+            kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
+        )  # fmt: skip
+    assert jobs.run(tmp_path / "killed.log", *job)
+    jobs.close()
+    assert kills >= 2 and len(list((tmp_path / "crashes").iterdir())) > 2
+    assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
+    for name in (
+        f"exports/global_step_{STEPS}/policy/model.safetensors",
+        "rollouts/step_1.jsonl",
+        "rollouts/step_6.jsonl",
+    ):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert "resume verified" in Path(tmp_path / "killed.log").read_text()
