@@ -23,6 +23,8 @@ LOG = logging.getLogger(__name__)
 
 _TRIES = 2
 """So often may calls of one environment fail; then its episode has failed."""
+LOST_LIMITS = 30
+"""Failing calls may take this many times `environment.timeout_s` of each process in one round."""
 _STARTS = 3
 """This many processes in a row may die before they are ready; then the run fails."""
 _START_S = 600.0
@@ -135,6 +137,8 @@ class EnvironmentPool:
         self._config = config
         self._hosts: list[_Host] = []
         self._bad_starts = 0
+        self._lost_s = 0.0
+        """Time of the processes that went into calls that failed, in this round."""
         self._number = 0
         self._printed = PrintedText("environment")
 
@@ -153,17 +157,28 @@ class EnvironmentPool:
         Raises:
             WorkerError: the processes cannot start.
         """
-        self._bad_starts = 0
+        self._bad_starts, self._lost_s = 0, 0.0
+        limit_s = LOST_LIMITS * self._config.timeout_s * len(self._hosts)
         while waiting := [session for session in sessions if session.call() is not None]:
             for session in waiting:
+                if self._lost_s > limit_s:
+                    session.fail(
+                        "timeout",
+                        f"was not tried: failed calls had already taken {LOST_LIMITS} times environment.timeout_s for "
+                        "each process",
+                    )
                 self._give(session)
-            self._listen()
+            if any(host.calls or not host.ready for host in self._hosts):  # else there is nothing to wait for
+                self._listen()
         for host in self._hosts:
             self._printed.read(host)
         for line in self._printed.take():
             LOG.info(line)
 
     def _give(self, session: Session) -> None:
+        call = session.call()
+        if call is None:
+            return
         if session.host is None:
             self._number += 1
             session.host, session.number = min(self._hosts, key=lambda host: len(host.sessions)), self._number
@@ -173,7 +188,7 @@ class EnvironmentPool:
             return
         host.calls[number], host.since = None, time.monotonic()
         try:
-            host.send([number, *(session.call() or ())])
+            host.send([number, *call])
         except ProcessDied:
             self._lose(host, "failed", died=True)
 
@@ -222,6 +237,8 @@ class EnvironmentPool:
     def _answer(self, host: _Host, number: int, result: dict[str, Any]) -> None:
         session = host.sessions[number]
         closing = session.ended
+        if "failed" in result:
+            self._lost_s += (host.since - (host.calls[number] or host.since)) / len(host.calls)
         del host.calls[number]
         if closing:
             del host.sessions[number]
@@ -242,6 +259,9 @@ class EnvironmentPool:
         """
         under_way = [number for number, since in host.calls.items() if since is not None] or list(host.calls)
         suspects = [host.sessions[number] for number in under_way]
+        self._lost_s += max(
+            (time.monotonic() - since for since in host.calls.values() if since is not None), default=0.0
+        )
         sessions, host.sessions, host.calls = list(host.sessions.values()), {}, {}
         ending = host.end(died)
         self._printed.read(host)

@@ -115,6 +115,11 @@ MODEL_AND_DATA = [
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
     (["+data.generator_args.letters=3"], "data.generator_args.*min_letters"),
+    (["environment.name=guess"], "environment.name=guess: must be an import path package.module:Class"),
+    (
+        ["environment.name=guess:Guess", "algorithm.overlong_buffer=4"],
+        "algorithm.overlong_buffer=4: is for one completion",
+    ),
     (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
 ]
 SUPERVISED = [

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.datasets import check_files, load_prompts, read_examples, read_rows
+from trainer.data.datasets import check_files, load_prompts, load_rows, read_examples, read_rows
 from trainer.data.examples import load_train
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -51,6 +51,21 @@ def test_jsonl_rows_in_order(tmp_path):
         {"prompt": CHAT, "answer": "2", "row": {"prompt": CHAT, "answer": 2, "more": None}},
         {"prompt": "c", "answer": "3.5", "row": {"prompt": "c", "answer": 3.5}},
     ]
+
+
+def test_rows_for_an_environment_may_have_any_columns(tmp_path):
+    data = files(jsonl(tmp_path / "a.jsonl", {"below": 4}, {"x": [1]}, {"prompt": "c", "answer": "d"}), train_size=2)
+    check_files(data, validation=False, as_rows=True)
+    assert [(prompt.index, prompt.row) for prompt in load_rows(data, "train").prompts] == [
+        (0, {"below": 4}),
+        (1, {"x": [1]}),
+    ]
+    with pytest.raises(UserError, match="prompt"):
+        check_files(data, validation=False)
+    with pytest.raises(UserError, match="a.jsonl:1 must be an object"):
+        load_rows(files(jsonl(tmp_path / "a.jsonl", [1])), "train")
+    generated = load_rows(DataConfig(generator="reverse_text", train_size=3), "train").prompts
+    assert all(prompt.row["answer"] == prompt.row["prompt"][::-1] for prompt in generated)
 
 
 def test_parquet_rows_are_those_of_jsonl(tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 
+import numpy as np
 import pytest
 
 from tests.support.runs import OpenRun, settings
 from trainer.data.datasets import Prompt
-from trainer.data.rollouts import write_rollouts
+from trainer.data.rollouts import write_conversations, write_rollouts
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 
 
@@ -20,3 +23,14 @@ def test_a_job_that_lost_its_run_directory_publishes_no_rollouts(tmp_path):
         with pytest.raises(UserError, match="lost the run directory"):
             write_rollouts(str(tmp_path), 2, prompts, [], [], run.directory.check)
     assert os.listdir(tmp_path / "rollouts") == ["step_1.jsonl"]
+
+
+def test_episodes_of_several_turns_are_written_with_their_turns_and_tokens(tmp_path):
+    mask, logprobs = np.array([0, 1], np.float32), np.array([0, -0.5], np.float32)
+    samples = [Sample(np.array([7, 8]), mask, logprobs, (1, 1)), Sample(np.array([9, 10]), mask, logprobs, (1, 1))]
+    chat = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
+    write_conversations(str(tmp_path), 3, [Episode("0:1:0", "0:1", samples, 0.5, {}, "turns")], [chat])
+    tokens = [{"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5]} for ids in ([7, 8], [9, 10])]
+    assert json.loads((tmp_path / "rollouts/step_3.jsonl").read_text()) == {
+        "step": 3, "uid": "0:1", "messages": chat, "reward": 0.5, "finish_reason": "turns", "samples": tokens
+    }  # fmt: skip

@@ -158,6 +158,16 @@ def test_processes_that_cannot_start_end_the_run(code, reason, tmp_path, monkeyp
         pool.advance([Session({}, 0)])
 
 
+def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(monkeypatch):
+    monkeypatch.setattr("trainer.environments.pool.LOST_LIMITS", 1)
+    with pool_of("Echo", timeout_s=1.0) as pool:
+        sessions = play(pool, *[{"do": "hang", "at": 0}] * 20)
+        assert {session.status for session in sessions} == {"timeout"}
+        untried = [session for session in sessions if session.failure.startswith("was not tried: failed calls had")]
+        assert len(untried) >= 18
+        assert not play(pool, {})[0].failure  # the next round begins anew
+
+
 def test_nothing_is_left_when_the_pool_is_closed():
     with pool_of("Echo", num_processes=2) as pool:
         play(pool, {})
