@@ -144,10 +144,7 @@ def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) 
 
 
 def _encode_rollout(row: dict[str, Any], sft: SFTConfig) -> Sample:
-    prompt, completion = row["prompt_ids"], row["completion_ids"]
-    nothing = [0.0] * len(prompt)
-    logprobs = None if sft.max_weight is None else nothing + row["logprobs"]
-    return _sample(prompt + completion, nothing + [1.0] * len(completion), logprobs, sft.max_length)
+    return _sample(row["token_ids"], row["mask"], None if sft.max_weight is None else row["logprobs"], sft.max_length)
 
 
 def _sample(token_ids: list[int], mask: list[float], logprobs: list[float] | None, max_length: int) -> Sample:

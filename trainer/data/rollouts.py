@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -97,7 +98,9 @@ def write_conversations(
 def read_rollouts(
     file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rollouts of a file of `write_rollouts` that have at least `min_reward`.
+    """Return the rollouts of a file of `write_rollouts` that have at least `min_reward`: tokens, mask, log-probs.
+
+    Of episodes of several turns (see `write_conversations`), each sample is one.
 
     Args:
         vocab_size: of the model that learns from them.
@@ -107,29 +110,63 @@ def read_rollouts(
     """
     kept = []
     for where, row in read_rows(file, "data.train_files"):
-        if not _is_rollout(row):
+        samples = _samples(row)
+        if not samples:
             raise UserError(f"sft.source=rollouts: {where} is no rollout; logger.rollouts=true makes a run write them")
-        highest = max(row["prompt_ids"] + row["completion_ids"], default=0)
+        highest = max((token for sample in samples for token in sample["token_ids"]), default=0)
         if vocab_size is not None and highest >= vocab_size:
             raise UserError(
                 f"sft.source=rollouts: {where} holds token {highest}, and model.path knows "
                 f"{vocab_size}; it was written with another model"
             )
-        if tokenizer.decode(row["completion_ids"], skip_special_tokens=True) != row["completion"]:
+        said = [text for sample in samples for text in _replies(sample, tokenizer)]
+        texts = [row["completion"]] if "completion" in row else [message["content"] for message in row["messages"]]
+        if not all(text in texts for text in said):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         if min_reward is None or row["reward"] >= min_reward:
-            kept.append(row)
+            kept += samples
     return kept
+
+
+def _samples(row: Any) -> list[dict[str, Any]]:
+    """Return the samples of a line; none: it is no rollout."""
+    if not isinstance(row, dict) or not _is_number(row.get("reward")):
+        return []
+    if _is_rollout(row):
+        prompt, completion = row["prompt_ids"], row["completion_ids"]
+        nothing = [0.0] * len(prompt)
+        mask, logprobs = nothing + [1.0] * len(completion), nothing + row["logprobs"]
+        return [{"token_ids": prompt + completion, "mask": mask, "logprobs": logprobs}]
+    samples, messages = row.get("samples"), row.get("messages")
+    if not (isinstance(samples, list) and all(map(_is_sample, samples)) and isinstance(messages, list)):
+        return []
+    return samples if all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages) else []
+
+
+def _replies(sample: dict[str, Any], tokenizer: Any) -> list[str]:
+    """Return the text of each run of sampled tokens."""
+    runs = itertools.groupby(zip(sample["token_ids"], sample["mask"], strict=True), key=lambda pair: pair[1] > 0)
+    said = [[token for token, _ in run] for sampled, run in runs if sampled]
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+
+
+def _is_sample(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    parts = [value.get(name) for name in ("token_ids", "mask", "logprobs")]
+    return (
+        all(isinstance(part, list) and all(map(_is_number, part)) for part in parts)
+        and len({len(part) for part in parts}) == 1
+        and all(type(token) is int and token >= 0 for token in value["token_ids"])
+    )
 
 
 def _is_rollout(row: Any) -> bool:
     return (
-        isinstance(row, dict)
-        and all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
+        all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
         and isinstance(row.get("logprobs"), list)
         and len(row["logprobs"]) == len(row["completion_ids"])
         and all(map(_is_number, row["logprobs"]))
-        and _is_number(row.get("reward"))
         and isinstance(row.get("completion"), str)
     )
 

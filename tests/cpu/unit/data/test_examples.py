@@ -14,7 +14,7 @@ import pytest
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.data.examples import encode, load_train, load_val
-from trainer.data.rollouts import write_rollouts
+from trainer.data.rollouts import write_conversations, write_rollouts
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -147,6 +147,47 @@ def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_
         load_train(DataConfig(train_files=files, messages_key="chat", train_size=3), sft(weights=[1, 2]), tokenizer)
     with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must hold a list of chat messages"):
         load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
+
+
+def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
+    """Each sample is an example, in which the replies are learnt; a failed episode has nothing to learn."""
+
+    def sample(*parts: tuple[str, bool]) -> Sample:
+        ids = [(token, float(sampled)) for text, sampled in parts for token in tokenizer.encode(text)]
+        mask = np.asarray([sampled for _, sampled in ids], np.float32)
+        return Sample(np.asarray([token for token, _ in ids]), mask, -0.5 * mask, (3, 3))
+
+    start, again = ("<|user|>ab<|assistant|>", False), ("<|user|>?<|assistant|>", False)
+    two = [start, ("ab<|end|>", True), again, ("ba<|end|>", True)]
+    rendered_again = [("<|user|>ab<|assistant|>ab<|end|><|user|>??<|assistant|>", False), ("b<|end|>", True)]
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "?"}, {"role": "assistant", "content": "ba"}]  # fmt: skip
+    episodes = [
+        Episode("0:1:0", "0:1", [sample(*two)], 1.0),
+        Episode("0:1:1", "0:1", [sample(*two[:2]), sample(*rendered_again)], 0.5, {}, "turns"),
+        Episode("0:1:2", "0:1", [sample(("<|end|>", False))], 0.0, {}, "failed"),
+    ]
+    write_conversations(str(tmp_path), 5, episodes, [chat, [*chat[:3], {"role": "assistant", "content": "b"}], []])
+    file = tmp_path / "rollouts/step_5.jsonl"
+    data = DataConfig(train_files=[str(file)])
+    [part] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
+    assert [example.token_ids.tolist() for example in part] == [
+        sample.token_ids.tolist() for episode in episodes[:2] for sample in episode.samples
+    ]
+    assert [example.mask.sum() for example in part] == [6, 3, 2]
+    assert all((example.logprobs == -0.5 * example.mask).all() for example in part)
+    [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
+    assert len(right) == 1 and right[0].logprobs is None
+    row = json.loads(file.read_text().splitlines()[0])
+    for change, problem in (
+        ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is no rollout"),
+        ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is no rollout"),
+        ({"messages": [{"role": "user"}]}, "is no rollout"),
+        ({"messages": chat[:3]}, "another tokenizer"),
+    ):
+        file.write_text(json.dumps({**row, **change}) + "\n")
+        with pytest.raises(UserError, match=problem):
+            load_train(data, sft(source="rollouts"), tokenizer)
 
 
 def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
