@@ -13,8 +13,10 @@ from trainer.config import Config
 from trainer.config.command_line import run_app
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
+from trainer.metrics.best import find_best
 from trainer.metrics.names import METRICS
 from trainer.metrics.startup import StartUp
+from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.stages import stage
 
 
@@ -66,13 +68,21 @@ def _check_devices(cfg: Config, device: str) -> None:
         )
 
 
-def train(cfg: Config) -> None:
-    """Train with rollouts."""
+def train(cfg: Config) -> float | None:
+    """Train with rollouts. Returns the best value of `trainer.best_metric`; None if no step has measured it."""
     with StartUp(cfg.logger.progress):
         device = prepare(cfg)
         with stage("importing transformers"):
             from trainer.jobs import train_with_rollouts
         train_with_rollouts(cfg, device)
+    return best_value(cfg)
+
+
+def best_value(cfg: Config) -> float | None:
+    """Return the best value of `trainer.best_metric` in the log of the run; None if no step has measured it."""
+    t = cfg.trainer
+    best = find_best(read_metrics(os.path.join(t.run_dir, METRICS_FILE)), t.best_metric, t.best_mode)
+    return best and best.value
 
 
 if __name__ == "__main__":

@@ -9,18 +9,19 @@ if __name__ == "__main__":
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
-from trainer.main import prepare
+from trainer.main import best_value, prepare
 from trainer.metrics.startup import StartUp
 from trainer.stages import stage
 
 
-def train(cfg: Config) -> None:
-    """Train on examples."""
+def train(cfg: Config) -> float | None:
+    """Train on examples. Returns the best value of `trainer.best_metric`; None if no step has measured it."""
     with StartUp(cfg.logger.progress):
         device = prepare(cfg)
         with stage("importing transformers"):
             from trainer.jobs import train_supervised
         train_supervised(cfg, device)
+    return best_value(cfg)
 
 
 if __name__ == "__main__":

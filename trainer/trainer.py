@@ -392,7 +392,7 @@ class Trainer:
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg
         tracker = Tracker(
-            cfg.trainer.run_dir, cfg.logger, cfg.trainer.run_name, dataclasses.asdict(cfg), self._wandb_run_id
+            cfg.trainer.run_dir, cfg.logger, cfg.logger.wandb.name, dataclasses.asdict(cfg), self._wandb_run_id
         )
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.

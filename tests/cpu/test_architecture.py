@@ -48,11 +48,14 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": {"sources", "learner", "run", "checkpoint", "metrics", "models", "parallel"},
     "jobs": {"trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "data", "rewards", "models",
              "cluster"},
+    "compare": {"run", "checkpoint", "metrics"},
+    "sweeps": {"compare", "metrics"},
     "main": {"jobs", "metrics", "algorithms", "parallel"},
     "sft": {"main", "jobs", "metrics"},
+    "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
 }  # fmt: skip
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
-MAY = {"config": {"hydra", "omegaconf"}, "cluster": {"ray"}, "generation": {"vllm"}}
+MAY = {"config": {"hydra", "omegaconf"}, "sweeps": {"hydra", "omegaconf"}, "cluster": {"ray"}, "generation": {"vllm"}}
 
 
 def imports(path: Path) -> set[str]:
@@ -123,7 +126,7 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["trainer.config", "trainer.main", "trainer.sft"])
+@pytest.mark.parametrize("module", ["trainer.config", "trainer.main", "trainer.sft", "trainer.api.running"])
 def test_help_needs_no_torch(module):
     """And signals are heard before it is imported, which takes seconds."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

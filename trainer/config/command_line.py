@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import walk_keys, walk_sections
-from trainer.config.hydra import conf_dir, register, to_config
+from trainer.config.hydra import conf_dir, register, register_plugins, to_config
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.suggestions import did_you_mean
 from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
 
 # Hydra, which takes long to import, is imported where it is used: signals are handled from the first moment on.
 
-Job = Callable[[Config], None]
+Job = Callable[[Config], float | None]
+"""Returns the best value of `trainer.best_metric`, for sweepers that look for the best job."""
 
 _HELP = """usage: python -m trainer.{program} [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAG ...]
 
@@ -42,12 +42,31 @@ Flags:
 """
 
 
-def run_app(job: Job) -> None:
-    """Compose the config from the command line and hand it to `job`; then exit.
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
 
-    Exit status: 0 done, 2 the user must change something (one sentence on stderr), 1 any other error (with a
-    traceback), 75 stopped early.
-    """
+    status: int
+    """Exit status: 0 done, 2 the user must change something, 1 any other error, 75 stopped early."""
+    text: str = ""
+    """One sentence."""
+    trace: str = ""
+    """In place of the sentence: the traceback of an error that nobody expects."""
+
+    @property
+    def shown(self) -> str:
+        """What the user and the log get to read."""
+        return self.trace or (f"error: {self.text}" if self.text and self.status != EXIT_STATUS else self.text)
+
+    def show(self) -> None:
+        """Print and log the text: on stdout if the run stopped as it was told, else on stderr."""
+        if self.shown:
+            print(self.shown, file=sys.stdout if self.status == EXIT_STATUS else sys.stderr, flush=True)
+            LOG_FILE.write(self.shown)
+
+
+def run_app(job: Job) -> None:
+    """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`."""
     guard_output()
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(_help(), end="")
@@ -56,11 +75,27 @@ def run_app(job: Job) -> None:
         job = functools.partial(_print_config, section)
     show_messages()
     with SIGNALS.listening(), logging_to_file():
-        status = _run(job)
+        outcome = run_to_end(job)
+        outcome.show()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
-        os._exit(status)
+        os._exit(outcome.status)
+
+
+def run_to_end(job: Job) -> Outcome:
+    """Compose the config from the command line, hand it to `job`, and return how that ended.
+
+    Later signals are ignored. What a job of a sweep has to say is printed.
+    """
+    try:
+        try:
+            _compose_and_run(job)
+        finally:
+            SIGNALS.ignore()
+    except BaseException as error:
+        return _outcome(error)
+    return Outcome(0)
 
 
 def explain(error: BaseException) -> str:
@@ -142,26 +177,57 @@ def _print_config(section: str, config: Config) -> None:
     print(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")
 
 
-def _run(job: Job) -> int:
-    """Run the job, print how it ended, and return the exit status. Later signals are ignored."""
-    try:
+class _JobError(BaseException):
+    """A job has failed. Not an `Exception`: Hydra would print a line of its own about it."""
+
+    def __init__(self, outcome: Outcome):
+        self.outcome = outcome
+
+
+class _Sweep:
+    """The jobs of a sweep. A job that fails does not end the others."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._jobs = 0
+        self._failed: dict[str, int] = {}
+
+    def run(self, job: Job, dict_config: DictConfig) -> float | None:
+        """Run one job, and print how it failed if it did. Returns its best value; None if it has none."""
+        from hydra.core.hydra_config import HydraConfig
+
+        hydra = HydraConfig.get()
+        name = f"[{hydra.job.num}]"
+        self._jobs += 1
         try:
-            _compose_and_run(job)
-        finally:
-            SIGNALS.ignore()
-    except BaseException as error:
-        stop = error if isinstance(error, (Stopped, KeyboardInterrupt)) else SIGNALS.raised
-        if stop is not None:
-            sentence = str(stop) or "stopped by an interrupt; the last checkpoint is as it was"
-            print(sentence)
-            LOG_FILE.write(sentence)
-            return EXIT_STATUS
-        if isinstance(error, SystemExit):
-            return error.code if isinstance(error.code, int) else int(error.code is not None)
-        traceback.print_exc()
-        LOG_FILE.write(traceback.format_exc())
-        return 1
-    return 0
+            config = to_config(dict_config)
+            SIGNALS.check()
+            LOG_FILE.close()  # the last job's
+            name = f"{name} {config.trainer.run_dir}"
+            print(name, flush=True)
+            value = job(config)
+            if value is None and str(hydra.sweeper._target_).endswith(".OptunaSweeper"):
+                raise UserError(f"trainer.best_metric={config.trainer.best_metric}: no step has measured it")
+            return value
+        except Exception as error:
+            outcome = _outcome(error)
+            if outcome.status == EXIT_STATUS:
+                raise _JobError(outcome) from error
+            if os.getpid() != self._process:  # a launcher has started this one, and tells the sweep
+                raise RuntimeError(outcome.text or outcome.trace) from error
+            outcome.show()
+            self._failed[name] = outcome.status
+            return None
+
+    def check(self) -> None:
+        """Check that no job has failed.
+
+        Raises:
+            _JobError: with status 1 if a job has failed, 2 if all that have failed were refused.
+        """
+        if self._failed:
+            text = f"{len(self._failed)} of {self._jobs} jobs failed: {'; '.join(self._failed)}"
+            raise _JobError(Outcome(min(self._failed.values()), text))
 
 
 def _compose_and_run(job: Job) -> None:
@@ -171,63 +237,62 @@ def _compose_and_run(job: Job) -> None:
 
     SIGNALS.check()
     register()
+    register_plugins(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
-    def app(dict_config: DictConfig) -> None:
+    def app(dict_config: DictConfig) -> float | None:
         nonlocal composed
         composed = True
-        # Here as well, because Hydra would print a line of its own about a job that raises.
-        with _errors_as_sentences():
+        if HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN:
+            return sweep.run(job, dict_config)
+        try:
             config = to_config(dict_config)
             SIGNALS.check()
-            LOG_FILE.close()  # in a sweep, the last job's
-            if HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN:
-                print(f"[{HydraConfig.get().job.num}] {config.trainer.run_dir}", flush=True)
-            job(config)
+            return job(config)
+        except Exception as error:
+            raise _JobError(_outcome(error)) from error
 
-    composed = False
-    with _errors_as_sentences():
-        try:
-            app()
-        except OSError as error:
-            if composed or isinstance(error, HydraException):  # a missing config is an OSError too
-                raise
-            raise UserError(
-                f"hydra.sweep.dir: {error.filename} cannot be written ({error.strerror}); work in another "
-                "directory, or choose another with hydra.sweep.dir=DIRECTORY"
-            ) from error
-
-
-@contextlib.contextmanager
-def _errors_as_sentences() -> Iterator[None]:
+    composed, sweep = False, _Sweep()
     try:
-        yield
-    except BaseException as error:
-        stop = SIGNALS.stop_behind(error)
-        if stop is not None:
-            raise stop from error
-        _exit_with_sentence(error)
+        app()
+        sweep.check()
+    except ValueError:
+        sweep.check()  # Optuna cannot name the best trial if all have failed
         raise
+    except OSError as error:
+        if composed or isinstance(error, HydraException):  # a missing config is an OSError too
+            raise
+        raise UserError(
+            f"hydra.sweep.dir: {error.filename} cannot be written ({error.strerror}); work in another "
+            "directory, or choose another with hydra.sweep.dir=DIRECTORY"
+        ) from error
 
 
-def _exit_with_sentence(error: BaseException) -> None:
-    """Print one sentence and exit, if `error` has one."""
+def _outcome(error: BaseException) -> Outcome:
+    """Return how a job ended that has raised `error`."""
+    if isinstance(error, _JobError):
+        return error.outcome
+    stop = error if isinstance(error, (Stopped, KeyboardInterrupt)) else SIGNALS.stop_behind(error)
+    if stop is not None:
+        return Outcome(EXIT_STATUS, str(stop) or "stopped by an interrupt; the last checkpoint is as it was")
+    if isinstance(error, SystemExit):
+        return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
+    if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
+        return Outcome(1, str(error))
+    if isinstance(error, Exception) and memory_ran_out(error):
+        return Outcome(
+            1,
+            f"the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
+            "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
+        )
+    if _is_of_config(error):
+        return Outcome(2, explain(error))
+    return Outcome(1, trace="".join(traceback.format_exception(error)).rstrip())
+
+
+def _is_of_config(error: BaseException) -> bool:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
-        sentence, status = f"error: {explain(error)}", 2
-    elif isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
-        sentence, status = f"error: {error}", 1
-    elif isinstance(error, Exception) and memory_ran_out(error):
-        sentence, status = (
-            f"error: the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
-            "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
-            1,
-        )
-    else:
-        return
-    print(sentence, file=sys.stderr)
-    LOG_FILE.write(sentence)
-    sys.exit(status)
+    return isinstance(error, (UserError, HydraException, OmegaConfBaseException))

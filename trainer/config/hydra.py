@@ -5,13 +5,33 @@ Both libraries are imported where they are used, because their import takes a no
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import sys
+import warnings
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
+from trainer.keyed import key
+
+_PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
+_OPTUNA = {
+    "defaults": [{"sampler": "keyed_tpe"}, "_self_"],
+    "_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
+    "direction": "${optuna_direction:${trainer.best_mode}}",
+    # In the directory of the sweep, so that the same command continues a killed sweep.
+    "storage": "sqlite:///${hydra.sweep.dir}/optuna.db",
+    "study_name": "sweep",
+    "n_trials": 20,
+    "n_jobs": 1,  # trials that are chosen together do not learn from one another
+    "max_failure_rate": 1.0,
+    "search_space": None,
+    "params": None,
+    "custom_search_space": None,
+}
+_KEYED_TPE = {"_target_": "trainer.sweeps.sampler.KeyedTPESampler", "seed": "${trainer.seed}", "n_startup_trials": 10}
+_LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
 
 
 def conf_dir() -> str:
@@ -30,10 +50,32 @@ def register() -> None:
 
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
+    OmegaConf.register_new_resolver("optuna_direction", lambda mode: f"{mode}imize", replace=True)
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
     OmegaConf.register_new_resolver("embedded", _embedded, replace=True)
     OmegaConf.register_new_resolver("when", _when, replace=True)
+
+
+def register_plugins(arguments: list[str]) -> None:
+    """Prepare the sweeper and the launcher of the extra `sweeps`, if the command line chooses them.
+
+    Raises:
+        UserError: the plugin is not installed.
+    """
+    for group, plugin in _PLUGINS.items():
+        chosen = next((argument for argument in arguments if argument.startswith(group)), None)
+        if chosen and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise UserError(f"{chosen}: needs the package {plugin.replace('_', '-')}; install the extra `sweeps`")
+        if chosen == "hydra/sweeper=optuna":
+            from hydra.core.config_store import ConfigStore
+            from hydra.core.plugins import Plugins
+
+            warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
+            Plugins.instance()  # the plugin registers its own defaults, which ours replace
+            store = ConfigStore.instance().store
+            store(group="hydra/sweeper", name="optuna", node=_OPTUNA)
+            store(group="hydra/sweeper/sampler", name="keyed_tpe", node=_KEYED_TPE)
 
 
 def to_config(dict_config: Any) -> Config:
@@ -87,14 +129,22 @@ def _when(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: A
 def _sweep_suffix() -> str:
     """`/key=value,…` of the keys that a multirun job sweeps, so that each job has its own directory; else empty.
 
-    Overrides that the command line gives to all jobs alike are left out, so that resuming the sweep finds the
-    directories of the sweep that was killed.
+    Overrides that the command line gives to all jobs alike are left out (see `trainer.sweeps.callback`), so that
+    resuming the sweep finds the directories of the sweep that was killed.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return ""
-    # Hydra escapes colons and the like; the command line has them plain.
-    swept = [o for o in HydraConfig.get().overrides.task if o not in sys.argv and o.replace("\\", "") not in sys.argv]
-    return "/" + ",".join(swept).replace("/", "_") if swept else ""
+    job = HydraConfig.get().job
+    if OmegaConf.is_missing(job, "num"):  # the sweep itself
+        return ""
+    fixed = set(job.config.override_dirname.exclude_keys)
+    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    swept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
+    name = ",".join(swept).replace("/", "_")
+    if len(name.encode()) > _LONGEST_SUFFIX:
+        name = f"{name.encode()[: _LONGEST_SUFFIX - 17].decode(errors='ignore')}-{key(name):016x}"
+    return f"/{name}" if name else ""

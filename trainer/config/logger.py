@@ -13,6 +13,8 @@ class WandbConfig(Section):
     """`online`, `offline` or `off`."""
     project: str = "trainer"
     """W&B project."""
+    name: str = "${trainer.run_name}${sweep_suffix:}"
+    """Name of the run in W&B. In a `-m` sweep each job's overrides are appended."""
     entity: str | None = None
     """W&B team or user."""
 

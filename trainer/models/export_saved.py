@@ -109,6 +109,20 @@ def export(
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
 
+def read_policy(files: SavedFiles) -> dict[str, Tensor]:
+    """Return the trained weights, as they were saved; of a policy with adapters, the adapters with peft's names.
+
+    Raises:
+        UserError: the checkpoint lacks a policy.
+    """
+    config = files.json(f"{_ASSETS}config.json", {})
+    has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
+    source = _adapter(files) if has_adapters else _plain(files, config, torch.float32)
+    if not source.bytes_of:
+        raise UserError(f"{files.path}: holds no policy")
+    return source.read(list(source.bytes_of))
+
+
 def _assets(files: SavedFiles, left_out: set[str]) -> dict[str, bytes]:
     """Return the other files of the export, by their name in it."""
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}

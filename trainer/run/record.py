@@ -11,6 +11,7 @@ from trainer.durable import read_file, write_file
 from trainer.errors import UserError, one_line
 
 NAME = "committed.json"
+_SHAPE = {"step": is_count, "ckpt_path": str}
 
 
 def write(run_dir: str, step: int, ckpt_path: str) -> None:
@@ -21,6 +22,13 @@ def write(run_dir: str, step: int, ckpt_path: str) -> None:
 def exists(run_dir: str) -> bool:
     """Return whether this run has committed a checkpoint."""
     return os.path.lexists(os.path.join(run_dir, NAME))
+
+
+def read(run_dir: str) -> str | None:
+    """Return the checkpoint directory of this run; None if there is no record of a commit, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return parse_object(read_file(os.path.join(run_dir, NAME)), _SHAPE)["ckpt_path"]
+    return None
 
 
 def remove(run_dir: str) -> None:
@@ -39,7 +47,7 @@ def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
         return
     path = os.path.join(run_dir, NAME)
     try:
-        record = parse_object(read_file(path), {"step": is_count, "ckpt_path": str})
+        record = parse_object(read_file(path), _SHAPE)
         committed = f"global_step_{record['step']} in {one_line(record['ckpt_path'])}"
     except (OSError, ValueError):  # the record is damaged, but its existence proves a commit
         committed = "a checkpoint"

@@ -1,0 +1,129 @@
+"""`train` from Python, as far as no model is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import trainer
+from tests.support.jobs import environment
+from trainer import RunFailed, RunStopped, UserError, train
+from trainer.signals import HANDLED
+
+
+@pytest.mark.parametrize(
+    "arguments, options, sentence",
+    [
+        ("algorithm=ppo", {}, "overrides='algorithm=ppo': must be a list of texts"),
+        (["-m"], {}, "-m: must be KEY=VALUE; flags such as -m are for the command line"),
+        (["reward.name=math"], {"reward": "math"}, "reward.name: the overrides and reward= both set it"),
+        ([], {"policy_loss": 3}, "policy_loss: must be a function or the name of one, not int"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_process_starts(arguments, options, sentence):
+    with pytest.raises(UserError) as refused:
+        train(arguments, **options)
+    assert sentence in str(refused.value)
+
+
+def test_a_refused_config_raises_and_prints_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    handlers = [signal.getsignal(number) for number in HANDLED]
+    logger = logging.getLogger("trainer")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    for _ in range(2):
+        with pytest.raises(UserError, match="trainer.nub_workers: no such key; valid are .*trainer.num_workers"):
+            train(["trainer.nub_workers=2"])
+    assert capfd.readouterr() == ("", "")
+    assert [signal.getsignal(number) for number in HANDLED] == handlers
+    assert (logger.level, logger.propagate, logger.handlers) == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HANDLED) == set()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_reward_that_cannot_be_imported_is_refused_in_its_process(tmp_path, monkeypatch):
+    """`passed_functions` is written and imported before anything expensive starts."""
+    monkeypatch.chdir(tmp_path)
+
+    class Fragile:
+        def __call__(self, completion, answer):
+            return 0.0
+
+        def __setstate__(self, state):
+            raise ValueError("not here")
+
+        def __getstate__(self):
+            return {"x": 1}
+
+    with pytest.raises(UserError, match=r"reward.name=passed_functions.reward:reward: cannot be imported .*not here"):
+        train(["trainer.run_dir=run", "rollout=transformers"], reward=Fragile())
+
+
+def test_train_works_on_another_thread(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    errors = []
+
+    def call():
+        try:
+            train(["algorithm=none"])
+        except UserError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "algorithm/none" in errors[0]
+
+
+STOPPED = """
+import os, signal, sys, threading
+from trainer import RunStopped, train
+
+def send():
+    while not os.path.exists("ready"):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=send, daemon=True).start()
+class SlowToImport:
+    def __reduce__(self):
+        return eval, ("__import__('pathlib').Path('ready').touch() or __import__('time').sleep(600)",)
+    def __call__(self, completion, answer):
+        return 0.0
+try:
+    train(["trainer.run_dir=run", "rollout=transformers"], reward=SlowToImport())
+except RunStopped as stopped:
+    print("stopped:", stopped, stopped.result.status, os.path.basename(stopped.result.run_dir))
+"""
+
+
+def test_a_signal_to_the_script_stops_the_run(tmp_path):
+    """SIGTERM arrives while the process of the run imports the reward, which would take ten minutes."""
+    (tmp_path / "script.py").write_text(STOPPED)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stopped: stopped by SIGTERM" in done.stdout and done.stdout.endswith("stopped run\n")
+    assert done.stderr == ""
+
+
+def test_names_are_imported_lazily():
+    code = (
+        "import sys, trainer\n"
+        "assert not {'torch', 'hydra', 'ray', 'pandas'} & set(sys.modules)\n"
+        "assert 'trainer.api' not in sys.modules\n"
+        "from trainer import train, load_checkpoint, read_metrics\n"
+        "assert not {'torch', 'hydra', 'ray', 'pandas'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert {"train", "load_checkpoint", "RunStopped"} <= set(dir(trainer))
+    assert issubclass(RunFailed, RuntimeError) and issubclass(RunStopped, Exception)
+    with pytest.raises(AttributeError, match="module trainer has no attribute nothing"):
+        _ = trainer.nothing

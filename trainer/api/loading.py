@@ -1,0 +1,111 @@
+"""`load_checkpoint`: what a checkpoint holds, without ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.parts import read_config
+from trainer.checkpoint.store import LocalStore, step_in
+from trainer.errors import UserError
+from trainer.run import record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_MAX_FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint whose files are as they were saved. Nothing in it is executed."""
+
+    path: str
+    """Its `global_step_N` directory."""
+    step: int
+    """The step after which it was saved."""
+    _checkpoint: Checkpoint
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config of the run, by section."""
+        return read_config(self._checkpoint)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """The state of the trainer: step, counters, best value, KL controller, random states."""
+        return manifests.read_object(self._checkpoint, "trainer_state.json")
+
+    def policy_state_dict(self) -> dict[str, Tensor]:
+        """Return the weights of the policy on the CPU, with the names and types of the trained model.
+
+        Adapters have the names that peft gives them; see `model` for the merged weights.
+        """
+        from trainer.checkpoint.tensors import NamedFiles
+        from trainer.models.export_saved import read_policy
+
+        return read_policy(NamedFiles(self._checkpoint))
+
+    def model(self, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+        """Return the policy as a model of transformers, on the CPU. Adapters are merged.
+
+        Args:
+            dtype: `auto` (the dtype in the model's config), `float32`, `bfloat16` or `float16`.
+            trust_remote_code: execute the model's code that the checkpoint holds, if there is any.
+        """
+        from transformers import AutoModelForCausalLM
+
+        with self._exported(dtype) as directory:
+            return AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
+
+    def tokenizer(self, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the policy, with the chat template of the run."""
+        from transformers import AutoTokenizer
+
+        directory = os.path.join(self.path, "policy", "huggingface")
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+    @contextlib.contextmanager
+    def _exported(self, dtype: str) -> Iterator[str]:
+        from trainer.checkpoint.tensors import NamedFiles
+        from trainer.models.export_saved import DTYPES, export
+
+        if dtype not in ("auto", *DTYPES):
+            raise UserError(f"dtype={dtype}: must be one of auto, {', '.join(DTYPES)}")
+        with tempfile.TemporaryDirectory(prefix="trainer-policy-") as directory:
+            target = os.path.join(directory, "policy")
+            export(NamedFiles(self._checkpoint), target, dtype, _MAX_FILE_BYTES)
+            yield target
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
+    """Check every byte of a checkpoint, and return it.
+
+    Args:
+        path: a `global_step_N` directory; or a run directory or a directory of checkpoints, of which the newest valid
+            checkpoint is taken.
+
+    Raises:
+        UserError: there is no checkpoint, or it is damaged.
+    """
+    path = os.fspath(path)
+    if not os.path.isdir(path):
+        raise UserError(f"{path}: no such checkpoint")
+    checkpoint = manifests.verify(path, "hash") if step_in(path.rstrip("/")) is not None else _newest(path)
+    return SavedCheckpoint(checkpoint.path, checkpoint.step, checkpoint)
+
+
+def _newest(path: str) -> Checkpoint:
+    for directory in (os.path.join(path, "checkpoints"), path, record.read(path)):
+        if directory and (newest := CheckpointManager(LocalStore(directory)).latest()) is not None:
+            return newest
+    raise UserError(f"{path}: no checkpoint is there or in its checkpoints directory")

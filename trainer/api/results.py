@@ -1,0 +1,95 @@
+"""What a run has left behind: metrics, best value, checkpoints, exports, report."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from glob import escape, glob
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint.store import LocalStore
+from trainer.errors import UserError
+from trainer.metrics import tracker
+from trainer.metrics.best import Best, find_best
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run, as it is on disk when `train` returns."""
+
+    run_dir: str
+    """Directory of the run."""
+    status: str
+    """`finished`, or `stopped`: the run was saved early, and the same call continues it."""
+    best: Best | None
+    """The best value of `trainer.best_metric`, with its step; None if no step has measured it."""
+    checkpoints: list[str]
+    """The checkpoints, oldest first."""
+    exports: list[str]
+    """The exported policies in Hugging Face format, oldest first."""
+    report: str | None
+    """The picture of the metrics."""
+    rows: list[dict[str, Any]] = field(repr=False)
+    """The lines of `metrics.jsonl`."""
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics: one row for each step, one column for each metric, and the column `step`."""
+        return _as_table(self.rows)
+
+
+def describe_result(places: dict[str, str], status: str) -> RunResult:
+    """Return the result of a run.
+
+    Args:
+        places: `run_dir`, `ckpt_path`, `export_path`, `best_metric` and `best_mode` of its config.
+        status: `finished` or `stopped`.
+    """
+    run_dir = places["run_dir"]
+    rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
+    checkpoints = LocalStore(places["ckpt_path"])
+    exports = glob(os.path.join(escape(places["export_path"]), "global_step_*", "policy"))
+    report = os.path.join(run_dir, "report.png")
+    return RunResult(
+        run_dir=run_dir,
+        status=status,
+        best=find_best(rows, places["best_metric"], places["best_mode"]),
+        checkpoints=[checkpoints.path(step) for step in checkpoints.steps()],
+        exports=sorted(exports, key=_step_of_export),
+        report=report if os.path.exists(report) else None,
+        rows=rows,
+    )
+
+
+def read_metrics(run: str | os.PathLike[str]) -> pandas.DataFrame:
+    """Return the metrics of a run as a table: one row for each step, one column for each metric, and `step`.
+
+    The run may still be running.
+
+    Args:
+        run: a run directory, or a `metrics.jsonl`.
+
+    Raises:
+        UserError: there are no metrics, or a line of them is damaged.
+    """
+    path = os.fspath(run)
+    file = os.path.join(path, tracker.METRICS_FILE) if os.path.isdir(path) else path
+    if not os.path.exists(file):
+        raise UserError(f"{path}: no metrics are there; name a run directory, which holds {tracker.METRICS_FILE}")
+    return _as_table(tracker.read_metrics(file))
+
+
+def _as_table(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    import pandas
+
+    table = pandas.DataFrame(rows)
+    first = [name for name in ("step",) if name in table]
+    return table[first + [name for name in sorted(table) if name not in first]]
+
+
+def _step_of_export(path: str) -> int:
+    name = os.path.basename(os.path.dirname(path)).removeprefix("global_step_")
+    return int(name) if name.isdecimal() else -1

@@ -1,0 +1,191 @@
+"""`train`: a run from Python.
+
+The run is a process of its own (`trainer.api.child`), with the command line's code from its first line to its last. So
+it computes the same bits as the command line, and neither torch, Ray, signal handlers, logging nor random states of the
+caller can meet those of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trainer.api.functions import describe_function
+from trainer.api.results import RunResult, describe_result
+from trainer.errors import UserError
+from trainer.signals import EXIT_STATUS, HANDLED
+
+Function = Callable[..., Any] | str
+_KEYS = {
+    "reward": "reward.name",
+    "advantage_estimator": "algorithm.advantage_estimator",
+    "policy_loss": "algorithm.policy_loss",
+    "curriculum": "data.curriculum",
+}
+"""The parameters of `train` that take functions, and the config key of each."""
+
+
+class RunStopped(Exception):
+    """A signal or `trainer.stop_at` stopped the run early.
+
+    The same call with `trainer.resume_mode=latest` continues it. `result` is what the run has left
+    behind so far; None if it had not begun.
+    """
+
+    def __init__(self, text: str, result: RunResult | None):
+        super().__init__(text)
+        self.result = result
+
+
+class RunFailed(RuntimeError):
+    """The run failed, and not through a mistake of the user. The text is what the command line would have printed."""
+
+
+def train(
+    overrides: Sequence[str] = (),
+    *,
+    reward: Function | None = None,
+    advantage_estimator: Function | None = None,
+    policy_loss: Function | None = None,
+    curriculum: Function | None = None,
+    supervised: bool = False,
+) -> RunResult:
+    """Do what `python -m trainer.main OVERRIDES` does, and return the result of the run.
+
+    Works in scripts, with or without a `__main__` guard, and in notebooks. SIGTERM, SIGUSR1 and Ctrl-C let the run
+    finish its step, save and stop. If this process is killed, the run ends with it.
+
+    Args:
+        overrides: `KEY=VALUE` or `GROUP=CHOICE`, as on the command line.
+        reward, advantage_estimator, policy_loss, curriculum: a function for `reward.name`,
+            `algorithm.advantage_estimator`, `algorithm.policy_loss` or `data.curriculum`, or its name. A function of a
+            module is imported where it is used. Any other function is copied, with all that it refers to.
+        supervised: train on examples, as `python -m trainer.sft` does.
+
+    Raises:
+        UserError: the command line would have ended with status 2: the message says what to change.
+        RunStopped: a signal or `trainer.stop_at` stopped the run, and it was saved; or a second signal stopped it
+            without a save.
+        RunFailed: the run failed.
+    """
+    given = {"reward": reward, "advantage_estimator": advantage_estimator, "policy_loss": policy_loss}
+    functions = {name: value for name, value in {**given, "curriculum": curriculum}.items() if value is not None}
+    overrides, pickles = _with_functions(_checked(overrides), functions)
+    reports, status = _run(overrides, {"supervised": supervised, "pickles": pickles})
+    places = reports[0] if reports and "run_dir" in reports[0] else None
+    text = reports[-1].get("text", "") if reports else ""
+    if status == 0 and places is not None:
+        return describe_result(places, "finished")
+    if status == EXIT_STATUS:
+        text = text or "stopped by signals, without cleaning up"
+        raise RunStopped(text, places and describe_result(places, "stopped"))
+    if status == 2 and text:
+        raise UserError(text)
+    if status < 0:
+        text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
+    raise RunFailed(text or f"its process ended with status {status}")
+
+
+def _checked(overrides: Sequence[str]) -> list[str]:
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise UserError(f"overrides={overrides!r}: must be a list of texts such as 'algorithm=ppo'")
+    for override in overrides:
+        if override.startswith("-") or "=" not in override and not override.startswith("~"):
+            raise UserError(f"{override}: must be KEY=VALUE; flags such as -m are for the command line")
+    return list(overrides)
+
+
+def _with_functions(
+    overrides: list[str], functions: dict[str, Function]
+) -> tuple[list[str], dict[str, tuple[str, bytes]]]:
+    """Return the overrides with those for the functions, and the pickles of functions that no module holds."""
+    pickles = {}
+    for parameter, function in functions.items():
+        key = _KEYS[parameter]
+        if any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
+            raise UserError(f"{key}: the overrides and {parameter}= both set it; leave one of them out")
+        path, data = describe_function(parameter, function)
+        if data is not None:
+            pickles[parameter] = (path.rpartition(":")[2], data)
+        overrides = [*overrides, f"{key}={path}"]
+    return overrides, pickles
+
+
+def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Run the child to its end; returns its reports and its exit status."""
+    reading, writing = os.pipe()
+    # A notebook, or a test, has put something else in place of the terminal.
+    replaced = sys.stdout is not sys.__stdout__
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
+    with _signals_to_child() as send_to, open(reading, "rb") as reports:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.api.child", *overrides],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if replaced else None,
+                stderr=subprocess.STDOUT if replaced else None,
+                pass_fds=[writing],
+                env=environment | ({"PYTHONIOENCODING": "utf-8"} if replaced else {}),
+                start_new_session=True,  # Ctrl-C reaches it once, from here
+            )
+        finally:
+            os.close(writing)
+        send_to(process)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pickle.dump({**message, "reports": writing, "parent": os.getpid()}, pipe)
+        for line in process.stdout or ():
+            sys.stdout.write(line.decode("utf-8", "replace"))
+            sys.stdout.flush()
+        status = process.wait()
+        return [json.loads(line) for line in reports if line.endswith(b"\n")], status
+
+
+@contextlib.contextmanager
+def _signals_to_child() -> Iterator[Callable[[subprocess.Popen], None]]:
+    """Pass signals on to the child while the block runs. Yields a function that names the child.
+
+    The child starts with the signals blocked, and unblocks them once it handles them. On another thread than the main
+    thread, which cannot handle signals, the child gets none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda process: None
+        return
+    processes: list[subprocess.Popen] = []
+
+    def forward(number: int, _: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    before = {number: signal.signal(number, forward) for number in HANDLED}
+
+    def send_to(process: subprocess.Popen) -> None:
+        processes.append(process)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # signals that have come meanwhile are handled here
+
+    try:
+        yield send_to
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _own_paths() -> list[str]:
+    """Return the directories from which this process imports, besides those that every Python has."""
+    stock = {*site.getsitepackages(), site.getusersitepackages()}
+    stock |= {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    stock.add(os.path.join(sysconfig.get_path("platstdlib"), "lib-dynload"))
+    paths = [os.path.abspath(path) for path in sys.path]  # an empty one is the working directory
+    return [path for path in dict.fromkeys(paths) if path not in stock and os.path.exists(path)]

@@ -1,0 +1,30 @@
+"""The best value of a metric in the log of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of a metric, and the first step that reached it."""
+
+    metric: str
+    value: float
+    step: int
+
+
+def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str) -> Best | None:
+    """Return the best value of `metric` in the lines of a `metrics.jsonl`; None if no line has a finite one.
+
+    Args:
+        mode: `max` or `min`.
+    """
+    known = [row for row in rows if row.get(metric) is not None and math.isfinite(row[metric])]
+    if not known:
+        return None
+    row = (max if mode == "max" else min)(known, key=lambda row: row[metric])
+    return Best(metric, float(row[metric]), row["step"])
