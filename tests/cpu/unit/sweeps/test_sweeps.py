@@ -1,0 +1,151 @@
+"""Sweeps whose jobs only compute a number. `test_swept_jobs.py` has one with real jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import environment
+
+JOB = """
+import json, os, signal, sys
+from trainer.config.command_line import run_app
+from trainer.errors import UserError
+
+def job(cfg):
+    lr, seed = cfg.trainer.policy.optimizer.lr, cfg.trainer.seed
+    with open("jobs", "a") as file:
+        file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
+    if os.path.exists("kill") and len(open("jobs").readlines()) == int(open("kill").read()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if seed == 2:
+        raise UserError("trainer.seed=2: is refused")
+    if seed == 3:
+        raise RuntimeError("a bug")
+    if seed == 4:
+        return None
+    os.makedirs(cfg.trainer.run_dir, exist_ok=True)
+    with open(os.path.join(cfg.trainer.run_dir, "metrics.jsonl"), "w") as file:
+        file.write(json.dumps({"step": 1, "val/accuracy": 1 - (lr - 0.3) ** 2}) + "\\n")
+    return 1 - (lr - 0.3) ** 2
+
+run_app(job)
+"""
+OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "trainer.policy.optimizer.lr=interval(0.1,0.9)"]
+
+
+def sweep(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    (directory / "job.py").write_text(JOB)
+    command = [sys.executable, "job.py", "-m", *overrides]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, env=environment())
+
+
+def jobs(directory: Path) -> list[list]:
+    return [json.loads(line) for line in (directory / "jobs").read_text().splitlines()]
+
+
+def test_a_failed_job_does_not_end_the_others_and_the_status_says_so(tmp_path):
+    done = sweep(tmp_path, "trainer.seed=1,2,3,5", "rollout.n=4")
+    assert done.returncode == 1
+    assert [Path(path).name for _, path in jobs(tmp_path)] == [f"trainer.seed={seed}" for seed in (1, 2, 3, 5)]
+    assert "error: trainer.seed=2: is refused\n" in done.stderr and "RuntimeError: a bug\n" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: 2 of 4 jobs failed: [1] outputs/default/trainer.seed=2; [2] outputs/default/")
+
+
+def test_a_sweep_whose_failed_jobs_were_all_refused_ends_with_status_2(tmp_path):
+    assert sweep(tmp_path, "trainer.seed=2,5").returncode == 2
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_optuna_looks_for_the_best_metric_in_the_direction_of_best_mode(mode, tmp_path):
+    done = sweep(tmp_path, *OPTUNA, f"trainer.best_mode={mode}", "trainer.run_name=found")
+    assert done.returncode == 0, done.stderr
+    distances = {abs(lr - 0.3): lr for lr, _ in jobs(tmp_path)}
+    assert len(distances) == 8
+    wanted = distances[min(distances) if mode == "max" else max(distances)]
+    found = (tmp_path / "outputs/found/optimization_results.yaml").read_text()
+    assert f"trainer.policy.optimizer.lr: {wanted}" in found
+    assert {str(Path(path).parent) for _, path in jobs(tmp_path)} == {"outputs/found"}
+    assert "best val/accuracy" in done.stdout and (tmp_path / "outputs/found/sweep.png").stat().st_size > 5000
+    assert "Warning" not in done.stderr
+
+
+def test_a_killed_optuna_sweep_continues_as_if_nobody_had_killed_it(tmp_path):
+    """SIGKILL in trial 3 and, after a restart, in trial 6; each is run again with the same values."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    command = [*OPTUNA, "trainer.resume_mode=latest", "hydra.sweeper.sampler.n_startup_trials=3"]
+    assert sweep(whole, *command).returncode == 0
+    killed.mkdir()
+    for number in (3, 7):
+        (killed / "kill").write_text(str(number))
+        assert sweep(killed, *command).returncode == -9
+    (killed / "kill").unlink()
+    done = sweep(killed, *command)
+    assert done.returncode == 0 and "5 of 8 trials are finished" in done.stdout, done.stdout + done.stderr
+    expected = jobs(whole)
+    assert jobs(killed) == [*expected[:3], *expected[2:6], *expected[5:]]
+    results = "outputs/default/optimization_results.yaml"
+    assert (killed / results).read_text() == (whole / results).read_text()
+    again = sweep(killed, *command)
+    assert again.returncode == 0 and len(jobs(killed)) == 10, "a finished sweep has nothing left to do"
+
+
+def test_a_directory_that_holds_an_optuna_sweep_is_not_continued_by_accident(tmp_path):
+    assert sweep(tmp_path, *OPTUNA[:1], *OPTUNA[2:], "hydra.sweeper.n_trials=1").returncode == 0
+    done = sweep(tmp_path, *OPTUNA)
+    assert done.returncode == 2 and len(jobs(tmp_path)) == 1
+    sentence = "error: hydra.sweep.dir=outputs/default: already holds a sweep; continue it with trainer.resume_mode="
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_trials_without_the_metric_or_with_errors_fail_and_the_sweep_says_so(tmp_path):
+    done = sweep(tmp_path, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "trainer.seed=choice(4)")
+    assert done.returncode == 2
+    assert "error: trainer.best_metric=val/accuracy: no step has measured it\n" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: 2 of 2 jobs failed") and "Traceback" not in done.stderr
+    done = sweep(
+        tmp_path,
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "trainer.seed=choice(4)",
+        "trainer.resume_mode=latest",
+    )
+    assert done.returncode == 2 and "outputs/default: all 2 trials have failed; choose another" in done.stderr
+
+
+def test_the_jobs_of_a_smoke_sweep_stay_together(tmp_path):
+    done = sweep(tmp_path, "experiment=smoke", "trainer.seed=1,5")
+    assert done.returncode == 0, done.stderr
+    one, two = (Path(path) for _, path in jobs(tmp_path))
+    assert one.parent == two.parent and one.parent.parent == Path("outputs/smoke")
+    assert (tmp_path / one.parent / "sweep.png").exists()
+
+
+def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
+    done = sweep(tmp_path, "trainer.run_dir=here", "trainer.seed=1,5")
+    assert done.returncode == 2 and not (tmp_path / "jobs").exists()
+    assert "error: trainer.run_dir: all jobs of a sweep would share it; name the sweep" in done.stderr
+    done = sweep(tmp_path, "trainer.run_dir=here${sweep_suffix:}", "trainer.seed=1,5")
+    assert [path for _, path in jobs(tmp_path)] == ["here/trainer.seed=1", "here/trainer.seed=5"], done.stderr
+
+
+def test_a_directory_name_is_cut_to_what_a_file_system_takes(tmp_path):
+    names = ",".join("x" * 150 + end for end in "ab")
+    done = sweep(tmp_path, f"logger.wandb.project={names}", f"logger.wandb.entity={names}")
+    assert done.returncode == 0, done.stderr
+    paths = {Path(path).name for _, path in jobs(tmp_path)}
+    assert len(paths) == 4 and all(len(path) <= 200 for path in paths)
+
+
+def test_a_plugin_that_is_not_installed_is_named_with_the_extra(tmp_path):
+    done = sweep(tmp_path, "hydra/launcher=submitit_nothing", "trainer.seed=1,5")
+    assert done.returncode == 2
+    assert "needs the package hydra-submitit-launcher; install the extra `sweeps`" in done.stderr or (
+        "submitit_nothing" in done.stderr  # it is installed
+    )

@@ -1,0 +1,57 @@
+"""`python -m trainer.compare`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from trainer.compare import main
+
+
+def write_run(path, accuracies, **config):
+    path.mkdir()
+    rows = [{"step": step, "val/accuracy": value} for step, value in enumerate(accuracies)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = {"best_metric": "val/accuracy", "best_mode": "max", "run_dir": str(path), **config}
+    (path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer, "rollout": {"n": 8}}))
+    return str(path)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    worse = write_run(tmp_path / "worse", [0.25, 0.5, 0.125], seed=1, policy={"lr": 0.5})
+    better = write_run(tmp_path / "better", [0.25, None, 0.75, 0.625], seed=1, policy={"lr": 0.25})
+    return [worse, better]
+
+
+def test_the_table_has_differing_keys_best_and_last_values_and_steps_with_the_best_run_first(runs, tmp_path, capsys):
+    picture = tmp_path / "curves.png"
+    assert main([*runs, "--out", str(picture)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
+    cells = [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
+    assert cells == [
+        ["run", "trainer.policy.lr", "best val/accuracy", "at step", "last", "steps"],
+        ["better", "0.25", "0.75", "2", "0.625", "3"],
+        ["worse", "0.5", "0.5", "1", "0.125", "2"],
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_lower_value_is_better_with_best_mode_min(tmp_path, capsys):
+    paths = [write_run(tmp_path / str(seed), [seed], seed=seed, best_mode="min") for seed in (2, 1, 3)]
+    assert main([*paths, "--out", str(tmp_path / "x.png")]) == 0
+    names = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert names == ["1", "2", "3"]
+
+
+def test_a_run_without_the_metric_comes_last(runs, tmp_path, capsys):
+    empty = write_run(tmp_path / "empty", [])
+    assert main([empty, *runs, "--metric", "val/accuracy", "--out", str(tmp_path / "x.png")]) == 0
+    assert capsys.readouterr().out.splitlines()[-3].split("│")[1].strip() == "empty"
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: is no run directory; it has no metrics.jsonl\n"

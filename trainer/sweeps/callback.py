@@ -1,0 +1,101 @@
+"""What Hydra calls around a sweep (`hydra.callbacks` in `conf/config.yaml`)."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hydra.experimental.callback import Callback
+
+from trainer.errors import UserError
+from trainer.metrics.tracker import METRICS_FILE
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+LOG = logging.getLogger(__name__)
+
+
+class SweepCallback(Callback):
+    """Prepares a sweep, and compares its jobs at its end. Does nothing for a single job."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Tell the jobs which keys are swept, and let an Optuna study continue. Ends the program if it must not."""
+        try:
+            self._prepare(config)
+        except UserError as error:  # Hydra would turn an exception into a warning
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    def _prepare(self, config: DictConfig) -> None:
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from omegaconf import OmegaConf, open_dict, read_write
+
+        overrides = OverridesParser.create().parse_overrides(
+            OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        )
+        fixed = [override.key_or_group for override in overrides if not override.is_sweep_override()]
+        if any(o.key_or_group == "trainer.run_dir" and "${sweep_suffix:}" not in str(o.value()) for o in overrides):
+            raise UserError(
+                "trainer.run_dir: all jobs of a sweep would share it; name the sweep with trainer.run_name=NAME, or "
+                "add the values of each job: 'trainer.run_dir=DIRECTORY${sweep_suffix:}'"
+            )
+        with read_write(config), open_dict(config):
+            # Jobs are composed again, in other processes with some launchers: from these overrides.
+            config.hydra.overrides.hydra.append(
+                f"hydra.job.config.override_dirname.exclude_keys=[{','.join(dict.fromkeys(fixed))}]"
+            )
+            if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
+                os.makedirs(config.hydra.sweep.dir, exist_ok=True)
+                resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]
+                _continue_study(config.hydra.sweeper, config.hydra.sweep.dir, resumes)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Print a table of the jobs, and draw their curves."""
+        from trainer.compare import compare_runs
+
+        directory = config.hydra.sweep.dir
+        runs = [os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(directory), "*", METRICS_FILE))]
+        if len(runs) > 1:
+            try:
+                compare_runs(sorted(runs), os.path.join(directory, "sweep.png"))
+            except (UserError, OSError) as error:
+                LOG.warning("the jobs were not compared (%s); `python -m trainer.compare RUN…` does it", error)
+
+
+def _continue_study(sweeper: DictConfig, directory: str, resumes: bool) -> None:
+    """Count finished trials, and let those that a kill has interrupted run again, with the values that they had.
+
+    Args:
+        resumes: whether the jobs have `trainer.resume_mode=latest`.
+    """
+    import optuna
+    from optuna.trial import TrialState
+
+    if sweeper.study_name is None or not isinstance(sweeper.storage, str):
+        return
+    storage = optuna.storages.get_storage(sweeper.storage)
+    try:
+        trials = storage.get_all_trials(storage.get_study_id_from_name(sweeper.study_name))
+    except KeyError:
+        return
+    if trials and not resumes:
+        raise UserError(
+            f"hydra.sweep.dir={directory}: already holds a sweep; continue it with trainer.resume_mode=latest, or "
+            "choose another trainer.run_name"
+        )
+    for trial in trials:
+        if trial.state == TrialState.RUNNING:
+            storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+    finished = sum(trial.state.is_finished() for trial in trials)
+    if finished >= sweeper.n_trials and all(trial.state != TrialState.COMPLETE for trial in trials):
+        raise UserError(
+            f"hydra.sweep.dir={directory}: all {finished} trials have failed; choose another trainer.run_name, or a "
+            "larger hydra.sweeper.n_trials"
+        )
+    if finished:
+        LOG.info("%d of %d trials are finished", finished, sweeper.n_trials)
+    sweeper.n_trials = max(0, sweeper.n_trials - finished)
