@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from tests.cpu.test_architecture import ALLOWED
 from tools.algorithms_doc import page
@@ -48,17 +49,25 @@ def calls(tmp_path: Path, *bash: str) -> list[list[str]]:
     return [line.split("\t") for line in log.read_text().splitlines()]
 
 
+def values_of(override: Override) -> list[str]:
+    """The values of a sweep; of an interval, its ends."""
+    if override.is_interval_sweep():
+        return [str(override.value().start), str(override.value().end)]
+    return list(override.sweep_string_iterator())
+
+
 def check(arguments: list[str]) -> None:
     """Compose the overrides of one call, each value of a sweep on its own."""
     assert arguments[:1] == ["-m"] and arguments[1] in ("trainer.main", "trainer.sft"), arguments
     plain = [argument for argument in arguments[2:] if "=" in argument and not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(plain)
+    parsed = [override for override in parsed if not override.is_hydra_override()]
     fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
     check_functions(compose(fixed))
     for override in parsed:
         if override.is_sweep_override():
             assert "-m" in arguments[2:], f"{override.input_line} sweeps without -m"
-            for value in override.sweep_string_iterator():
+            for value in values_of(override):
                 check_functions(compose([*fixed, f"{override.key_or_group}={value}"]))
 
 

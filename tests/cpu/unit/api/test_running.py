@@ -38,7 +38,7 @@ def test_a_refused_config_raises_and_prints_nothing(tmp_path, monkeypatch, capfd
     logger = logging.getLogger("trainer")
     before = (logger.level, logger.propagate, list(logger.handlers))
     for _ in range(2):
-        with pytest.raises(UserError, match="trainer.nub_workers: no such key; valid are .*trainer.num_workers"):
+        with pytest.raises(UserError, match="trainer.nub_workers: no such key; did you mean trainer.num_workers"):
             train(["trainer.nub_workers=2"])
     assert capfd.readouterr() == ("", "")
     assert [signal.getsignal(number) for number in HANDLED] == handlers
@@ -78,7 +78,7 @@ def test_train_works_on_another_thread(tmp_path, monkeypatch):
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert len(errors) == 1 and "algorithm/none" in errors[0]
+    assert len(errors) == 1 and "algorithm=none: no such choice" in errors[0]
 
 
 STOPPED = """
