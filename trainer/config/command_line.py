@@ -214,7 +214,7 @@ class _Sweep:
             if outcome.status == EXIT_STATUS:
                 raise _JobError(outcome) from error
             if os.getpid() != self._process:  # a launcher has started this one, and tells the sweep
-                raise RuntimeError(outcome.text or outcome.trace) from error
+                raise WorkerError(outcome.text or outcome.trace) from error
             outcome.show()
             self._failed[name] = outcome.status
             return None
