@@ -100,7 +100,7 @@ class Learner:
         if not (with_old or cfg.has_reference or cfg.has_critic):
             return batch
         with self.timer("logprob"):
-            stored = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
+            stored = self.cluster.put({name: batch[name] for name in ("input_ids", "mask", "lengths")})
             if with_old:
                 batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
             if cfg.has_reference:
@@ -129,7 +129,7 @@ class Learner:
         """
         batch, metrics = experience.batch, dict(experience.metrics)
         with self.timer("update"):
-            stored = self.cluster.put(batch)
+            stored = self.cluster.put({**batch, "sampled": experience.sampled})
             if self.cfg.has_critic:
                 result = self.ranks.call("critic", "update", stored, step)
                 metrics |= {f"critic/{name}": value for name, value in result.items()}

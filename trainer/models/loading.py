@@ -27,6 +27,7 @@ from trainer.errors import UserError
 from trainer.models.attention import set_attention
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
+from trainer.models.head import set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.parallel.shard import param_dtype, shard_model
 
@@ -71,6 +72,7 @@ def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
     lm.tie_weights()  # re-tie: moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)
+    set_head(lm)
     return lm
 
 

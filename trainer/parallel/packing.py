@@ -97,22 +97,19 @@ class Packing:
 
         Entry t of a row is the value at token t - 1 of the sequence; it is 0 at t = 0 and in the padding.
         """
-        return F.pad(values[0], (0, 1))[self._before]
+        return F.pad(values[0], (0, 1))[self.previous_places]
 
     @cached_property
-    def next_places(self) -> Tensor:
-        """`(1, N)`: the index of the next token of each token; for the last token of a sequence, its own index."""
-        places = np.arange(self.tokens) + 1
-        ends = self._starts + np.asarray(self.lengths) - 1
-        places[ends] = ends
-        return self._tensor(places[None])
-
-    @cached_property
-    def _before(self) -> Tensor:
+    def previous_places(self) -> Tensor:
         """`(B, longest)`: the index in the row of the previous token of each token; N if there is none."""
         columns = np.arange(self.longest)
         inside = (columns > 0) & (columns < np.asarray(self.lengths)[:, None])
         return self._tensor(np.where(inside, self._starts[:, None] + columns - 1, self.tokens))
+
+    @cached_property
+    def has_previous(self) -> Tensor:
+        """`(B, longest)` bool: tokens that are not the first of their sequence; not the padding."""
+        return self.previous_places < self.tokens
 
     @cached_property
     def _starts(self) -> np.ndarray:

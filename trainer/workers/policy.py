@@ -63,7 +63,7 @@ class PolicyWorker(TrainedWorker):
         return self.map_rows(batch, self._logprobs)
 
     def _logprobs(self, mb: MicroBatch) -> Tensor:
-        return token_logprobs(self.module, mb.input_ids, mb.packing, self.temperature)
+        return _token_logprobs(self.module, mb, self.temperature)
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> PolicyUpdate:
         """Make all optimizer steps of one step of the loop.
@@ -72,8 +72,9 @@ class PolicyWorker(TrainedWorker):
         two are equal if there is one optimizer step.
 
         Args:
-            batch: `input_ids`, `mask`, `advantages` and, if they exist, `old_logprobs`, `ref_logprobs` and
-                `rollout_logprobs`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
+            batch: `input_ids`, `mask`, `advantages` and, if they exist, `old_logprobs`, `ref_logprobs`,
+                `rollout_logprobs` and `sampled` (1: the returned log-probs hold this token; else `mask`): `(B, T)`;
+                `lengths`, `group_ids`: `(B,)`.
             kl_coef: weight of the KL in the loss; None: the weight in the config.
 
         Returns:
@@ -101,9 +102,10 @@ class PolicyWorker(TrainedWorker):
 
         def loss_function(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             mask, entropy = mb["mask"], None
+            scored = mb.arrays.get("sampled", mask)
             if sampled or has_bonus:
                 logprobs, entropy = logprobs_and_entropy(
-                    self.module, mb.input_ids, mb.packing, self.temperature, entropy_grad=has_bonus
+                    self.module, mb.input_ids, mb.packing, self.temperature, scored, entropy_grad=has_bonus
                 )
             else:
                 logprobs = self._logprobs(mb)
@@ -232,9 +234,7 @@ class ReferenceWorker(ModelWorker):
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         with adapters_off(self.module) if self.shares_policy else nullcontext():
-            return self.map_rows(
-                batch, lambda mb: token_logprobs(self.module, mb.input_ids, mb.packing, self.temperature)
-            )
+            return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.temperature))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -244,3 +244,7 @@ class ReferenceWorker(ModelWorker):
         own = export_tensors(self.module)
         for name, tensor in merged_tensors(self.policy):
             own[name].copy_(tensor)
+
+
+def _token_logprobs(module: nn.Module, mb: MicroBatch, temperature: float) -> Tensor:
+    return token_logprobs(module, mb.input_ids, mb.packing, temperature, mb.arrays.get("mask"))

@@ -14,6 +14,7 @@ from tests.support.architectures import ARCHITECTURES, VOCABULARY, WINDOW, rando
 from trainer.errors import UserError
 from trainer.models.attention import PACKED, can_pack, packed_attention, packing_arguments, set_attention
 from trainer.models.critic import CriticModel
+from trainer.models.head import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.parallel.packing import Packing
 
@@ -47,6 +48,7 @@ def weights() -> Tensor:
 def packable(name: str):
     model = random_model(ARCHITECTURES[name], "sdpa")
     set_attention(model)
+    set_head(model)
     assert model.config._attn_implementation == PACKED
     return model
 
@@ -116,7 +118,11 @@ def test_recomputed_activations_keep_the_boundaries_of_their_own_row(name):
 
 @pytest.mark.parametrize("implementation", ["packed", "eager"])
 def test_a_sequence_does_not_attend_to_its_neighbours(implementation):
-    model = packable("gemma2") if implementation == "packed" else random_model(ARCHITECTURES["gemma2"], "eager")
+    if implementation == "packed":
+        model = packable("gemma2")
+    else:
+        model = random_model(ARCHITECTURES["gemma2"], "eager")
+        set_head(model)
     ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
     before = token_logprobs(model, ids, packing)
     start = LENGTHS[0]

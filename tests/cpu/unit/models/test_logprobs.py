@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate
 from trainer.models.attention import set_attention
+from trainer.models.head import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.parallel.batching import plan_micro_batches, take_rows
 from trainer.parallel.packing import Packing
@@ -62,6 +63,7 @@ def loss_and_gradients(model: torch.nn.Module, ranks: int, max_tokens: int) -> t
 def expected(request):
     model = random_model(ARCHITECTURES[request.param], "sdpa")
     set_attention(model)
+    set_head(model)
     return model, *loss_and_gradients(model, 1, 10_000)
 
 
@@ -79,6 +81,7 @@ def test_loss_and_gradients_do_not_depend_on_ranks_and_micro_batches(expected, r
 def test_reinforce_with_advantage_1_is_cross_entropy():
     batch, model = make_batch(), random_model(ARCHITECTURES["qwen2"], "sdpa")
     set_attention(model)
+    set_head(model)
     mb = take_rows(batch, range(len(LENGTHS)), "cpu")
     logprobs = token_logprobs(model, mb.input_ids, mb.packing)
     loss, _ = POLICY_LOSSES["reinforce"](
@@ -95,6 +98,7 @@ def test_reinforce_with_advantage_1_is_cross_entropy():
 def test_a_temperature_divides_the_logits_and_0_counts_as_1():
     model = random_model(ARCHITECTURES["qwen3"], "sdpa")
     set_attention(model)
+    set_head(model)
     ids, packing = torch.arange(2, 9)[None], Packing([3, 4], "cpu")
     cold, plain, greedy = (token_logprobs(model, ids, packing, t) for t in (0.5, 1.0, 0.0))
     assert torch.equal(plain, greedy) and not torch.allclose(cold, plain)

@@ -33,9 +33,9 @@ def test_values_move_to_the_next_token_and_stay_in_their_sequence(lengths):
         start = sum(lengths[:row])
         expected[row, 1:length] = np.arange(start + 1, start + length)
     assert rows.tolist() == expected.tolist()
-    next_tokens = torch.arange(packing.tokens)[None].gather(1, packing.next_places)[0].tolist()
-    ends = {sum(lengths[: i + 1]) - 1 for i in range(len(lengths))}
-    assert next_tokens == [p if p in ends else p + 1 for p in range(packing.tokens)]
+    previous = packing.previous_places[packing.has_previous]
+    assert rows[packing.has_previous].tolist() == values[0, previous].tolist()
+    assert rows[~packing.has_previous].eq(0).all()
 
 
 @settings(deadline=None)

@@ -1,0 +1,276 @@
+"""Log-probs and entropies of tokens from hidden states, without a tensor of all logits.
+
+The logits of a micro-batch, `(N, V)` in float32, are the largest tensor of a step by far: 5 GB for 8,192 tokens and a
+vocabulary of 152k, and a plain backward pass holds five tensors of this size. Here they exist for a few hundred tokens
+at a time, in the forward pass and again in the backward pass, and only for tokens whose log-probs are read.
+
+`set_head` replaces the model's `forward`, so that the head runs inside it: FSDP gathers the weights of the head once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+_CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
+"""Tokens whose logits exist at the same time: enough for fast matrix products."""
+_CHUNK_LOGITS = 1 << 22
+"""With a small vocabulary, the logits of more tokens exist at the same time, up to this many logits."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model does to the logits `z = W h` of its output layer: `softcap tanh(scale z / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """None: the logits are `scale z`."""
+
+
+def set_head(lm: PreTrainedModel) -> None:
+    """Let `lm` return log-probs and entropies (see `scores_of`) instead of logits.
+
+    A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
+    """
+    head = find_head(lm)
+    if head is None:
+        lm.forward = functools.partial(_whole_forward, lm, lm.forward)
+    else:
+        lm.forward = functools.partial(_chunked_forward, lm, head)
+
+
+def scores_of(
+    lm: nn.Module, input_ids: Tensor, places: Tensor, temperature: float, entropy: str | None, **arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-prob of the token after each of `places`, and the entropy of its distribution.
+
+    Args:
+        lm: a model that `set_head` has prepared.
+        input_ids: `(1, N)`.
+        places: `(n,)`, indices of tokens that have a next token.
+        temperature: divides the logits.
+        entropy: `value`, `grad` (the value with gradients) or None (no entropies).
+        arguments: further arguments of the model.
+
+    Returns:
+        nats, `(n,)` float32.
+    """
+    return lm(input_ids, places, input_ids[0, places + 1], temperature, entropy, arguments)
+
+
+def _chunked_forward(
+    lm: PreTrainedModel,
+    head: Head,
+    input_ids: Tensor,
+    places: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: str | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    hidden = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0, places]
+    weight = lm.get_output_embeddings().weight
+    logprobs, entropies = _ChunkedScores.apply(hidden, weight, targets, head, temperature, entropy)
+    return logprobs, entropies
+
+
+def _whole_forward(
+    lm: PreTrainedModel,
+    forward: Any,
+    input_ids: Tensor,
+    places: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: str | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0, places].float() / temperature
+    logp = logits.log_softmax(dim=-1)
+    logprobs = logp.gather(-1, targets[:, None])[:, 0]
+    if entropy is None:
+        return logprobs, None
+    with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
+        return logprobs, -(logp.exp() * logp).sum(dim=-1)
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """Log-probs and entropies of a softmax over `W h`, in chunks of tokens.
+
+    With `p = softmax(z / temperature)`, the log-prob `l = log p_target` and the entropy `H = -sum p log p`:
+
+        dl/dz_j = (1[j = target] - p_j) / temperature
+        dH/dz_j = -p_j (log p_j + H) / temperature
+
+    The backward pass computes the logits of each chunk again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, temperature: float, entropy: str | None
+    ) -> tuple[Tensor, Tensor | None]:
+        n = len(hidden)
+        logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
+        normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for chunk in _chunks(n, weight):
+            z = _logits(hidden[chunk], weight, head, temperature)
+            highest = z.amax(dim=-1, keepdim=True)
+            z -= highest
+            chosen = z.gather(-1, targets[chunk, None])[:, 0]
+            if entropy is None:
+                total = z.exp_().sum(dim=-1)
+            else:
+                p = z.exp()
+                total = p.sum(dim=-1)
+                entropies[chunk] = total.log() - torch.linalg.vecdot(p, z) / total
+            logprobs[chunk] = chosen - total.log()
+            normalizers[chunk] = total.log() + highest[:, 0]
+        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
+        ctx.options = head, temperature, entropy
+        if entropy is None:
+            return logprobs, None
+        if entropy != "grad":
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
+        head, temperature, entropy = ctx.options
+        of_logprobs, of_entropies = grads
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if ctx.needs_input_grad[1] else None
+        for chunk in _chunks(len(hidden), weight):
+            z = _logits(hidden[chunk], weight, head, temperature)
+            slope = None if head.softcap is None else 1 - (z * (temperature / head.softcap)).square_()
+            z -= normalizers[chunk, None]  # log p
+            if entropy == "grad":
+                p = z.exp()
+                z += entropies[chunk, None]
+                z *= of_entropies[chunk, None]
+                z += of_logprobs[chunk, None]
+                z *= p
+            else:
+                z.exp_()
+                z *= of_logprobs[chunk, None]
+            # z is now minus the gradient, but for the term of the target.
+            z.scatter_add_(-1, targets[chunk, None], -of_logprobs[chunk, None])
+            if slope is not None:
+                z *= slope
+            z *= -head.scale / temperature
+            d_logits = z.to(weight.dtype)
+            if d_hidden is not None:
+                d_hidden[chunk] = d_logits @ weight
+            if d_weight is not None:
+                _add_product(d_weight, d_logits.T, hidden[chunk])
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+
+
+def _chunks(n: int, weight: Tensor) -> list[slice]:
+    """Return slices of similar size that cover `n` tokens."""
+    most = max(_CHUNK_TOKENS[weight.device.type], _CHUNK_LOGITS // len(weight))
+    count = max(1, -(-n // most))
+    return [slice(n * i // count, n * (i + 1) // count) for i in range(count)] if n else []
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    """Return the precision of logits and of sums over tokens: float32, or float64 for float64 weights."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _logits(hidden: Tensor, weight: Tensor, head: Head, temperature: float) -> Tensor:
+    """Return a new tensor of the logits `(n, V)`, at least float32, divided by the temperature."""
+    dtype = _sum_dtype(weight)
+    if weight.is_cuda and weight.dtype != dtype:
+        z = torch.mm(hidden, weight.T, out_dtype=dtype)
+    else:
+        z = (hidden @ weight.T).to(dtype)
+    if head.softcap is not None:
+        z.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / temperature)
+    elif head.scale != temperature:
+        z *= head.scale / temperature
+    return z
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, which may be more precise."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        total += a @ b
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a model does around its output layer
+
+
+class _Backbone(nn.Module):
+    """Stands in for the model's own, and returns the same hidden states whatever it is given."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class _OutputLayer(nn.Module):
+    """Stands in for the model's own, returns the same logits, and remembers what it was given."""
+
+    def __init__(self, logits: Tensor):
+        super().__init__()
+        self.logits = logits
+        self.given: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.given = hidden
+        return self.logits
+
+
+def find_head(lm: PreTrainedModel) -> Head | None:
+    """Find out what `lm`, which may be on the meta device, does to the logits of its output layer.
+
+    Its own `forward` runs with a stand-in for the backbone and one for the output layer, and the results are compared.
+
+    Returns:
+        None if it does something that `Head` cannot express.
+    """
+    layer = lm.get_output_embeddings()
+    children = dict(lm.named_children())
+    names = [name for name, child in children.items() if child is layer]
+    prefix = lm.base_model_prefix
+    if not names or prefix not in children or type(layer) is not nn.Linear or layer.bias is not None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, layer.in_features, generator=generator)
+    logits = 5 * torch.randn(1, 3, layer.out_features, generator=generator)
+    stand_in = _OutputLayer(logits.clone())
+    try:
+        setattr(lm, prefix, _Backbone(hidden.clone()))
+        setattr(lm, names[0], stand_in)
+        with torch.no_grad():
+            found = lm(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+    except Exception:  # code of any model, which may need more of its backbone: then it runs as it is
+        return None
+    finally:
+        setattr(lm, prefix, children[prefix])
+        setattr(lm, names[0], layer)
+    if stand_in.given is None or not torch.equal(stand_in.given, hidden) or found.shape != logits.shape:
+        return None
+    softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+    ratio = float(found.flatten()[0] / logits.flatten()[0])
+    candidates = [Head(), Head(scale=ratio), *([Head(softcap=softcap)] if softcap else [])]
+    return next((head for head in candidates if torch.allclose(found, _apply(head, logits), rtol=1e-5)), None)
+
+
+def _apply(head: Head, logits: Tensor) -> Tensor:
+    scaled = head.scale * logits
+    return scaled if head.softcap is None else head.softcap * torch.tanh(scaled / head.softcap)
