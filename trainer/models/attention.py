@@ -48,6 +48,24 @@ def can_pack(module: nn.Module) -> bool:
     return lm._supports_attention_backend and not getattr(lm, "_is_stateful", False) and not layers
 
 
+def quadratic_cost(module: nn.Module) -> float:
+    """Return q such that a sequence of L tokens costs `L + q L^2`, in units of a token's cost outside the attention.
+
+    A forward pass takes 2 FLOP a token and parameter, and in each layer 4 FLOP a token, earlier token and attended
+    dimension, of which there are L / 2 on average (Kaplan et al., 2020, with causal attention).
+    """
+    config = module.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not can_pack(module) or heads is None:
+        return 0.0
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    computed = sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
+    if getattr(config, "tie_word_embeddings", False) and isinstance(module, PreTrainedModel):
+        computed += config.vocab_size * config.hidden_size
+    return config.num_hidden_layers * width / max(computed, 1)
+
+
 def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
     """Return the keyword arguments that a model with this `config` needs for the row of `packing`."""
     implementation = config._attn_implementation

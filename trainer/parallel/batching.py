@@ -19,40 +19,45 @@ Batch = dict[str, np.ndarray]
 padded on the right while they travel; `lengths (B,)` counts their tokens without padding."""
 
 
-def plan_micro_batches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, quadratic: float = 0.0
+) -> list[list[list[int]]]:
     """Return the rows of each rank's micro-batches: `plan[rank][i]`.
 
-    Rows of similar length go together, and each micro-batch holds at most `max_tokens` tokens (a longer row goes
-    alone). Every rank gets the same number of micro-batches, because each one is a collective. A rank with an empty
-    micro-batch takes part in the collective and contributes nothing.
+    Each micro-batch holds at most `max_tokens` tokens (a longer row goes alone). Every rank gets the same number of
+    micro-batches, because each one is a collective. The ranks wait for the slowest at each of them, so the i-th
+    micro-batches of all ranks cost about the same. A rank with an empty micro-batch takes part in the collective and
+    contributes nothing.
+
+    Args:
+        quadratic: a row of L tokens costs `L + quadratic L^2`.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    groups: list[list[int]] = []
-    used = 0
-    for row in order:
-        used += lengths[row]
-        if groups and used <= max_tokens:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-            used = lengths[row]
-    while len(groups) % num_ranks:
-        widest = max(range(len(groups)), key=lambda i: (len(groups[i]) > 1, _cost(groups[i], lengths), -i))
-        group = groups[widest]
-        # Take every other row, so that both halves cost about the same.
-        groups[widest : widest + 1] = [group[::2], group[1::2]] if len(group) > 1 else [group, []]
-    # Assign the most expensive micro-batch first, each to the rank with the least work that still has room.
-    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for group in sorted(groups, key=lambda g: -_cost(g, lengths)):
-        rank = min((r for r in range(num_ranks) if len(plan[r]) < len(groups) // num_ranks), key=lambda r: (load[r], r))
-        plan[rank].append(group)
-        load[rank] += _cost(group, lengths)
-    return plan
+    sizes = np.asarray(lengths, dtype=np.int64)
+    costs = sizes + quadratic * sizes.astype(np.float64) ** 2
+    order = np.lexsort((np.arange(len(sizes)), -sizes))
+    count = max(1, -(-int(np.minimum(sizes, max_tokens).sum()) // (num_ranks * max_tokens)))
+    while (groups := _fill(order, sizes, costs, num_ranks * count, max_tokens)) is None:
+        count += 1
+    groups.sort(key=lambda group: -costs[group].sum())
+    return [groups[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[row] for row in rows)
+def _fill(order: np.ndarray, sizes: np.ndarray, costs: np.ndarray, count: int, limit: int) -> list[list[int]] | None:
+    """Share out rows to `count` groups of similar cost, the longest first; None if they do not fit.
+
+    Each row goes to the group that costs the least so far, of those that have room for it.
+    """
+    groups: list[list[int]] = [[] for _ in range(count)]
+    tokens, load = np.zeros(count, np.int64), np.zeros(count)
+    for row in order.tolist():
+        has_room = (tokens == 0) | (tokens + sizes[row] <= limit)
+        if not has_room.any():
+            return None
+        group = int(np.argmin(np.where(has_room, load, np.inf)))
+        groups[group].append(row)
+        tokens[group] += sizes[row]
+        load[group] += costs[row]
+    return groups
 
 
 @dataclass(frozen=True)

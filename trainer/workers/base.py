@@ -23,7 +23,7 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.documents import is_count, parse_object
 from trainer.errors import NonFiniteError, UserError
 from trainer.keyed import permutation
-from trainer.models.attention import can_pack
+from trainer.models.attention import can_pack, quadratic_cost
 from trainer.parallel.batching import Batch, MicroBatch, plan_micro_batches, select, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
@@ -67,11 +67,12 @@ class ModelWorker:
         self.layout = layout
         self.device = layout.device
         self.max_tokens = max_tokens_per_micro_batch if can_pack(module) else 1  # 1: one sequence per micro-batch
+        self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """Return the rows of each micro-batch of this rank. Every rank has the same number of micro-batches."""
-        plan = plan_micro_batches(batch["lengths"].tolist(), self.layout.data_size, self.max_tokens)
+        plan = plan_micro_batches(batch["lengths"].tolist(), self.layout.data_size, self.max_tokens, self.quadratic)
         return plan[self.layout.data_rank]
 
     @torch.no_grad()

@@ -12,7 +12,14 @@ from transformers import FalconConfig, Llama4TextConfig, RecurrentGemmaConfig
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, WINDOW, random_model
 from trainer.errors import UserError
-from trainer.models.attention import PACKED, can_pack, packed_attention, packing_arguments, set_attention
+from trainer.models.attention import (
+    PACKED,
+    can_pack,
+    packed_attention,
+    packing_arguments,
+    quadratic_cost,
+    set_attention,
+)
 from trainer.models.critic import CriticModel
 from trainer.models.head import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
@@ -178,3 +185,13 @@ def test_a_model_that_does_not_pass_the_boundaries_on_is_refused():
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UserError, match="choose model.attn_implementation=eager"):
         packed_attention(SimpleNamespace(), heads, heads, heads, None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_quadratic_cost_is_the_attentions_share_of_the_flops(tied):
+    config = copy.deepcopy(ARCHITECTURES["llama"])
+    config.tie_word_embeddings = tied
+    model = random_model(config, "sdpa")
+    block = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # q, k and v, o, the MLP, the norms
+    parameters = 2 * block + 32 + VOCABULARY * 32
+    assert quadratic_cost(model) == pytest.approx(2 * 32 / parameters)
