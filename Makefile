@@ -1,5 +1,6 @@
 # Everything starts here. A fresh machine needs Python 3.11 or 3.12 with pip, and make.
-EXTRA ?= cpu
+# The set that is installed, or the CPU set. The two cannot be installed together.
+EXTRA ?= $(if $(wildcard .venv/.installed-gpu)$(filter test-gpu,$(MAKECMDGOALS)),gpu,cpu)
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin

@@ -11,6 +11,7 @@ import os
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
+from trainer.config.engines import ENGINES
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.metrics.best import find_best
@@ -20,8 +21,11 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.stages import stage
 
 
-def prepare(cfg: Config) -> str:
+def prepare(cfg: Config, generates: bool = True) -> str:
     """Find what the user must change before Ray starts, and return the device: `cuda` or `cpu`.
+
+    Args:
+        generates: the run has inference engines.
 
     Raises:
         UserError: the run directory cannot be written, or the machine or a function is not as the config says.
@@ -37,7 +41,7 @@ def prepare(cfg: Config) -> str:
         from trainer.algorithms.check import check_functions  # the first import of torch: the config has passed
         from trainer.parallel.mesh import pick_device
     with stage("checking the config"):
-        device = pick_device(cfg.trainer.device)
+        device = pick_device(cfg.trainer.device, ENGINES[cfg.rollout.engine] if generates else None)
         _check_devices(cfg, device)
         check_functions(cfg)
     return device

@@ -17,7 +17,7 @@ from trainer.stages import stage
 def train(cfg: Config) -> float | None:
     """Train on examples. Returns the best value of `trainer.best_metric`; None if no step has measured it."""
     with StartUp(cfg.logger.progress):
-        device = prepare(cfg)
+        device = prepare(cfg, generates=False)
         with stage("importing transformers"):
             from trainer.jobs import train_supervised
         train_supervised(cfg, device)

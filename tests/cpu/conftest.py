@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about CPUs, also on a machine with GPUs
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests marked `early` first."""

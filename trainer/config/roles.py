@@ -45,6 +45,9 @@ class FSDPConfig(Section):
     or `float32`. The optimizer always keeps float32 master weights."""
     reduce_dtype: str = choice("float32", ("float32", "bfloat16"))
     """Precision in which gradients are summed over ranks: `float32` or `bfloat16`."""
+    reduce_gradients: str = choice("micro_batch", ("micro_batch", "mini_batch"))
+    """When gradients are summed over ranks: after each `micro_batch`, or once per `mini_batch` (less communication, but
+    each rank keeps all gradients in `reduce_dtype`, however many ranks there are)."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
     cpu_offload: bool = False

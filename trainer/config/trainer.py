@@ -33,7 +33,7 @@ class TrainerConfig(Section):
     replicas: int = number(1, at_least=1)
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
     device: str = choice("auto", ("auto", "cpu", "cuda"))
-    """`cuda`, `cpu`, or `auto`: CUDA if the machine has it."""
+    """`cuda`, `cpu`, or `auto`: CUDA if the machine has it and the installed vLLM can use it."""
     colocate_roles: bool = True
     """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
     `num_workers` ranks of its own."""

@@ -144,7 +144,7 @@ class Fleet:
             return "adapter"
         places = [*self._ranks.policy.where(), *self._engines.where()]
         same_node = len({place["host"] for place in places}) == 1
-        return choose_transport(self._cfg.rollout, same_node)
+        return choose_transport(self._cfg.rollout, same_node, self._cluster.device)
 
     # What engines load, and the sending side that must run at the same time, if there is one.
 
@@ -176,18 +176,21 @@ def _build_engine(path: str, *args: Any, **kwargs: Any) -> Engine:
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
-def choose_transport(rollout: RolloutConfig, same_node: bool) -> str:
+def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
     """Return how weights reach the engines: `shared_memory` or `broadcast`.
 
     Args:
         same_node: all ranks and engines are on one node.
+        device: of ranks and engines.
 
     Raises:
         UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
     """
     weight_sync = rollout.weight_sync
     if weight_sync == "auto":
-        weight_sync = "shared_memory" if same_node else "broadcast"
+        # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
+        fast = device == "cuda" and not rollout.share_gpus and "broadcast" in ENGINES[rollout.engine].transports
+        weight_sync = "shared_memory" if same_node and not fast else "broadcast"
     if weight_sync == "shared_memory" and not same_node:
         raise UserError("rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose broadcast")
     if weight_sync not in ENGINES[rollout.engine].transports:

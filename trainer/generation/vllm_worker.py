@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -25,7 +28,9 @@ class WeightReceiver:
 
     def load_shared(self, path: str) -> None:
         """Replace the weights by those of the safetensors files in `path`, tensor by tensor."""
-        self.reload_weights(weights_path=path)
+        model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        with every_weight_replaced(model, config, weight_names(model)):
+            self.reload_weights(weights_path=path)
         with set_current_vllm_config(self.vllm_config):
             repack_tied_head(self.model_runner.get_model())
 
@@ -33,6 +38,40 @@ class WeightReceiver:
         """Return the layers of a loaded adapter that this worker's model does not have. vLLM ignores them."""
         manager = self.model_runner.lora_manager._adapter_manager
         return sorted(set(manager.list_adapters()[adapter].loras) - set(manager.modules))
+
+
+def weight_names(model: torch.nn.Module) -> set[str]:
+    """Return the names of the weights of `model`, without those that are tied to another weight."""
+    return {name for name, _ in model.named_parameters()}
+
+
+@contextmanager
+def every_weight_replaced(model: torch.nn.Module, config: ModelConfig, expected: set[str]) -> Iterator[None]:
+    """Check that `model` loads all `expected` weights in this block.
+
+    vLLM only logs the names of weights that it did not get, and generates with the old ones.
+
+    Args:
+        expected: `weight_names` of the model before a reload, which unties weights, has begun.
+
+    Raises:
+        ValueError: names the first weight that kept its old value.
+    """
+    load, loaded = model.load_weights, set()
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        names = load(*args, **kwargs)
+        loaded.update(expected if names is None else names)  # None: this model does not tell
+        return names
+
+    model.load_weights = record
+    try:
+        yield
+    finally:
+        del model.load_weights
+    missing = sorted(expected - loaded)
+    if missing and config.quantization is None:  # a quantised model has scales that no file names
+        raise ValueError(f"vLLM got no new values for {len(missing)} weights, {missing[0]} among them")
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
@@ -69,8 +108,10 @@ class BroadcastReceiver(WeightTransferEngine[JoinInfo, PassInfo]):
     update_info_cls = PassInfo
 
     _channel: Channel | None = None
+    _names: set[str]
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self._names = weight_names(self.model)
         self._channel = Channel(Broadcast(**vars(init_info)), sender=False)
 
     def start_weight_update(self) -> None:
@@ -78,7 +119,8 @@ class BroadcastReceiver(WeightTransferEngine[JoinInfo, PassInfo]):
 
     def receive_weights(self, update_info: PassInfo) -> None:
         assert self._channel is not None, "join first"
-        self.model.load_weights(self._channel.receive())
+        with every_weight_replaced(self.model, self.model_config, self._names):
+            self.model.load_weights(self._channel.receive())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

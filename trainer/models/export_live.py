@@ -126,7 +126,8 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
             if slot.file not in open_files:
                 open_files[slot.file] = _open_no_link(os.path.join(directory, slot.file), os.O_WRONLY)
             row_bytes = slot.dtype.itemsize * (rows[0].numel() if rows.dim() else 1)
-            data = rows.to(device="cpu", dtype=slot.dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            rows = rows.to(slot.dtype)  # on the device: a copy that also casts would move float32 and cast on the CPU
+            data = rows.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
             _write_all(open_files[slot.file], memoryview(data), slot.offset + first_row * row_bytes)
     finally:
         for handle in open_files.values():

@@ -33,17 +33,26 @@ from trainer.parallel.shard import param_dtype, shard_model
 
 
 def load_causal_lm(
-    model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
+    model: ModelConfig,
+    path: str,
+    mesh: DeviceMesh,
+    fsdp: FSDPConfig,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    *,
+    frozen: bool = False,
 ) -> nn.Module:
     """Load the causal LM of the local directory `path`, sharded over `mesh`. A collective.
 
-    Parameters are float32. Frozen ones (LoRA) are stored in the forward dtype, because no optimizer updates them.
+    Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
     Args:
         lora: if it has a rank, train adapters instead of the weights.
         seed: seed of the adapters' start values.
+        frozen: train nothing.
     """
     lm = _empty_causal_lm(model, path)
+    lm.requires_grad_(not frozen)
     if lora is not None and lora.rank is not None:
         add_adapters(lm, lora, "trainer.policy.lora")
     return _shard_and_fill(lm, model, path, mesh, fsdp, seed)

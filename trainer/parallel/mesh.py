@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trainer.config.engines import EngineSpec
 
-def pick_device(device: str) -> str:
-    """Return `cuda` or `cpu` for the value of `trainer.device`."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+
+def pick_device(device: str, engine: EngineSpec | None = None) -> str:
+    """Return `cuda` or `cpu` for the value of `trainer.device`.
+
+    Args:
+        engine: with `auto`, a GPU is not used if the installed build of this engine cannot use it.
+    """
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() and not _is_cpu_build(engine) else "cpu"
+
+
+def _is_cpu_build(engine: EngineSpec | None) -> bool:
+    if engine is None or engine.cpu_distribution is None:
+        return False
+    try:
+        distribution(engine.cpu_distribution)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 _listening: dict[str, socket.socket] = {}

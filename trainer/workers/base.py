@@ -116,7 +116,8 @@ class ModelWorker:
         saved_world_size = saved["world_size"]
         # A rank that did not exist at the save keeps its start RNG, which is keyed by its number.
         state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.rank < saved_world_size)
-        files.read(self.role, state)
+        # A checkpoint of CPU ranks has no state of a CUDA generator, which then keeps its start state.
+        files.read(self.role, state, optional=(f"rng_rank{self.layout.rank}.cuda",))
         self._restore(state)
 
     def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
@@ -162,8 +163,10 @@ class TrainedWorker(ModelWorker):
         config: TrainerConfig,
         optimizer: OptimizerConfig,
         before_weights_change: Callable[[], None],
+        reduce_gradients: str = "micro_batch",
     ):
         super().__init__(module, layout, config.max_tokens_per_micro_batch, before_weights_change)
+        self.reduces_each_micro_batch = reduce_gradients == "micro_batch"
         self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.config = config
         self.optimizer_config = optimizer
@@ -175,6 +178,7 @@ class TrainedWorker(ModelWorker):
             betas=tuple(optimizer.betas),
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
+            fused=True,  # without a temporary copy of the parameters
         )
 
     def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
@@ -210,7 +214,7 @@ class TrainedWorker(ModelWorker):
     def optimizer_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """Make one optimizer step on the mini-batch `batch`.
 
-        Each rank accumulates gradients locally; they are reduced once, with the last micro-batch.
+        Gradients are summed over the ranks as `FSDPConfig.reduce_gradients` says.
 
         Returns:
             the loss and the loss function's metrics over the global mini-batch, `grad_norm` and `lr`.
@@ -222,7 +226,7 @@ class TrainedWorker(ModelWorker):
         sums: dict[str, Tensor] = {}
         for i, rows in enumerate(plan):
             last = i == len(plan) - 1
-            self.module.set_requires_gradient_sync(last)
+            self.module.set_requires_gradient_sync(last or self.reduces_each_micro_batch)
             self.module.set_is_last_backward(last)
             loss, metrics = loss_function(take_rows(batch, rows, self.device))
             # FSDP averages gradients over the shares of the data, but the shares of the loss must be summed.
@@ -249,8 +253,9 @@ class TrainedWorker(ModelWorker):
         """
         config = self.optimizer_config
         lr = learning_rate(config, self.optimizer_steps, self.total_optimizer_steps)
+        values = {"lr": lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
         for group in self.optimizer.param_groups:
-            group |= {"lr": lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
+            group |= {**values, "fused": True, "foreach": None}
         return lr
 
     def _clip_gradients(self) -> float:

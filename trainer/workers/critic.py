@@ -21,7 +21,10 @@ class CriticWorker(TrainedWorker):
     role = "critic"
 
     def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
-        super().__init__(module, layout, cfg.trainer, cfg.trainer.critic.optimizer, before_weights_change)
+        settings = cfg.trainer.critic
+        super().__init__(
+            module, layout, cfg.trainer, settings.optimizer, before_weights_change, settings.fsdp.reduce_gradients
+        )
         self.value_clip = cfg.algorithm.value_clip
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

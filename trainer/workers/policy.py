@@ -52,7 +52,10 @@ class PolicyWorker(TrainedWorker):
     role = "policy"
 
     def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
-        super().__init__(module, layout, cfg.trainer, cfg.trainer.policy.optimizer, before_weights_change)
+        settings = cfg.trainer.policy
+        super().__init__(
+            module, layout, cfg.trainer, settings.optimizer, before_weights_change, settings.fsdp.reduce_gradients
+        )
         self.algorithm = cfg.algorithm
         self.temperature = cfg.rollout.temperature
         self.max_response_tokens = cfg.rollout.max_response_tokens

@@ -84,7 +84,10 @@ class Rank:
             self.roles["critic"] = CriticWorker(critic, *common)
         if "reference" in roles:
             assert policy is not None or not cfg.reference_is_base, "they share ranks"
-            module = policy if cfg.reference_is_base else load_causal_lm(cfg.model, path, mesh, t.reference.fsdp)
+            if cfg.reference_is_base:
+                module = policy
+            else:
+                module = load_causal_lm(cfg.model, path, mesh, t.reference.fsdp, frozen=True)
             self.roles["reference"] = ReferenceWorker(module, *common, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ class StateFiles(Protocol):
     """Writes and reads sharded states (see `trainer.checkpoint.sharded.ShardedFiles`)."""
 
     def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: Any) -> list[dict]: ...
-    def read(self, name: str, state: dict[str, Any], group: Any = None) -> None: ...
+    def read(self, name: str, state: dict[str, Any], group: Any = None, optional: Sequence[str] = ()) -> None: ...
     def read_json(self, name: str, file: str) -> bytes: ...
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.errors import UserError
 
 
 def test_shards_are_durable_before_they_are_named(tmp_path):
@@ -31,3 +32,23 @@ def write_shards_and_record(rank, directory: str) -> list[str]:
     finally:
         os.fsync = real
     return synced
+
+
+def test_entries_that_an_earlier_save_does_not_have_can_be_optional(tmp_path):
+    """As the state of the CUDA generator, when a run that began on CPUs continues on a GPU."""
+    found, problem = run_ranks(1, read_more_than_was_written, str(tmp_path))[0]
+    assert found == {"rng": ["torch"], "w": [1.0, 2.0]}
+    assert "rng.cuda" in problem
+
+
+def read_more_than_was_written(rank, directory: str) -> tuple[dict, str]:
+    files, group = ShardedFiles(directory), dist.group.WORLD
+    files.write("policy", {"w": torch.tensor([1.0, 2.0]), "rng": {"torch": torch.ones(3)}}, {}, group)
+    state = {"w": torch.zeros(2), "rng": {"torch": torch.zeros(3), "cuda": torch.zeros(3)}}
+    try:
+        files.read("policy", state)
+        problem = ""
+    except UserError as error:
+        problem = str(error)
+    files.read("policy", state, optional=("rng.cuda",))
+    return {"rng": list(state["rng"]), "w": state["w"].tolist()}, problem

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import shutil
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -274,6 +275,18 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
         assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
         assert_same_as_old_logprobs(ranks, requests, fleet.generate(requests, SAMPLED))
         before = after
+
+
+def test_a_sync_that_leaves_an_old_weight_is_an_error(cluster, model_paths, tmp_path):
+    """vLLM itself would log a line, and generate with a mixture of weights."""
+    shutil.copytree(model_paths[False], tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.0.input_layernorm.weight"]
+    save_file(weights, file)
+    engine = start_vllm(cluster, model_paths[False])
+    with pytest.raises(Exception, match="model.layers.0.input_layernorm.weight"):
+        engine.sync_weights(SharedMemory(str(tmp_path / "model")), 2)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])

@@ -136,6 +136,15 @@ def test_the_transport_follows_from_setting_and_place(setting, engine, same_node
 
 
 @pytest.mark.parametrize(
+    ("engine", "share_gpus", "transport"),
+    [("vllm", False, "broadcast"), ("vllm", True, "shared_memory"), ("transformers", False, "shared_memory")],
+)
+def test_engines_with_gpus_of_their_own_get_weights_over_nccl(engine, share_gpus, transport):
+    rollout = RolloutConfig(engine=engine, share_gpus=share_gpus)
+    assert choose_transport(rollout, same_node=True, device="cuda") == transport
+
+
+@pytest.mark.parametrize(
     ("setting", "engine", "same_node", "share_gpus"),
     [
         ("shared_memory", "vllm", False, False),
@@ -169,7 +178,7 @@ def test_engines_and_ranks_take_turns_with_the_memory_of_a_shared_gpu(start):
 
 @pytest.mark.parametrize(("device", "share_gpus"), [("cuda", False), ("cpu", True), ("cpu", False)])
 def test_engines_with_memory_of_their_own_stay_awake(start, device, share_gpus):
-    fleet, ranks = start(device, share_gpus=share_gpus)
+    fleet, ranks = start(device, share_gpus=share_gpus, weight_sync="shared_memory")
     fleet.start(version=1, fresh=False)
     ranks.call("policy", "train")
     assert answers(fleet, 1) == [[0, 7, 0]]  # they refuse to sleep

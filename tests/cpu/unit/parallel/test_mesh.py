@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.mesh import listen, open_store
+from trainer.config.engines import ENGINES
+from trainer.parallel.mesh import listen, open_store, pick_device
 
 
 def listening() -> set[tuple[str, int]]:
@@ -38,6 +39,16 @@ def test_a_file_store_opens_no_port(tmp_path):
     assert stores[0].get("name") == b"value"
     assert stores[0].add("receivers", 1) == 1 and stores[1].add("receivers", 1) == 2
     assert listening() == before
+
+
+@pytest.mark.parametrize("engine", [None, "vllm", "transformers"])
+def test_auto_uses_a_gpu_unless_the_installed_engine_cannot(engine, monkeypatch):
+    """These tests run with vLLM's CPU build."""
+    spec = ENGINES[engine] if engine else None
+    assert pick_device("auto", spec) == "cpu"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert pick_device("auto", spec) == ("cpu" if engine == "vllm" else "cuda")
+    assert pick_device("cuda", spec) == "cuda"
 
 
 def _sum(rank: int, address: str, results: multiprocessing.Queue) -> None:
