@@ -76,7 +76,9 @@ class Signals:
             self.__init__()
 
     def reinstall(self) -> None:
-        """Install the handlers again, because a library has installed its own at a level below Python."""
+        """Install the handlers again, because a library has changed them at a level below Python."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in HANDLED:
             signal.signal(number, signal.getsignal(number))
 

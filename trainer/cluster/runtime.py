@@ -95,7 +95,9 @@ class RayCluster:
                 # Before `ray.shutdown`, which does not wait for the end of the processes: the next job may need their
                 # memory, above all on a GPU.
                 self._local.close()
-            ray.shutdown()
+            with SIGNALS.blocked():
+                ray.shutdown()
+                SIGNALS.reinstall()  # Ray has set SIGTERM to its default, which ends the process
 
     def _lost(self) -> str | None:
         part = self._local.lost() if self._local is not None else None

@@ -131,9 +131,12 @@ def test_a_rank_that_ray_ends_because_memory_runs_low_is_one_sentence(monkeypatc
 
 SIGNALLED = """
 import os, signal, threading, time
+from trainer import signals
 from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 from trainer.signals import SIGNALS, Stopped
+
+signals._SAME_REQUEST_S = 1000.0
 
 cluster = RayCluster(Config(), "cpu")
 
@@ -159,8 +162,8 @@ with SIGNALS.listening():
 """
 
 
-def test_signals_while_the_driver_joins_ray_stop_it_once(marker, tmp_path):
-    """For a part of a second, SIGTERM has a handler of Ray's C++ part, which aborts the process."""
+def test_signals_while_the_driver_joins_and_leaves_ray_stop_it_once(marker, tmp_path):
+    """Ray's C++ part installs a handler for SIGTERM that aborts the process, and at its end the default one."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, env=environment(tmp_path))
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.startswith("stopped by SIGTERM before the first step") and done.stdout.count("\n") == 1
