@@ -188,6 +188,7 @@ HARMLESS: tuple[str, ...] = (
     "rollout.lora_sync",
     "logger.wandb.mode",
     "logger.wandb.project",
+    "logger.wandb.name",
     "logger.wandb.entity",
     "logger.tensorboard",
     "logger.progress",

@@ -5,6 +5,7 @@ Both libraries are imported where they are used, because their import takes a no
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import warnings
@@ -13,7 +14,6 @@ from typing import Any
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
-from trainer.keyed import key
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
 _OPTUNA = {
@@ -146,5 +146,6 @@ def _sweep_suffix() -> str:
     swept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
     name = ",".join(swept).replace("/", "_")
     if len(name.encode()) > _LONGEST_SUFFIX:
-        name = f"{name.encode()[: _LONGEST_SUFFIX - 17].decode(errors='ignore')}-{key(name):016x}"
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        name = f"{name.encode()[: _LONGEST_SUFFIX - 17].decode(errors='ignore')}-{digest}"
     return f"/{name}" if name else ""
