@@ -1,0 +1,238 @@
+"""How fast a rank trains on one GPU: `python -m benchmarks.gpu [--models 0.6B 1.7B 4B] [--minutes 8]`.
+
+For Qwen3 models with random weights, on one rank, without Ray, Hydra and vLLM: the seconds, tokens per second, model
+FLOPs utilisation (MFU) and peak memory of the log-prob pass and of the update, at micro-batches of 4,096 and 16,384
+packed tokens; the speed at which weights go to shared memory, beside a plain copy to the host; and the seconds until a
+checkpoint is copied. A model for which no time is left, or that needs more memory, is named and left out.
+
+On a machine without a GPU, `--device cpu --models tiny` tries the program itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.config import Config
+from trainer.metrics.throughput import peak_flops
+from trainer.models.attention import quadratic_cost
+from trainer.parallel.batching import Batch
+from trainer.parallel.mesh import destroy_process_group
+from trainer.workers.policy import PolicyWorker
+from trainer.workers.rank import Rank
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 1024,
+    },
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+ROW_TOKENS = (256, 1024)
+"""Shortest and longest row; the first quarter of each is its prompt."""
+
+
+def make_model(name: str, directory: str, device: str) -> str:
+    """Write a Qwen3 model with random weights; returns its path."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**COMMON, **SHAPES[name]}, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    path = os.path.join(directory, name)
+    model.save_pretrained(path)
+    return path
+
+
+def make_batch(tokens: int, vocabulary: int) -> Batch:
+    """Rows of random tokens, `tokens` in all, in groups of eight."""
+    rng = np.random.default_rng(tokens)
+    lengths: list[int] = []
+    while sum(lengths) + ROW_TOKENS[1] <= tokens:
+        lengths.append(int(rng.integers(*ROW_TOKENS)))
+    rows, width = len(lengths), max(lengths)
+    columns = np.arange(width)
+    sizes = np.asarray(lengths)
+    mask = ((columns >= sizes[:, None] // 4) & (columns < sizes[:, None])).astype(np.float32)
+    return {
+        "input_ids": rng.integers(2, vocabulary, (rows, width)),
+        "mask": mask,
+        "lengths": sizes,
+        "group_ids": np.arange(rows) // 8,
+        "advantages": rng.normal(size=(rows, width)).astype(np.float32) * mask,
+        "old_logprobs": -8 * mask,
+        "rollout_logprobs": -8 * mask,
+    }
+
+
+def seconds(function: Callable[[], Any], device: str, repeat: int = 3) -> float:
+    """Return the median of the times of `function`, after one run that is not counted."""
+    times = []
+    for i in range(repeat + 1):
+        synchronize(device)
+        begin = time.perf_counter()
+        function()
+        synchronize(device)
+        if i:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gb(function: Callable[[], Any], device: str) -> float:
+    """Return the largest number of GB that tensors take while `function` runs; NaN on a CPU."""
+    if device != "cuda":
+        function()
+        return float("nan")
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def forward_flops(worker: PolicyWorker, batch: Batch) -> float:
+    """FLOPs of a forward pass over `batch`: two a parameter and token, and the causal attention."""
+    config = worker.module.config
+    parameters = worker.num_parameters()[0]
+    if not config.tie_word_embeddings:
+        parameters -= config.vocab_size * config.hidden_size  # looking up an embedding computes nothing
+    sizes = batch["lengths"].astype(np.float64)
+    return float(2 * parameters * (sizes + quadratic_cost(worker.module) * sizes**2).sum())
+
+
+def measure_passes(rank: Rank, name: str, micro_tokens: int, device: str, peak: float) -> None:
+    """Print a line each for the log-prob pass and the update at micro-batches of `micro_tokens`."""
+    worker = rank.roles["policy"]
+    assert isinstance(worker, PolicyWorker)
+    worker.max_tokens = micro_tokens
+    batch = make_batch(2 * micro_tokens, worker.module.config.vocab_size)
+    tokens, flops = int(batch["lengths"].sum()), forward_flops(worker, batch)
+    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths")}
+    for phase, run, cost in (
+        ("log-probs", lambda: worker.logprobs(scored), flops),
+        ("update", lambda: worker.update(batch, 1), 3 * flops),
+    ):
+        took = seconds(run, device)
+        print(
+            f"| {name} | {phase} | {micro_tokens:,} | {took:.3f} s | {tokens / took:,.0f} | {cost / took / peak:.1%} | "
+            f"{peak_gb(run, device):.1f} GB |",
+            flush=True,
+        )
+
+
+def measure_sync(rank: Rank, name: str, device: str, directory: str) -> None:
+    """Print how fast weights go to shared memory, beside a plain copy of as many bytes to the host."""
+    worker = rank.roles["policy"]
+    assert isinstance(worker, PolicyWorker)
+    size = worker.weight_bytes("bfloat16")
+    whole = torch.empty(size, dtype=torch.uint8, device=device)
+    copy = seconds(partial(whole.to, "cpu", copy=True), device)
+    del whole
+    write = seconds(lambda: worker.write_weights(os.path.join(directory, "sync"), "bfloat16"), device)
+    gather = seconds(lambda: [None for _ in worker.stream_weights("bfloat16")], device)
+    print(
+        f"{name}: weights of {size / 1e9:.2f} GB: to shared memory {size / write / 1e9:.2f} GB/s "
+        f"({copy / write:.0%} of a plain copy to the host), gathered {size / gather / 1e9:.1f} GB/s",
+        flush=True,
+    )
+
+
+def measure_staging(rank: Rank, name: str, directory: str) -> None:
+    """Print how long the first optimizer step after the begin of a save waits, for the first save and the second."""
+    assert rank.saver is not None
+    waits = []
+    for number in (1, 2):
+        files = ShardedFiles(os.path.join(directory, f"save{number}"))
+        begin = time.perf_counter()
+        rank.begin_save(["policy"], files)
+        rank.saver.wait_until_staged()
+        waits.append(time.perf_counter() - begin)
+        entries = rank.finish_save()
+        written = time.perf_counter() - begin
+        size = sum(entry["bytes"] for entry in entries)
+        shutil.rmtree(files.directory)
+    print(
+        f"{name}: checkpoint of {size / 1e9:.2f} GB: copied in {waits[0]:.2f} s, then {waits[1]:.2f} s "
+        f"({size / waits[1] / 1e9:.1f} GB/s), written after {written:.1f} s",
+        flush=True,
+    )
+
+
+def measure(name: str, args: argparse.Namespace, directory: str, peak: float) -> None:
+    path = make_model(name, directory, args.device)
+    cfg = Config()
+    cfg.model.path = path
+    cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
+    cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
+    cfg.trainer.policy.fsdp.activation_checkpointing = args.recompute
+    rank = Rank(cfg, 0, 1, args.device)
+    rank.connect(f"file://{directory}/store-{name}")
+    try:
+        begin = time.perf_counter()
+        rank.build(["policy"], path)
+        print(f"{name}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
+        for micro_tokens in args.tokens:
+            try:
+                measure_passes(rank, name, micro_tokens, args.device, peak)
+            except torch.OutOfMemoryError:
+                print(f"| {name} | out of memory | {micro_tokens:,} |", flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+        measure_sync(rank, name, args.device, directory)
+        measure_staging(rank, name, directory)
+    finally:
+        rank.roles.clear()
+        destroy_process_group()
+        shutil.rmtree(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.6B", "1.7B", "4B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens of a micro-batch")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--recompute", action="store_true", help="with activation checkpointing")
+    parser.add_argument("--minutes", type=float, default=8, help="begin no further model after this time")
+    args = parser.parse_args()
+    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = peak_flops(device_name) or float("nan")
+    began = time.perf_counter()
+    print(f"{device_name}, torch {torch.__version__}\n")
+    print("| model | phase | micro-batch | time | tokens/s | MFU | peak memory |\n" + "|---" * 7 + "|", flush=True)
+    for name in args.models:
+        if time.perf_counter() - began > args.minutes * 60:
+            print(f"{name}: left out, the time is over")
+            continue
+        place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryDirectory(dir=place) as directory:
+            measure(name, args, directory, peak)
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
