@@ -1,7 +1,8 @@
 """Named places at which a test can stop the process and kill it.
 
-With `TRAINER_FAILPOINT=name,n,path`, the n-th call of `failpoint(name)` creates the file `path` and then sleeps
-forever. The test waits for the file and kills the processes. Without the variable a call costs one look-up.
+With `TRAINER_FAILPOINT=name,n,path`, the n-th call of `failpoint(name)` creates the file `path` and waits until the
+test deletes it. The test waits for the file, and then kills the processes or lets them continue. Without the variable a
+call costs one look-up.
 """
 
 from __future__ import annotations
@@ -23,5 +24,5 @@ def failpoint(name: str) -> None:
     if name == wanted and next(_passed[name]) == int(nth):
         with open(path, "w"):
             pass
-        while True:
-            time.sleep(3600)
+        while os.path.exists(path):
+            time.sleep(0.05)

@@ -82,8 +82,7 @@ def train_supervised(cfg: Config, device: str) -> None:
         with _cluster(cfg, device) as cluster, directory.settling():
             trainer = supervised_trainer(cfg, cluster, directory, path, stop)
             trainer.fit()
-            target = export_target(cfg, trainer.state.step)
-            trainer.export(target)
+            target = trainer.export_last()
     LOG.info(f"finished supervised step {trainer.state.step} of {cfg.sft.steps}; model: {target}")
     if cfg.logger.plot:
         final_report(t.run_dir)

@@ -121,6 +121,7 @@ class Trainer:
             fence=directory.check,
         )
         self._wandb_run_id: str | None = None
+        self._exported: int | None = None
 
     # ---------------------------------------------------------------------------------------------------
     # The loop
@@ -323,6 +324,7 @@ class Trainer:
         self.saves.last_good = checkpoint.path
         if resume.restore.fork:
             self._wandb_run_id = None
+            self.state.best = {}  # the best step of the parent is not a step of this run
             return
         self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
         self.audit = ReplayAudit(t.run_dir, checkpoint.step, t.resume_tolerance, resume.same_rounding, resume.altered)
@@ -352,7 +354,15 @@ class Trainer:
     def export(self, target: str) -> None:
         """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
         self.exporter.export(target, self.cfg.rollout.dtype)
+        self._exported = self.state.step
         LOG.info("exported %s", target)
+
+    def export_last(self) -> str:
+        """Export the last step, unless this process has exported it before; return the directory."""
+        target = export_target(self.cfg, self.state.step)
+        if self._exported != self.state.step:
+            self.export(target)
+        return target
 
     def _export_if_missing(self) -> None:
         """A run that was killed between its last checkpoint and its last export still owes it."""
@@ -391,9 +401,7 @@ class Trainer:
 
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg
-        tracker = Tracker(
-            cfg.trainer.run_dir, cfg.logger, cfg.logger.wandb.name, dataclasses.asdict(cfg), self._wandb_run_id
-        )
+        tracker = Tracker(cfg.trainer.run_dir, cfg.logger, dataclasses.asdict(cfg), self._wandb_run_id)
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)

@@ -9,7 +9,7 @@ from trainer.metrics.tracker import Tracker
 
 
 def make_tracker(run_dir: Path, **logger: object) -> Tracker:
-    return Tracker(str(run_dir), LoggerConfig(**logger), run_name="test", config={"seed": 1})
+    return Tracker(str(run_dir), LoggerConfig(**logger), config={"seed": 1})
 
 
 def step_metrics(step: int) -> dict[str, float]:

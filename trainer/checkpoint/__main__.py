@@ -22,7 +22,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint, DamagedError
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import LocalStore, files_at, step_in
+from trainer.checkpoint.store import MANIFEST, LocalStore, files_at, step_in
 from trainer.errors import UserError
 from trainer.output import guard_output
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
             if path is not None and not os.path.isdir(path):
-                raise UserError(f"{path}: no such checkpoint")
+                raise UserError(f"{path}: no such directory")
         result, lines, status = _COMMANDS[args.command](args)
     except (UserError, OSError) as error:
         print(f"error: {_printable(str(error))}", file=sys.stderr)
@@ -54,11 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     root = ("root", "directory with global_step_N directories, or a run directory")
-    one = ("checkpoint", "a global_step_N directory")
+    one = ("checkpoint", "a global_step_N directory, or a run: its newest valid checkpoint")
     listing = command("ls", "list the checkpoints of a run: step, age, size, ranks, valid or not", root)
     listing.add_argument("--hash", action="store_true", help="read every byte to check that they are valid")
     command(
-        "verify", "check every byte of a checkpoint, or of all checkpoints of a run", ("path", f"{one[1]}, or a run")
+        "verify",
+        "check every byte of a checkpoint, or of all checkpoints of a run",
+        ("path", "a global_step_N directory, or a run"),
     )
     command("show", "show the content of a checkpoint", one)
     command("diff", "compare two checkpoints: config, counters, tensors", ("a", one[1]), ("b", one[1]))
@@ -137,11 +139,12 @@ def _verify(args: argparse.Namespace) -> Result:
 
 
 def _show(args: argparse.Namespace) -> Result:
-    checkpoint = manifests.verify(args.checkpoint, "off")
+    checkpoint = _one(args.checkpoint, "off")
     manifest = checkpoint.manifest
     state = _json(checkpoint, "trainer_state.json")
     state.pop("rng", None)
-    shown = {name: value for name, value in manifest.items() if name not in ("files", "self")}
+    shown = {"path": checkpoint.path}
+    shown |= {name: value for name, value in manifest.items() if name not in ("files", "self")}
     shown |= {"state": state, "data": _json(checkpoint, "data.json")}
     files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
     lines = [f"{name}: {value}" for name, value in shown.items()]
@@ -152,7 +155,7 @@ def _show(args: argparse.Namespace) -> Result:
 def _diff(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles, compare
 
-    checkpoints = [manifests.verify(path, "size") for path in (args.a, args.b)]
+    checkpoints = [_one(path, "size") for path in (args.a, args.b)]
     config = _differences(*(_flat(read_config(checkpoint)) for checkpoint in checkpoints))
     states = (
         _flat({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
@@ -177,9 +180,10 @@ def _export(args: argparse.Namespace) -> Result:
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
-    source, limit = NamedFiles(manifests.verify(args.checkpoint, "hash")), int(args.max_file_gb * 1e9)
-    files = export(source, args.out, args.dtype, limit, args.adapter, args.base)
-    return {"out": args.out, "files": files}, [f"exported {args.out}: {', '.join(files)}"], 0
+    checkpoint, limit = _one(args.checkpoint, "hash"), int(args.max_file_gb * 1e9)
+    files = export(NamedFiles(checkpoint), args.out, args.dtype, limit, args.adapter, args.base)
+    lines = [f"exported {checkpoint.path} to {args.out}: {', '.join(files)}"]
+    return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
 
 
 def _prune(args: argparse.Namespace) -> Result:
@@ -224,6 +228,24 @@ def _open(root: str) -> CheckpointManager:
         if any("global_step_" in name for name in store.names()):
             return CheckpointManager(store)
     raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
+
+
+def _one(path: str, level: str) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest valid checkpoint of the run at `path`.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = path.rstrip("/")
+    if step_in(path) is not None or os.path.lexists(os.path.join(path, MANIFEST)):
+        return manifests.verify(path, level)
+    checkpoints = _open(path)
+    for step in reversed(checkpoints.steps()):
+        try:
+            return manifests.verify(checkpoints.store.path(step), level if level != "off" else "size")
+        except DamagedError as error:
+            print(f"skipped a damaged checkpoint: {_printable(str(error))}", file=sys.stderr)
+    raise UserError(f"{path}: no checkpoint there is valid")
 
 
 def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:

@@ -13,10 +13,16 @@ class WandbConfig(Section):
     """`online`, `offline` or `off`."""
     project: str = "trainer"
     """W&B project."""
-    name: str = "${trainer.run_name}${sweep_suffix:}"
-    """Name of the run in W&B. In a `-m` sweep each job's overrides are appended."""
     entity: str | None = None
     """W&B team or user."""
+    name: str = "${trainer.run_name}${sweep_suffix:}"
+    """Name of the run in W&B. In a `-m` sweep each job's overrides are appended."""
+    group: str | None = None
+    """W&B shows the runs of a group together."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run in W&B."""
+    notes: str | None = None
+    """Description of the run in W&B."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 @dataclass
 class TrainerConfig(Section):
     run_name: str = "default"
-    """Plain name of the run, without slashes. It is part of `run_dir`, and the name shown in W&B."""
+    """Plain name of the run, without slashes. It is part of `run_dir` and of the name in W&B."""
     run_dir: str = "outputs/${trainer.run_name}${sweep_suffix:}"
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
     seed: int = number(1, at_least=0, at_most=LARGEST_SEED)

@@ -128,17 +128,22 @@ class Learner:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are untouched.
         """
         batch, metrics = experience.batch, dict(experience.metrics)
+        shape, old_logprobs = batch["input_ids"].shape, None
+        trains_policy = not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps)
+        if not trains_policy and "old_logprobs" not in batch:  # no update computes them
+            with self.timer("logprob"):
+                inputs = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
+                old_logprobs = self.ranks.logprobs("policy", inputs, shape)
         with self.timer("update"):
             stored = self.cluster.put({**batch, "sampled": experience.sampled})
             if self.cfg.has_critic:
                 result = self.ranks.call("critic", "update", stored, step)
                 metrics |= {f"critic/{name}": value for name, value in result.items()}
-            if not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps):
-                shape = batch["input_ids"].shape
+            if trains_policy:
                 result, old_logprobs = self.ranks.update_policy(stored, shape, step, self.kl.coef)
                 metrics |= {f"policy/{name}": value for name, value in result.items()}
-                if old_logprobs is not None and "rollout_logprobs" in batch:
-                    metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
+        if old_logprobs is not None and "rollout_logprobs" in batch:
+            metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.metrics.names import PHASES
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.output import guard_output
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ _PHASE_COLOURS = dict(zip(PHASES, (_BLUE, _YELLOW, _ORANGE, _SKY, _GREEN, _PURPL
 def write_report(run_dir: str) -> str:
     """Draw the metrics of `{run_dir}/metrics.jsonl` as `{run_dir}/report.png`, and return the path of the picture.
 
-    A panel is left out if the run has not logged its metric.
+    A panel is left out if the run has not logged its metric. The report of a fork shows its parent, too, in lighter
+    colours.
 
     Raises:
         UserError: there are no metrics.
@@ -41,7 +42,7 @@ def write_report(run_dir: str) -> str:
     source = os.path.join(run_dir, METRICS_FILE)
     if not os.path.exists(source):
         raise UserError(f"{source} does not exist; give the directory of a run")
-    rows = read_metrics(source)
+    rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
     panels = [panel for name, panel in _PANELS if any(row.get(name) is not None for row in rows)]
     if not panels:
         raise UserError(f"{source} has nothing to draw yet")
@@ -60,11 +61,13 @@ def write_report(run_dir: str) -> str:
             cell = spec[row, column:] if i == len(panels) - 1 else spec[row, column]
             axes = figure.add_subplot(cell)
             panel(axes, rows)
+            first = _draw_parent(axes, parent) or rows[0]["step"]
             axes.set_xlabel("step")
-            axes.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
+            axes.set_xlim(first - 0.5, rows[-1]["step"] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True)
         name = os.path.basename(os.path.abspath(run_dir)).encode(errors="backslashreplace").decode()
-        figure.suptitle(f"{name} after step {rows[-1]['step']}", fontweight="bold")
+        origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
+        figure.suptitle(f"{name} after step {rows[-1]['step']}{origin}", fontweight="bold")
         path = os.path.join(run_dir, "report.png")
         figure.savefig(path + ".tmp", format="png", dpi=130)
     os.replace(path + ".tmp", path)
@@ -75,7 +78,7 @@ def final_report(run_dir: str) -> None:
     """Draw the report of a finished run. Log where it is, or why it could not be drawn."""
     try:
         LOG.info("report: %s", write_report(run_dir))
-    except OSError as error:
+    except (OSError, UserError) as error:
         LOG.warning("no report was drawn (%s); `python -m trainer.metrics.report %s` draws it", error, run_dir)
 
 
@@ -109,7 +112,22 @@ def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
         values = _smooth(values, len(values) // 50)
     marker = "o" if len(steps) <= _FEW else ""
-    axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6)
+    axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6, gid=name)
+
+
+def _draw_parent(axes: Axes, parent: Rows) -> int | None:
+    """Draw the metrics of the fork's parent beside those that `_line` has drawn; return the first step with one."""
+    drawn: list[int] = []
+    for line in list(axes.lines):
+        steps, values = _series(parent, line.get_gid() or "")
+        known = [value for value in values if not math.isnan(value)]
+        if known:
+            bottom, top = axes.get_ylim()
+            axes.plot(steps, values, color=line.get_color(), alpha=0.4, linewidth=1.2)
+            margin = 0.05 * (max(known) - min(known))
+            axes.set_ylim(min(bottom, min(known) - margin), max(top, max(known) + margin))
+            drawn += steps
+    return min(drawn, default=None)
 
 
 def _smooth(values: list[float], window: int) -> list[float]:

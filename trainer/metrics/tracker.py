@@ -30,6 +30,8 @@ LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
+PARENT_FILE = "metrics.parent.jsonl"
+"""In the run directory of a fork: the metrics of its parent up to the fork, for the report."""
 
 
 class Tracker:
@@ -42,14 +44,12 @@ class Tracker:
         self,
         run_dir: str,
         logger: LoggerConfig,
-        run_name: str,
         config: dict[str, Any],
         run_id: str | None = None,
     ) -> None:
         """
         Args:
             run_dir: local directory; it is created if it is missing.
-            run_name: name shown in W&B.
             config: the resolved config, for W&B.
             run_id: the W&B run to continue, from `state_dict`; None starts a new one.
 
@@ -67,7 +67,7 @@ class Tracker:
         self._wandb: wandb.Run | None = None
         if logger.wandb.mode != "off":
             self._run_id = run_id or secrets.token_hex(4)
-            self._wandb = _start_wandb(run_dir, logger, run_name, config, self._run_id)
+            self._wandb = _start_wandb(run_dir, logger, config, self._run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a finished step (0: the validation before training). Steps must increase.
@@ -248,7 +248,7 @@ def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
     return SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=purge_step)
 
 
-def _start_wandb(run_dir: str, logger: LoggerConfig, run_name: str, config: dict[str, Any], run_id: str) -> wandb.Run:
+def _start_wandb(run_dir: str, logger: LoggerConfig, config: dict[str, Any], run_id: str) -> wandb.Run:
     if logger.wandb.mode == "offline":
         # W&B reports its own errors in offline mode, too. Without a network that takes ten seconds at each start.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -258,14 +258,20 @@ def _start_wandb(run_dir: str, logger: LoggerConfig, run_name: str, config: dict
         return wandb.init(
             project=logger.wandb.project,
             entity=logger.wandb.entity,
-            name=run_name,
+            name=logger.wandb.name,
+            group=logger.wandb.group,
+            tags=logger.wandb.tags,
+            notes=logger.wandb.notes,
             id=run_id,
             mode=logger.wandb.mode,
             # Offline there is no server that knows the run's steps: each process writes all of them (see `rewind`).
             resume="allow" if logger.wandb.mode == "online" else None,
             dir=run_dir,
             config=config,
-            settings=wandb.Settings(console="off"),  # capturing stdout would disturb the progress display
+            settings=wandb.Settings(
+                console="off",  # capturing stdout would disturb the progress display
+                quiet=True,  # no table of all metrics at the end
+            ),
         )
     except wandb.Error as error:
         mode = logger.wandb.mode

@@ -161,7 +161,8 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
         before = own_before.get(name) if old.get(name) is None else old[name]
         after = own_now.get(name) if new[name] is None else new[name]
         is_default = before == own_before.get(name) and after == own_now.get(name)  # it changes with the function alone
-        if before != after and not is_default:
+        is_unknown = "${" in str(before)  # an older config lacks the key, whose default is an interpolation
+        if before != after and not is_default and not is_unknown:
             changes.append(Change(name, before, after))
     return changes
 

@@ -1,8 +1,13 @@
-"""`lineage.json` in the run directory of a fork: the checkpoint that the fork started from."""
+"""The origin of a fork, in its run directory.
+
+`lineage.json` names the checkpoint that the fork started from. `metrics.parent.jsonl` is a copy of the parent's metrics
+up to there, because the parent may be deleted.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import Any
 
@@ -11,6 +16,9 @@ from trainer.documents import parse_object
 from trainer.durable import read_file, write_file
 from trainer.errors import UserError
 from trainer.hub import first_line
+from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
+
+LOG = logging.getLogger(__name__)
 
 NAME = "lineage.json"
 
@@ -39,3 +47,26 @@ def write(run_dir: str, parent: Checkpoint) -> dict[str, Any]:
     lineage = {"forked_from": parent.path, "step": parent.step, "manifest": parent.manifest["self"]}
     write_file(os.path.join(run_dir, NAME), json.dumps(lineage, indent=2))
     return lineage
+
+
+def copy_metrics(run_dir: str, parent: Checkpoint, parent_run_dir: str) -> None:
+    """Copy the metrics of the parent, and of its own parent, up to the step of its checkpoint.
+
+    They are for the report alone: if they are gone or damaged, the fork starts without them.
+
+    Args:
+        parent_run_dir: as the parent's config names it. The directory above the checkpoints is tried first, because a
+            run may have been moved.
+    """
+    for directory in (os.path.dirname(os.path.dirname(parent.path)), parent_run_dir):
+        try:
+            own = read_metrics(os.path.join(directory, METRICS_FILE))
+            earlier = read_metrics(os.path.join(directory, PARENT_FILE))
+        except (OSError, UserError) as error:
+            LOG.warning("the report will not show the parent of this fork: %s", error)
+            return
+        if own:
+            rows = [row for row in earlier if row["step"] < own[0]["step"]]
+            rows += [row for row in own if row["step"] <= parent.step]
+            write_file(os.path.join(run_dir, PARENT_FILE), "".join(json.dumps(row) + "\n" for row in rows))
+            return

@@ -65,6 +65,8 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
     resume = compare(cfg, found, fork, supervised)
     if fork:
         lineage.write(t.run_dir, found)
+        if "state" in resume.restore.kinds:  # else the fork counts its steps from 0
+            lineage.copy_metrics(t.run_dir, found, str(read_config(found).get("trainer", {}).get("run_dir", "")))
     return resume
 
 

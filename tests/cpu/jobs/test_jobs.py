@@ -179,7 +179,10 @@ def test_an_export_is_the_trained_policy(tmp_path, ray_address):
     assert {"key": "state.step", "a": 1, "b": 2} in difference["counters"] and difference["config"] == []
     moved = {row["name"]: row["relative"] for row in difference["tensors"]}
     assert 0 < moved["policy/model.model.layers.0.mlp.up_proj.weight"] < 0.1
-    files = tool("export", second, str(tmp_path / "by_tool"), "--max-file-gb", "0.0006", "--json")["files"]
+    assert tool("diff", str(run), second, "--json")["counters"] == []
+    exported = tool("export", str(run), str(tmp_path / "by_tool"), "--max-file-gb", "0.0006", "--json")
+    assert exported["checkpoint"] == second
+    files = exported["files"]
     assert len(files) > 1, "one file held more than it was to"
     by_tool = AutoModelForCausalLM.from_pretrained(tmp_path / "by_tool")
     for ours, theirs in zip(by_tool.parameters(), model.parameters(), strict=True):
@@ -247,8 +250,11 @@ def test_real_gsm8k_trains_on_two_ranks(tmp_path, ray_address):
 
 def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path, ray_address):
     on = f"trainer.ray_address={ray_address}"
-    first = run_job(on, "sft.steps=4", "trainer.num_workers=2", module="trainer.sft", cwd=tmp_path)
+    first = run_job(on, "sft.steps=4", "trainer.num_workers=2", "trainer.hf_save_interval=2", module="trainer.sft",
+                    cwd=tmp_path)  # fmt: skip
     assert first.returncode == 0, first.stderr
+    exports = [line for line in first.stdout.splitlines() if line.startswith("exported ")]
+    assert [line.split("exports/")[1] for line in exports] == ["global_step_2/policy", "global_step_4/policy"]
     more = run_job(on, "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft",
                    cwd=tmp_path)  # fmt: skip
     assert more.returncode == 0, more.stderr

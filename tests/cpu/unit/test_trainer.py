@@ -118,10 +118,15 @@ def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
 
 
 def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, whole):
-    toy_run(toy_config(tmp_path / "parent", total_steps=3), model)
+    losses = [row["sft/loss"] for row in whole[0]]
+    assert min(losses[:3]) < min(losses[3:])
+    compared = {"best_metric": "sft/loss", "best_mode": "min"}
+    trainer = toy_run(toy_config(tmp_path / "parent", total_steps=3, **compared), model)
+    assert trainer.state.best == {"sft/loss": min(losses[:3]), "step": 1}
     parent = str(tmp_path / "parent/checkpoints/global_step_3")
-    cfg = toy_config(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
+    cfg = toy_config(tmp_path / "fork", resume_mode="from_path", resume_path=parent, **compared)
     trainer = toy_run(cfg, model)
+    assert trainer.state.best["sft/loss"] == min(losses[3:]), "the best of the parent is not that of the fork"
     assert comparable(metrics(tmp_path / "fork")) == whole[0][3:]
     assert trainer.learner.ranks.number == whole[1]
     manifest = json.loads((tmp_path / "fork/checkpoints/global_step_5/manifest.json").read_text())

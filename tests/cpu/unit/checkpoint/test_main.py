@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,3 +17,20 @@ def test_a_checkpoint_from_a_clock_ahead_has_an_age_in_the_future(hours, age, tm
     save(manager(tmp_path), 1, ranks=1, saved_at=saved_at)
     assert main(["ls", str(tmp_path)]) == 0
     assert f" {age} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("root", ["", "checkpoints"])
+def test_of_a_run_the_newest_valid_checkpoint_is_shown(tmp_path, capsys, root):
+    checkpoints = manager(tmp_path / "run" / root)
+    assert main(["show", str(tmp_path)]) == 2
+    assert "no checkpoint is there" in capsys.readouterr().err
+    for step in (9, 10, 11):
+        save(checkpoints, step)
+    (tmp_path / "run" / root / "global_step_11/manifest.json").write_text("{}")
+    (tmp_path / "run" / root / "global_step_10/weights/shard").write_bytes(b"shorter")
+    assert main(["show", str(tmp_path / "run"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step"] == 9 and printed.err.count("skipped a damaged checkpoint") == 2
+    (tmp_path / "run" / root / "global_step_9/manifest.json").unlink()
+    assert main(["show", str(tmp_path / "run")]) == 2
+    assert "no checkpoint there is valid" in capsys.readouterr().err

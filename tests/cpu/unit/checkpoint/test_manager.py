@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import hidden, manager, parts_of, save
+from tests.support.jobs import wait_until
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import FileEntry, verify
@@ -176,17 +177,22 @@ def test_retention_uses_the_other_metric_until_a_checkpoint_has_the_best_metric(
 
 
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
-    checkpoints = manager(tmp_path, Retention(newest=1))
+    root = tmp_path / "checkpoints"
+    checkpoints = manager(root, Retention(newest=1))
     save(checkpoints, 1)
-    seen = {}
-    monkeypatch.setattr(
-        "trainer.checkpoint.manager.failpoint", lambda name: seen.setdefault(name, set(os.listdir(tmp_path)))
-    )
-    save(checkpoints, 2)
-    assert "global_step_1" in seen["save:hinted"], "deleted before the next one was there"
-    assert "global_step_1" not in seen["save:deleting"]
-    assert [name for name in seen["save:deleting"] if name.startswith(".deleting-global_step_1-")]
-    assert checkpoints.steps() == [2] and hidden(tmp_path) == []
+    hinted, deleting = tmp_path / "hinted", tmp_path / "deleting"
+    monkeypatch.setenv("TRAINER_FAILPOINT", f"save:hinted,1,{hinted}")
+    checkpoints.save(2, parts_of({"n": 1, "bytes": b"abc"}), {})
+    wait_until(hinted.exists)
+    assert {"global_step_1", "global_step_2"} <= set(os.listdir(root)), "deleted before the next one was there"
+    monkeypatch.setenv("TRAINER_FAILPOINT", f"save:deleting,1,{deleting}")
+    hinted.unlink()
+    wait_until(deleting.exists)
+    assert not (root / "global_step_1").exists()
+    assert [name for name in os.listdir(root) if name.startswith(".deleting-global_step_1-")]
+    deleting.unlink()
+    checkpoints.wait()
+    assert checkpoints.steps() == [2] and hidden(root) == []
 
 
 @pytest.fixture

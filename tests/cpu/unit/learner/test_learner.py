@@ -37,12 +37,13 @@ def episodes(prompts: int = 2, n: int = 4) -> list[Episode]:
 
 
 def a_step(
-    model: str, mini_batch: int = 2, ranks: int = 1, equal_rewards: bool = False, **algorithm
+    model: str, mini_batch: int = 2, ranks: int = 1, equal_rewards: bool = False, critic_warmup: int = 0, **algorithm
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of one step, and its seconds by phase."""
     cfg = Config()
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.policy.optimizer.lr = 1e-2
+    cfg.trainer.critic.warmup_steps = critic_warmup
     for name, value in algorithm.items():
         setattr(cfg.algorithm, name, value)
     timer = Timer()
@@ -74,6 +75,17 @@ def test_a_step_whose_rows_are_all_left_out_is_measured_all_the_same(model):
     full, _ = a_step(model)
     assert metrics["rollout/logprob_diff_max"] == full["rollout/logprob_diff_max"]
     assert metrics["policy/loss"] == 0.0
+
+
+def test_the_agreement_is_measured_while_the_critic_warms_up(model):
+    agreement = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
+    trained, _ = a_step(model, advantage_estimator="gae")
+    warming_up, _ = a_step(model, advantage_estimator="gae", critic_warmup=1)
+    assert "policy/loss" in trained and "policy/loss" not in warming_up
+    for name in agreement:
+        assert warming_up[name] == pytest.approx(trained[name], abs=1e-6), name
+    sampler, _ = a_step(model, advantage_estimator="gae", critic_warmup=1, old_logprobs="sampler")
+    assert not set(agreement) & set(sampler)
 
 
 def test_several_optimizer_steps_need_the_old_log_probs(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from tests.support.metrics import make_tracker, step_metrics
 from trainer.errors import UserError
 from trainer.metrics.report import write_report
+from trainer.metrics.tracker import PARENT_FILE
 
 ROOT = Path(__file__).parents[4]
 
@@ -26,7 +28,7 @@ def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1) 
     assert path == str(run_dir / "report.png")
     picture = Path(path).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert sorted(os.listdir(run_dir)) == ["metrics.jsonl", "report.png"]
+    assert set(os.listdir(run_dir)) - {PARENT_FILE} == {"metrics.jsonl", "report.png"}
     return picture
 
 
@@ -64,3 +66,16 @@ def test_a_report_of_nothing_says_so(tmp_path):
     make_tracker(tmp_path).log(1, {"policy/lr": 1.0})
     with pytest.raises(UserError, match="nothing to draw yet"):
         write_report(str(tmp_path))
+
+
+def test_the_report_of_a_fork_shows_its_parent_too(tmp_path):
+    rows = [step_metrics(step) for step in range(3, 6)]
+    alone = report_of(tmp_path / "alone" / "run", rows, first_step=3)
+    pictures = {alone}
+    for name, value in (("up", 0.9), ("down", 0.1)):
+        (tmp_path / name / "run").mkdir(parents=True)
+        parent = [{"step": step, "reward/mean": value, "policy/kl": float("nan")} for step in (1, 2)]
+        lines = "".join(json.dumps(row).replace("NaN", "null") + "\n" for row in parent)
+        (tmp_path / name / "run" / PARENT_FILE).write_text(lines)
+        pictures.add(report_of(tmp_path / name / "run", rows, first_step=3))
+    assert len(pictures) == 3

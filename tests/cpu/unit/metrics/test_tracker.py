@@ -9,7 +9,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,7 +118,7 @@ def test_what_was_logged_survives_a_kill(tmp_path):
 import sys
 from trainer.config import LoggerConfig
 from trainer.metrics.tracker import Tracker
-tracker = Tracker(sys.argv[1], LoggerConfig(), "test", {})
+tracker = Tracker(sys.argv[1], LoggerConfig(), {})
 for step in range(10**6):
     tracker.log(step, {"reward/mean": step / 7, "policy/kl": 1e-300})
     print(step, flush=True)
@@ -137,7 +139,7 @@ def test_a_full_disk_is_an_error_and_costs_nothing_that_was_written(tmp_path):
 import resource, sys
 from trainer.config import LoggerConfig
 from trainer.metrics.tracker import Tracker
-tracker = Tracker(sys.argv[1], LoggerConfig(), "test", {})
+tracker = Tracker(sys.argv[1], LoggerConfig(), {})
 if sys.argv[2] == "rewind":
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
     tracker.rewind(3)
@@ -205,8 +207,9 @@ from trainer.config import LoggerConfig, WandbConfig
 from trainer.metrics.tracker import Tracker
 
 run_dir, mode, run_id, rewind, first, last = sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7])
-logger = LoggerConfig(wandb=WandbConfig(mode=mode))
-tracker = Tracker(run_dir, logger, "test", {"seed": 1}, run_id or None)
+named = {"name": "a name", "group": "a group", "tags": ["one", "two"], "notes": "some notes"}
+logger = LoggerConfig(wandb=WandbConfig(mode=mode, **named))
+tracker = Tracker(run_dir, logger, {"seed": 1}, run_id or None)
 if rewind >= 0:
     tracker.rewind(rewind)
 for step in range(first, last + 1):
@@ -234,20 +237,24 @@ def wandb_environment(home: Path, server: socket.socket) -> dict[str, str]:
     return {**kept, **proxies, "HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": address}
 
 
-def wandb_history(path: Path) -> dict[int, dict[str, str]]:
-    """Step -> metric -> JSON of the value, from a W&B transaction log (LevelDB's log format)."""
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a W&B transaction log (LevelDB's log format)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, position, history = path.read_bytes(), 7, {}
+    content, position = path.read_bytes(), 7
     while position < len(content):
         _, size, kind = struct.unpack_from("<IHB", content, position)
         assert kind == 1, "a record that is cut into pieces"
-        record = Record.FromString(content[position + 7 : position + 7 + size])
+        yield Record.FromString(content[position + 7 : position + 7 + size])
         position += 7 + size
-        if record.HasField("history"):
-            values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-            history[record.history.step.num] = values
-    return history
+
+
+def wandb_history(path: Path) -> dict[int, dict[str, str]]:
+    """Step -> metric -> JSON of the value."""
+    lines = [record.history for record in wandb_records(path) if record.HasField("history")]
+    return {
+        line.step.num: {"/".join(item.nested_key) or item.key: item.value_json for item in line.item} for line in lines
+    }
 
 
 def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, listener):
@@ -264,6 +271,11 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
     assert {step: json.loads(row["reward/mean"]) for step, row in history.items()} == {s: s / 8 for s in range(7)}
     with pytest.raises(BlockingIOError):
         listener.accept()  # nobody called
+    (run, *_) = [record.run for record in wandb_records(newest / f"run-{run_id}.wandb") if record.HasField("run")]
+    assert (run.display_name, run.run_group, list(run.tags), run.notes) == (
+        "a name", "a group", ["one", "two"], "some notes"
+    )  # fmt: skip
+    assert "reward/mean" not in resumed.stdout + resumed.stderr, "W&B prints no table of metrics"
 
 
 def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
@@ -277,14 +289,14 @@ def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
 
 def test_the_run_id_is_kept_while_wandb_is_off(tmp_path):
     assert make_tracker(tmp_path).state_dict() == {"wandb_run_id": None}
-    tracker = Tracker(str(tmp_path), LoggerConfig(), "test", {}, run_id="abcd1234")
+    tracker = Tracker(str(tmp_path), LoggerConfig(), {}, run_id="abcd1234")
     assert tracker.state_dict() == {"wandb_run_id": "abcd1234"}
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_lines_that_are_cut_are_kept_and_each_only_once(tmp_path):
     def start(cut: int, last: int, reward: float) -> None:
-        tracker = Tracker(str(tmp_path), LoggerConfig(), "test", {})
+        tracker = Tracker(str(tmp_path), LoggerConfig(), {})
         tracker.rewind(cut)
         for step in range(cut + 1, last + 1):
             tracker.log(step, {"reward/mean": reward, "time/step": os.urandom(1)[0]})

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.training import GROUPS, assembled, config, make_batch
@@ -23,7 +24,8 @@ def model_path(tmp_path_factory) -> str:
 
 def assemble(rank: Rank, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The rows of all ranks as one array."""
-    parts = rank.saver._group.gather({"rows": rows, "values": values})
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {"rows": rows, "values": values})
     return assembled(parts, "values")
 
 

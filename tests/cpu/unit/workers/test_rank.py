@@ -8,7 +8,7 @@ import random
 import resource
 import signal
 import threading
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests.support.jobs import wait_until
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     GROUPS,
@@ -184,19 +185,17 @@ def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[f
     update(rank, "policy", make_batch(), 1)
     policy = rank.roles["policy"]
     before = float(sum(p.full_tensor().double().abs().sum() for p in policy.module.parameters()))
-    stage, wait, about_to_change = rank.saver._stager.stage, policy.before_weights_change, threading.Event()
+    wait, held, before_steps = policy.before_weights_change, Path(directory, "held"), policy.optimizer_steps
 
-    def stage_late(state):
-        """Copy the weights when the optimizer step is about to change them."""
-        about_to_change.wait()
-        time.sleep(0.3)
-        return stage(state)
-
-    def ask():
-        about_to_change.set()
+    def let_copy_and_wait():
+        """Let the weights be copied when the first optimizer step is about to change them."""
+        if policy.optimizer_steps == before_steps:
+            wait_until(held.exists)
+            threading.Timer(0.3, held.unlink).start()
         wait()
 
-    rank.saver._stager.stage, policy.before_weights_change = stage_late, ask
+    policy.before_weights_change = let_copy_and_wait
+    os.environ["TRAINER_FAILPOINT"] = f"save:staging,1,{held}"
     rank.begin_save(["policy"], ShardedFiles(directory))
     update(rank, "policy", make_batch(), 2)  # must wait: these weights are still to be copied
     waited = rank.take_blocked() > 0
