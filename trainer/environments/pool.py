@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -31,6 +32,8 @@ _START_S = 600.0
 """Longest time for the imports of a process."""
 _GRACE_S = 1.0
 """A process stops a call that is `async` by itself. After this time the pool ends the process instead."""
+_MOST_CALLS = 256
+"""So many `async` calls may be under way in one process."""
 _LARGEST_MESSAGE = 1 << 26
 
 
@@ -104,6 +107,8 @@ class _Host(GuardedProcess):
         super().__init__("trainer.environments.worker:serve", arguments, environment)
         self.ready = self.concurrent = False
         self.sessions: dict[int, Session] = {}
+        self.queue: deque[Session] = deque()
+        """Sessions whose next calls it is to make, in their order."""
         self.calls: dict[int, float | None] = {}
         """Sessions whose calls it has not answered, and when each call began; None: it has not begun."""
         self.since = time.monotonic()
@@ -119,7 +124,7 @@ class _Host(GuardedProcess):
             return False
         if not self.concurrent or session.alone or any(self.sessions[number].alone for number in self.calls):
             return not self.calls
-        return None not in self.calls.values()
+        return len(self.calls) < _MOST_CALLS and None not in self.calls.values()
 
     def deadline(self, timeout_s: float) -> float:
         if not self.ready:
@@ -159,38 +164,44 @@ class EnvironmentPool:
         """
         self._bad_starts, self._lost_s = 0, 0.0
         limit_s = LOST_LIMITS * self._config.timeout_s * len(self._hosts)
-        while waiting := [session for session in sessions if session.call() is not None]:
-            for session in waiting:
-                if self._lost_s > limit_s:
-                    session.fail(
-                        "timeout",
-                        f"was not tried: failed calls had already taken {LOST_LIMITS} times environment.timeout_s for "
-                        "each process",
-                    )
-                self._give(session)
-            if any(host.calls or not host.ready for host in self._hosts):  # else there is nothing to wait for
-                self._listen()
+        for session in sessions:
+            self._queue(session)
+        while any(host.queue or host.calls for host in self._hosts):
+            if self._lost_s > limit_s:
+                self._give_up()
+            for host in list(self._hosts):
+                self._give(host)
+            self._listen()
         for host in self._hosts:
             self._printed.read(host)
         for line in self._printed.take():
             LOG.info(line)
 
-    def _give(self, session: Session) -> None:
-        call = session.call()
-        if call is None:
+    def _queue(self, session: Session) -> None:
+        """Let a process make the next call of the session, if it needs one."""
+        if session.call() is None:
             return
         if session.host is None:
             self._number += 1
             session.host, session.number = min(self._hosts, key=lambda host: len(host.sessions)), self._number
             session.host.sessions[session.number] = session
-        host, number = session.host, session.number
-        if number in host.calls or not host.takes_call(session):
-            return
-        host.calls[number], host.since = None, time.monotonic()
-        try:
-            host.send([number, *call])
-        except ProcessDied:
-            self._lose(host, "failed", died=True)
+        session.host.queue.append(session)
+
+    def _give_up(self) -> None:
+        """Let all sessions fail whose calls have not been sent."""
+        reason = f"failed calls had already taken {LOST_LIMITS} times environment.timeout_s for each process"
+        for session in [session for host in self._hosts for session in host.queue]:
+            session.fail("timeout", f"was not tried: {reason}")
+
+    def _give(self, host: _Host) -> None:
+        while host.queue and host.takes_call(host.queue[0]):
+            session = host.queue.popleft()
+            host.calls[session.number], host.since = None, time.monotonic()
+            try:
+                host.send([session.number, *(session.call() or ())])
+            except ProcessDied:
+                self._lose(host, "failed", died=True)
+                return
 
     def _listen(self) -> None:
         """Wait for messages, output, or the next time limit, and handle them."""
@@ -251,6 +262,7 @@ class EnvironmentPool:
                     session.blame("timeout" if late else "failed", reason)
             case {"messages": list(messages), "reward": float(reward), "done": bool(done)} if not closing:
                 session.take(Step(messages, reward, done))
+        self._queue(session)
 
     def _lose(self, host: _Host, status: str, reason: str = "", died: bool = False) -> None:
         """Replace a process that has died, or that is to end. Its environments are made again in another.
@@ -280,3 +292,5 @@ class EnvironmentPool:
             suspects[0].blame(status, reason or f"ended its process ({ending})")
         for session in suspects if len(suspects) > 1 else []:
             session.alone = True
+        for session in sessions:
+            self._queue(session)
