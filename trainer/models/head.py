@@ -33,8 +33,25 @@ class Head:
     """None: the logits are `scale z`."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The tokens of a row whose log-probs are wanted."""
+
+    places: Tensor
+    """`(n,)`: the index in the row of the token before each of them."""
+    targets: Tensor
+    """`(n,)`: their ids."""
+    temperature: float
+    """Divides the logits."""
+    entropy: str | None
+    """What to compute of the entropies: `value`, `grad` (the value, with gradients) or None (nothing)."""
+
+
 def set_head(lm: PreTrainedModel) -> None:
-    """Let `lm` return log-probs and entropies (see `scores_of`) instead of logits.
+    """Replace the `forward` of `lm`, which will not return logits.
+
+    It takes token ids `(1, N)`, `Wanted` and a dict of further arguments of the model. It returns the log-probs `(n,)` of
+    the wanted tokens and the entropies `(n,)` of their distributions (or None), in nats, at least float32.
 
     A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
     """
@@ -45,57 +62,25 @@ def set_head(lm: PreTrainedModel) -> None:
         lm.forward = functools.partial(_chunked_forward, lm, head)
 
 
-def scores_of(
-    lm: nn.Module, input_ids: Tensor, places: Tensor, temperature: float, entropy: str | None, **arguments: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of the token after each of `places`, and the entropy of its distribution.
-
-    Args:
-        lm: a model that `set_head` has prepared.
-        input_ids: `(1, N)`.
-        places: `(n,)`, indices of tokens that have a next token.
-        temperature: divides the logits.
-        entropy: `value`, `grad` (the value with gradients) or None (no entropies).
-        arguments: further arguments of the model.
-
-    Returns:
-        nats, `(n,)` float32.
-    """
-    return lm(input_ids, places, input_ids[0, places + 1], temperature, entropy, arguments)
-
-
 def _chunked_forward(
-    lm: PreTrainedModel,
-    head: Head,
-    input_ids: Tensor,
-    places: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy: str | None,
-    arguments: dict[str, Any],
+    lm: PreTrainedModel, head: Head, input_ids: Tensor, wanted: Wanted, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    hidden = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0, places]
+    states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
     weight = lm.get_output_embeddings().weight
-    logprobs, entropies = _ChunkedScores.apply(hidden, weight, targets, head, temperature, entropy)
-    return logprobs, entropies
+    return _ChunkedScores.apply(
+        states[0, wanted.places], weight, wanted.targets, head, wanted.temperature, wanted.entropy
+    )
 
 
 def _whole_forward(
-    lm: PreTrainedModel,
-    forward: Any,
-    input_ids: Tensor,
-    places: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy: str | None,
-    arguments: dict[str, Any],
+    lm: PreTrainedModel, forward: Any, input_ids: Tensor, wanted: Wanted, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0, places].float() / temperature
-    logp = logits.log_softmax(dim=-1)
-    logprobs = logp.gather(-1, targets[:, None])[:, 0]
-    if entropy is None:
+    logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0, wanted.places]
+    logp = (logits.float() / wanted.temperature).log_softmax(dim=-1)
+    logprobs = logp.gather(-1, wanted.targets[:, None])[:, 0]
+    if wanted.entropy is None:
         return logprobs, None
-    with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(wanted.entropy == "grad" and torch.is_grad_enabled()):
         return logprobs, -(logp.exp() * logp).sum(dim=-1)
 
 

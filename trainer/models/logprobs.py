@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from trainer.models.attention import packing_arguments
-from trainer.models.head import scores_of
+from trainer.models.head import Wanted
 from trainer.parallel.packing import Packing
 
 
@@ -52,10 +52,10 @@ def logprobs_and_entropy(
 def _scores(
     model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    wanted = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
-    places = packing.previous_places[wanted]
-    arguments = packing_arguments(model.config, packing)
-    scores = scores_of(model, input_ids, places, temperature or 1.0, entropy, **arguments)
-    logprobs, entropies = (None if s is None else s.new_zeros(wanted.shape).masked_scatter(wanted, s) for s in scores)
+    where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
+    places = packing.previous_places[where]
+    wanted = Wanted(places, input_ids[0, places + 1], temperature or 1.0, entropy)
+    scores = model(input_ids, wanted, packing_arguments(model.config, packing))
+    logprobs, entropies = (None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
     assert logprobs is not None
     return logprobs, entropies
