@@ -50,8 +50,8 @@ class Wanted:
 def set_head(lm: PreTrainedModel) -> None:
     """Replace the `forward` of `lm`, which will not return logits.
 
-    It takes token ids `(1, N)`, `Wanted` and a dict of further arguments of the model. It returns the log-probs `(n,)` of
-    the wanted tokens and the entropies `(n,)` of their distributions (or None), in nats, at least float32.
+    It takes token ids `(1, N)`, `Wanted` and a dict of further arguments of the model. It returns the log-probs `(n,)`
+    of the wanted tokens and the entropies `(n,)` of their distributions (or None), in nats, at least float32.
 
     A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
     """
