@@ -61,7 +61,7 @@ def write_report(run_dir: str) -> str:
             cell = spec[row, column:] if i == len(panels) - 1 else spec[row, column]
             axes = figure.add_subplot(cell)
             panel(axes, rows)
-            first = _draw_parent(axes, parent) or rows[0]["step"]
+            first = min([rows[0]["step"], *_draw_parent(axes, parent)])
             axes.set_xlabel("step")
             axes.set_xlim(first - 0.5, rows[-1]["step"] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True)
@@ -115,19 +115,20 @@ def _line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
     axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6, gid=name)
 
 
-def _draw_parent(axes: Axes, parent: Rows) -> int | None:
-    """Draw the metrics of the fork's parent beside those that `_line` has drawn; return the first step with one."""
+def _draw_parent(axes: Axes, parent: Rows) -> list[int]:
+    """Draw the metrics of the fork's parent beside those that `_line` has drawn; return their steps."""
     drawn: list[int] = []
     for line in list(axes.lines):
         steps, values = _series(parent, line.get_gid() or "")
         known = [value for value in values if not math.isnan(value)]
         if known:
             bottom, top = axes.get_ylim()
-            axes.plot(steps, values, color=line.get_color(), alpha=0.4, linewidth=1.2)
+            marker = "o" if len(steps) <= _FEW else ""
+            axes.plot(steps, values, color=line.get_color(), alpha=0.4, marker=marker, markersize=4, linewidth=1.2)
             margin = 0.05 * (max(known) - min(known))
             axes.set_ylim(min(bottom, min(known) - margin), max(top, max(known) + margin))
             drawn += steps
-    return min(drawn, default=None)
+    return drawn
 
 
 def _smooth(values: list[float], window: int) -> list[float]:

@@ -72,9 +72,9 @@ def test_the_report_of_a_fork_shows_its_parent_too(tmp_path):
     rows = [step_metrics(step) for step in range(3, 6)]
     alone = report_of(tmp_path / "alone" / "run", rows, first_step=3)
     pictures = {alone}
-    for name, value in (("up", 0.9), ("down", 0.1)):
+    for name, values in (("up", (0.1, 0.2, 0.9)), ("down", (0.9, 0.2, 0.1))):  # the same axes, other curves
         (tmp_path / name / "run").mkdir(parents=True)
-        parent = [{"step": step, "reward/mean": value, "policy/kl": float("nan")} for step in (1, 2)]
+        parent = [{"step": i, "reward/mean": value, "policy/kl": float("nan")} for i, value in enumerate(values)]
         lines = "".join(json.dumps(row).replace("NaN", "null") + "\n" for row in parent)
         (tmp_path / name / "run" / PARENT_FILE).write_text(lines)
         pictures.add(report_of(tmp_path / name / "run", rows, first_step=3))
