@@ -18,6 +18,7 @@ SWEEP = [
     "trainer.policy.optimizer.lr=interval(1e-4,1e-3)",
     "trainer.best_metric=val/reward/mean",
     "trainer.resume_mode=latest",
+    "trainer.total_steps=3",
     "rollout=transformers",
     "trainer.ray_address=processes",
     "logger.plot=false",
@@ -47,7 +48,7 @@ def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_aga
     assert process.returncode == -signal.SIGKILL, (tmp_path / "log").read_text()
     (first_line, *_), before = trials(directory), {path.name for path in directory.glob("trainer*")}
     assert first_line[1] == "COMPLETE" and trials(directory)[1][1:] == ("RUNNING", None)
-    first = next(path for path in directory.glob("trainer*") if (path / "checkpoints/global_step_2").exists())
+    first = next(path for path in directory.glob("trainer*") if (path / "checkpoints/global_step_3").exists())
     stamp = (first / "metrics.jsonl").stat().st_mtime_ns
 
     done = run_job(*SWEEP, cwd=tmp_path)
