@@ -31,6 +31,7 @@ _KEYS = {
     "advantage_estimator": "algorithm.advantage_estimator",
     "policy_loss": "algorithm.policy_loss",
     "curriculum": "data.curriculum",
+    "environment": "environment.name",
 }
 """The parameters of `train` that take functions, and the config key of each."""
 
@@ -58,6 +59,7 @@ def train(
     advantage_estimator: Function | None = None,
     policy_loss: Function | None = None,
     curriculum: Function | None = None,
+    environment: type | Function | None = None,
     supervised: bool = False,
 ) -> RunResult:
     """Do what `python -m trainer.main OVERRIDES` does, and return the result of the run.
@@ -67,9 +69,10 @@ def train(
 
     Args:
         overrides: `KEY=VALUE` or `GROUP=CHOICE`, as on the command line.
-        reward, advantage_estimator, policy_loss, curriculum: a function for `reward.name`,
-            `algorithm.advantage_estimator`, `algorithm.policy_loss` or `data.curriculum`, or its name. A function of a
-            module is imported where it is used. Any other function is copied, with all that it refers to.
+        reward, advantage_estimator, policy_loss, curriculum, environment: a function (for `environment` a class) for
+            `reward.name`, `algorithm.advantage_estimator`, `algorithm.policy_loss`, `data.curriculum` or
+            `environment.name`, or its name. A function of a module is imported where it is used. Any other function is
+            copied, with all that it refers to.
         supervised: train on examples, as `python -m trainer.sft` does.
 
     Raises:
@@ -79,7 +82,8 @@ def train(
         RunFailed: the run failed.
     """
     given = {"reward": reward, "advantage_estimator": advantage_estimator, "policy_loss": policy_loss}
-    functions = {name: value for name, value in {**given, "curriculum": curriculum}.items() if value is not None}
+    given |= {"curriculum": curriculum, "environment": environment}
+    functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
     reports, status = _run(overrides, {"supervised": supervised, "pickles": pickles})
     places = reports[0] if reports and "run_dir" in reports[0] else None

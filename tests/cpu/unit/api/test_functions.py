@@ -46,6 +46,13 @@ def test_other_functions_are_pickled_under_a_stable_import_path():
     assert describe_function("reward", Scale(2))[0] == "passed_functions.reward:reward"
 
 
+def test_a_class_travels_as_a_function_does():
+    assert describe_function("environment", Scale) == (f"{__name__}:Scale", None)
+    inner = type("World", (), {"__module__": "__main__"})
+    path, data = describe_function("environment", inner)
+    assert path == "passed_functions.environment:World" and data
+
+
 def test_another_process_imports_a_pickled_function_with_what_it_refers_to(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
