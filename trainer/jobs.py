@@ -14,7 +14,7 @@ from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.cluster.groups import Cluster
 from trainer.config import Config, TrainerConfig
 from trainer.config.trainer import PROCESSES
-from trainer.data.datasets import check_files
+from trainer.data.datasets import as_messages, check_files, read_examples
 from trainer.data.examples import load_train, load_val
 from trainer.errors import UserError
 from trainer.generation.fleet import Fleet
@@ -26,7 +26,8 @@ from trainer.models.export import export_target
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.plugins import import_function
-from trainer.rewards import resolve
+from trainer.rewards.components import RewardInput, components_of
+from trainer.rewards.trial import try_rewards
 from trainer.run import record
 from trainer.run.directory import RunDirectory
 from trainer.run.starts import record_start
@@ -37,6 +38,9 @@ from trainer.stages import stage
 from trainer.trainer import Trainer
 
 LOG = logging.getLogger(__name__)
+
+_TRIED_ROWS = 3
+"""Rows of the data that the rewards are tried with."""
 
 
 def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None) -> None:
@@ -139,7 +143,7 @@ def _check_inputs(cfg: Config) -> None:
         UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
     """
     if cfg.environment.name is None:
-        resolve(cfg.reward.name)
+        components_of(cfg.reward)
     else:
         import_function(cfg.environment.name, "environment.name")
     if cfg.data.curriculum is not None:
@@ -151,6 +155,27 @@ def _check_inputs(cfg: Config) -> None:
             load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
     else:
         _check_cache(cfg)
+    if cfg.environment.name is None:
+        with stage("trying the rewards"):
+            _try_rewards(cfg)
+
+
+def _try_rewards(cfg: Config) -> None:
+    """Compute the rewards of some reference answers (see `try_rewards`)."""
+    size = _TRIED_ROWS if cfg.data.train_size < 0 else min(_TRIED_ROWS, cfg.data.train_size)
+    examples = read_examples(dataclasses.replace(cfg.data, train_size=size), "train")
+    attempts = [
+        RewardInput(
+            completion=example["answer"],
+            answer=example["answer"],
+            prompt=chat[-1]["content"],
+            messages=[*chat, {"role": "assistant", "content": example["answer"]}],
+            row=example.get("row", example),
+        )
+        for example in examples
+        for chat in [as_messages(example["prompt"], cfg.data.system_prompt)]
+    ]
+    try_rewards(cfg.reward, attempts, cfg.rollout.n)
 
 
 def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:

@@ -15,7 +15,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.metrics.best import find_best
-from trainer.metrics.names import METRICS
+from trainer.metrics.names import is_metric
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.stages import stage
@@ -31,7 +31,7 @@ def prepare(cfg: Config, generates: bool = True) -> str:
         UserError: the run directory cannot be written, or the machine or a function is not as the config says.
     """
     _make_run_dir(cfg.trainer.run_dir)
-    if cfg.trainer.best_metric not in METRICS:
+    if not is_metric(cfg.trainer.best_metric):
         raise UserError(
             f"trainer.best_metric={cfg.trainer.best_metric}: there is no such metric; docs/metrics.md lists them"
         )

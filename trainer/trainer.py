@@ -141,7 +141,7 @@ class Trainer:
                 self.source.start(version=self.state.step + 1, fresh=self.directory.resume is None)
             with stage("evaluating the start weights"):
                 self._evaluate_start_weights()
-            with SIGNALS.between_steps():
+            with SIGNALS.between_steps(), self._saves_completed():
                 while self.state.step < self.cfg.trainer.total_steps:
                     step = self.state.step + 1
                     with self.timer("step"), self._not_finite_in_words(step):
@@ -383,6 +383,15 @@ class Trainer:
         self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
         self.tracker.log(step, metrics)
         self.progress.update(step, metrics)
+
+    @contextmanager
+    def _saves_completed(self) -> Iterator[None]:
+        """Complete the saves that are under way before a sentence to the user ends the run."""
+        try:
+            yield
+        except UserError:
+            self._wait_for_saves()
+            raise
 
     @contextmanager
     def _not_finite_in_words(self, step: int) -> Iterator[None]:

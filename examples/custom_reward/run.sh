@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# GRPO towards vowels, with the reward in vowels.py. A reward is any importable function
-# (completion: str, answer: str) -> float. With a third parameter `row` it gets the whole row of the data. PYTHONPATH
-# says where the file is.
+# GRPO towards vowels, with the reward in vowels.py. A reward is any importable function that names what it wants as
+# parameters (docs/rewards.md). PYTHONPATH says where the file is.
 set -euo pipefail
 PYTHONPATH="$(dirname "$0")" python -m trainer.main reward.name=vowels:score trainer.run_name=vowels "$@"

@@ -14,13 +14,14 @@ from trainer.config.algorithm import (
     own_defaults,
     with_own_defaults,
 )
-from trainer.config.data import DataConfig, RewardConfig
+from trainer.config.data import DataConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
 from trainer.config.reference import field_docs
+from trainer.config.reward import RewardConfig
 from trainer.config.roles import (
     CriticConfig,
     FSDPConfig,

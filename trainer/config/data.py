@@ -1,11 +1,11 @@
-"""`data.*` and `reward.*`: prompts, answers and how completions are scored."""
+"""`data.*`: prompts and answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import LONGEST_TIME, Section, choice, number, open_section, refuse, value_of
+from trainer.config.fields import Section, choice, number, open_section, refuse, value_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -66,19 +66,3 @@ class DataConfig(Section):
             if option not in options:
                 problem = f"data.generator={self.generator} takes {', '.join(options)}, not {option}"
                 refuse(config, "data.generator_args", problem)
-
-
-@dataclass
-class RewardConfig(Section):
-    name: str = "reverse_text"
-    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, or an import path `package.module:function` of a
-    function (completion: str, answer: str) -> float."""
-    timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME)
-    """Seconds that the reward of one completion may take. A reward that takes longer counts as failed: it is 0, and
-    the failure is counted. Each time completions are scored, failed rewards may take 30 times this in each process;
-    after that the remaining completions are not tried and count as failed."""
-    num_processes: int = number(1, at_least=1)
-    """Number of processes that compute rewards."""
-    success_threshold: float = number(1.0)
-    """A held-out completion with at least this reward is a success: `val/accuracy` is the share of successes, and
-    `val/pass@k` the share of prompts with at least one."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.data import DataConfig, RewardConfig
+from trainer.config.data import DataConfig
 from trainer.config.engines import ENGINES
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, refuse, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
+from trainer.config.reward import RewardConfig
 from trainer.config.rollout import RolloutConfig
 from trainer.config.suggestions import did_you_mean
 from trainer.config.supervised import SFTConfig

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -37,6 +37,8 @@ class Prompt:
     answer: str
     row: Mapping[str, Any] = field(default_factory=dict)
     """The whole row, as it was read."""
+    messages: Sequence[Mapping[str, str]] = ()
+    """The chat that `token_ids` render, the system prompt included."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         lengths.append(len(token_ids))
         if len(token_ids) <= max_prompt_tokens:
             text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
-            prompts.append(Prompt(index, tuple(token_ids), text, answer, row))
+            prompts.append(Prompt(index, tuple(token_ids), text, answer, row, messages))
     if not prompts:
         raise UserError(
             f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are "

@@ -49,6 +49,7 @@ def write_rollouts(
             "answer": prompt.answer,
             "completion": text,
             "reward": episode.reward,
+            "rewards": dict(episode.rewards),
             "finish_reason": episode.status,
             "prompt_ids": list(prompt.token_ids),
             "completion_ids": sample.token_ids[start:].tolist(),

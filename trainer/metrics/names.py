@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
@@ -19,7 +20,15 @@ METRICS: dict[str, Metric] = {
     "reward/zero_std_frac": Metric(
         "Groups whose completions all got the same reward. They give no gradient under GRPO.", "share"
     ),
-    "reward/failures": Metric("Completions whose reward failed (see docs/rewards.md); it counts as 0.", "completions"),
+    "reward/<name>/mean": Metric(
+        "Mean of one part of the reward, before it is weighed: of one function in `reward.name`, or of one name in "
+        "what it returns.",
+        "reward",
+    ),
+    "reward/failures": Metric(
+        "Completions whose reward, or a part of it, failed (see docs/rewards.md); what failed counts as 0.",
+        "completions",
+    ),
     "environment/failures": Metric(
         "Episodes whose environment failed (see docs/environments.md); their reward is 0.", "episodes"
     ),
@@ -68,6 +77,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
+    "val/reward/<name>/mean": Metric("Mean of one part of that reward (see `reward/<name>/mean`).", "reward"),
     "val/accuracy": Metric(
         "Held-out prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
         "share",
@@ -98,6 +108,11 @@ METRICS: dict[str, Metric] = {
     "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),
 }
 """Metrics by name, in the order of the docs. `val/…` is only in the lines of steps that validated."""
+
+
+def is_metric(name: str) -> bool:
+    """Return whether runs log a metric of this name."""
+    return name in METRICS or any(fnmatchcase(name, known.replace("<name>", "?*")) for known in METRICS if "<" in known)
 
 
 def reference() -> str:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
 
 from trainer.plugins import import_function
 
@@ -70,7 +71,11 @@ def reverse_text(completion: str, answer: str) -> float:
 REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "reverse_text": reverse_text}
 
 
-def resolve(name: str) -> Reward:
+REMOTE = "remote"
+"""The name of the reward that the server at `reward.url` computes."""
+
+
+def resolve(name: str) -> Callable[..., Any]:
     """Return the reward function `name`: one of `REWARDS`, or an import path `package.module:function`.
 
     Raises:
@@ -78,4 +83,4 @@ def resolve(name: str) -> Reward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    return import_function(name, "reward.name", known=REWARDS)
+    return import_function(name, "reward.name", known=[*REWARDS, REMOTE])

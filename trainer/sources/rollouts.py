@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,7 +26,11 @@ from trainer.generation.fleet import Fleet
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
+from trainer.rewards.components import RewardInput
 from trainer.rewards.pool import RewardPool
+from trainer.rewards.scores import RewardFailures, Scores
+from trainer.rewards.store import RewardStore
+from trainer.rewards.values import Parts
 
 LOG = logging.getLogger(__name__)
 
@@ -83,7 +87,7 @@ class RolloutSource:
             self._held_out = self._load("val").prompts
         self.rewards: RewardPool | None = None  # an environment gives the rewards itself
         if cfg.environment.name is None:
-            self.rewards = RewardPool(cfg.reward.name, cfg.reward.timeout_s, cfg.reward.num_processes)
+            self.rewards = RewardPool(cfg.reward, RewardStore(cfg.trainer.run_dir, fence))
         self._largest_reward = -math.inf
         self._evaluations = 0
         self._last: _Step | None = None
@@ -140,14 +144,14 @@ class RolloutSource:
         batches = algorithm.max_sample_batches if algorithm.dynamic_sampling else 1
         draws: list[Draw] = []
         played: list[Played] = []
-        rewards, failures = np.zeros(0), 0
+        rewards, parts, failures = np.zeros(0), [], 0
         for batch in range(1, batches + 1):
             more = self.ledger.take(wanted, skip=len(draws))
             sampled = self._sample(more, step)
             with self.timer("reward"):
-                judged, failed = self._judge(sampled, [self.prompts[draw.row] for draw in more for _ in range(n)])
-            draws, played, failures = draws + more, played + sampled, failures + failed
-            rewards = np.concatenate([rewards, judged])
+                scores = self._judge(sampled, [self.prompts[draw.row] for draw in more], n, f"step {step}")
+            draws, played, parts = draws + more, played + sampled, parts + scores.parts
+            rewards, failures = np.concatenate([rewards, scores.rewards]), failures + scores.failures.count
             chosen = list(range(wanted)), wanted
             if algorithm.dynamic_sampling:
                 found = choose_groups(rewards.reshape(-1, n), wanted, complete=batch == batches)
@@ -172,10 +176,11 @@ class RolloutSource:
                 )
         baselines = self._baselines([draws[group] for group in groups], step)
         episodes = [
-            self._episode(draws[group], i, played[group * n + i], float(by_group[group, i]), baseline)
+            self._episode(draws[group], i, played[at], float(by_group[group, i]), parts[at], baseline)
             for group, baseline in zip(groups, baselines, strict=True)
-            for i in range(n)
+            for i, at in enumerate(range(group * n, group * n + n))
         ]
+        metrics |= _means("reward", [episode.rewards for episode in episodes])
         prompts = [self.prompts[draws[group].row] for group in groups]
         kept = [played[group * n + i] for group in groups for i in range(n)]
         if self.rewards is None:
@@ -229,14 +234,15 @@ class RolloutSource:
             return [None] * len(draws)
         greedy = self._play([self._attempt(draw, step, -1) for draw in draws], self._greedy(), self.timer)
         with self.timer("reward"):
-            rewards, _ = self._judge(greedy, [self.prompts[draw.row] for draw in draws])
+            scores = self._judge(greedy, [self.prompts[draw.row] for draw in draws], 1, f"the baselines of step {step}")
         a, lengths = self.cfg.algorithm, torch.tensor([one.length for one in greedy])
         limit = self.cfg.rollout.max_response_tokens
-        return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, a.overlong_factor).tolist()
+        rewards = torch.tensor(scores.rewards, dtype=torch.float64)
+        return shape_rewards(rewards, lengths, limit, a.overlong_buffer, a.overlong_factor).tolist()
 
-    def _episode(self, draw: Draw, number: int, played: Played, reward: float, baseline: Any) -> Episode:
+    def _episode(self, draw: Draw, number: int, played: Played, reward: float, parts: Parts, baseline: Any) -> Episode:
         uid = self._uid(draw)
-        return Episode(f"{uid}:{number}", uid, played.samples, reward, {}, played.status, baseline)
+        return Episode(f"{uid}:{number}", uid, played.samples, reward, parts, played.status, baseline)
 
     # ---------------------------------------------------------------------------------------------------
     # Evaluation
@@ -248,16 +254,18 @@ class RolloutSource:
         prompts, k, r = self._held_out, self.cfg.rollout.val_n, self.cfg.rollout
         threshold = self.cfg.reward.success_threshold
         greedy = self._play([self._held_out_attempt(p, step, 0) for p in prompts], self._greedy())
-        rewards, _ = self._judge(greedy, prompts)
+        scores = self._judge(greedy, prompts, 1, f"the evaluation of step {step}")
+        rewards = np.asarray(scores.rewards)
         metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= threshold).mean())}
+        metrics |= _means("val/reward", scores.parts)
         for prompt, played, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
             first = played.messages[0]["content"] if played.messages else prompt.text
             LOG.info("  %r -> %r  reward %.2f", _shorten(first), _shorten(played.text), reward)
         if k > 0:
             attempts = [self._held_out_attempt(p, step, 1 + j) for p in prompts for j in range(k)]
             sampled = self._play(attempts, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
-            scores, _ = self._judge(sampled, [p for p in prompts for _ in range(k)])
-            metrics["val/pass@k"] = float((scores.reshape(-1, k) >= threshold).any(axis=1).mean())
+            scores = self._judge(sampled, prompts, k, f"pass@k of step {step}")
+            metrics["val/pass@k"] = float((np.reshape(scores.rewards, (-1, k)) >= threshold).any(axis=1).mean())
         self._warn_without_success(step)
         return metrics
 
@@ -310,16 +318,16 @@ class RolloutSource:
     def _greedy(self) -> Sampling:
         return self._sampling(0.0, 1.0, -1)
 
-    def _judge(self, played: Sequence[Played], prompts: Sequence[Prompt]) -> tuple[np.ndarray, int]:
-        """Return the reward `(B,)` of each episode, and the number of rewards that failed."""
+    def _judge(self, played: Sequence[Played], prompts: Sequence[Prompt], n: int, step: str) -> Scores:
+        """Return the rewards of the episodes, `n` of each prompt. `step` names what they are for."""
         if self.rewards is None:
-            rewards, failed = [one.reward or 0.0 for one in played], report_failures(played)
+            rewards = [one.reward or 0.0 for one in played]
+            scores = Scores(rewards, [{} for _ in played], RewardFailures(report_failures(played)))
         else:
-            answers, rows = [prompt.answer for prompt in prompts], [prompt.row for prompt in prompts]
-            rewards, failures = self.rewards.score([one.text for one in played], answers, rows)
-            failed = failures.count
-        self._largest_reward = max(self._largest_reward, *rewards)
-        return np.asarray(rewards, dtype=np.float64), failed
+            inputs = [_input(prompts[i // n], one) for i, one in enumerate(played)]
+            scores = self.rewards.score(inputs, n, step)
+        self._largest_reward = max(self._largest_reward, *scores.rewards)
+        return scores
 
 
 def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
@@ -340,6 +348,18 @@ def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[lis
         return None
     others = [i for i in range(len(rewards)) if i not in set(informative)]
     return sorted(informative + others[: wanted - len(informative)]), len(rewards)
+
+
+def _input(prompt: Prompt, played: Played) -> RewardInput:
+    """Return an episode of one completion as a reward sees it."""
+    messages = [*prompt.messages, {"role": "assistant", "content": played.text}]
+    return RewardInput(played.text, prompt.answer, prompt.text, messages, prompt.row, played.status)
+
+
+def _means(name: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics `{name}/{part}/mean`. A part that a completion lacks counts as 0."""
+    names = sorted({part for of_one in parts for part in of_one})
+    return {f"{name}/{part}/mean": sum(of_one.get(part, 0.0) for of_one in parts) / len(parts) for part in names}
 
 
 def _shorten(text: str, limit: int = 60) -> str:

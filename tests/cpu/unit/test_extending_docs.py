@@ -16,6 +16,7 @@ import torch
 
 from tests.support.jobs import comparable, metrics
 from tests.support.plain_engine import PlainRank, PlainRanks
+from tests.support.rewards import reward_pool, score
 from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
 from trainer.algorithms.check import check_functions
@@ -27,7 +28,6 @@ from trainer.environments.pool import EnvironmentPool, Session
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.fleet import Fleet
 from trainer.plugins import import_function, options_of
-from trainer.rewards.pool import RewardPool
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
 
@@ -101,9 +101,9 @@ def test_the_policy_loss(module):
 def test_the_reward(module):
     module("my_rewards", examples("A reward")[0])
     name = compose(overrides("A reward")).reward.name
-    with RewardPool(name, timeout_s=20.0, num_processes=1) as pool:
+    with reward_pool(name, timeout_s=20.0, num_processes=1) as pool:
         row = {"prompt": "3 + 4", "answer": "7", "max_chars": 10}
-        rewards, failures = pool.score(["7", " " * 20 + "7", "8", "7"], ["7"] * 4, [row, row, row, {}])
+        rewards, failures = score(pool, ["7", " " * 20 + "7", "8", "7"], ["7"] * 4, [row, row, row, {}])
     assert (rewards, failures.count) == ([1.0, 0.5, 0.0, 1.0], 0)
 
 

@@ -170,10 +170,10 @@ def chatty(completion: str, answer: str) -> float:
 
 
 REWARD = """
-from trainer.rewards.pool import RewardPool
+from tests.support.rewards import reward_pool, score
 if __name__ == "__main__":
-    with RewardPool("tests.cpu.unit.test_output:chatty", 30, 1) as pool:
-        rewards, failures = pool.score(["plain", "\\u4e2d\\ud800"], ["", ""])
+    with reward_pool("tests.cpu.unit.test_output:chatty", 30, 1) as pool:
+        rewards, failures = score(pool, ["plain", "\\u4e2d\\ud800"], ["", ""])
     assert rewards == [1.0, 1.0], failures
 """
 

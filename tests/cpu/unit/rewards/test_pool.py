@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.rewards import reward_pool, score
 from trainer.errors import UserError, WorkerError
-from trainer.rewards.pool import RewardPool
 
 CUSTOM = """
 import os, sys, time
@@ -55,9 +55,9 @@ def custom(tmp_path, monkeypatch):
 
 
 def test_pool_keeps_the_order(custom):
-    with RewardPool(custom("order_rewards"), timeout_s=30, num_processes=2) as pool:
-        rewards, failures = pool.score([str(i) for i in range(200)], ["0.5"] * 200)
-        assert pool.score([], []) == ([], pool.score([], [])[1])
+    with reward_pool(custom("order_rewards"), timeout_s=30, num_processes=2) as pool:
+        rewards, failures = score(pool, [str(i) for i in range(200)], ["0.5"] * 200)
+        assert score(pool, [], []) == ([], score(pool, [], [])[1])
     assert rewards == [i + 0.5 for i in range(200)]
     assert (failures.count, failures.first) == (0, "")
 
@@ -71,33 +71,33 @@ def test_a_bad_reward_costs_one_completion(custom):
         "hang": "took longer than reward.timeout_s=1",
         "die": "ended its process",
     }
-    with RewardPool(custom("bad_rewards"), timeout_s=1, num_processes=2) as pool:
+    with reward_pool(custom("bad_rewards"), timeout_s=1, num_processes=2) as pool:
         for completion, reason in bad.items():
-            rewards, failures = pool.score(["1", completion, "2"], ["0"] * 3)
+            rewards, failures = score(pool, ["1", completion, "2"], ["0"] * 3)
             assert rewards == [1.0, 0.0, 2.0]
             assert failures.count == 1
             assert failures.first.startswith(reason)
-        rewards, failures = pool.score(["nan", "1", "raise", "die"], ["0"] * 4)
+        rewards, failures = score(pool, ["nan", "1", "raise", "die"], ["0"] * 4)
         assert rewards == [0.0, 1.0, 0.0, 0.0]
         assert (failures.count, failures.first) == (3, "is nan")
-        assert pool.score(["3"], ["0"])[0] == [3.0]
+        assert score(pool, ["3"], ["0"])[0] == [3.0]
 
 
 def test_the_time_limit_leaves_imports_out(custom):
     # Each process that is killed is followed by one that imports the module again.
-    with RewardPool(custom("slow_rewards", import_s=1.2), timeout_s=0.8, num_processes=1) as pool:
-        rewards, failures = pool.score(["1", "hang", "2"], ["0"] * 3)
+    with reward_pool(custom("slow_rewards", import_s=1.2), timeout_s=0.8, num_processes=1) as pool:
+        rewards, failures = score(pool, ["1", "hang", "2"], ["0"] * 3)
     assert rewards == [1.0, 0.0, 2.0]
     assert failures.count == 1
 
 
 def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
-    with RewardPool(custom("many_rewards"), timeout_s=1, num_processes=2) as pool:
-        pool.score(["1"], ["0"])
+    with reward_pool(custom("many_rewards"), timeout_s=1, num_processes=2) as pool:
+        score(pool, ["1"], ["0"])
         while len(_processes()) < 4:  # two, each with its guard
             time.sleep(0.05)
         started = {p.pid: p.create_time() for p in _processes()}
-        rewards, failures = pool.score(["pid"] * 60, ["0"] * 60)  # 3 s, three times the limit of one
+        rewards, failures = score(pool, ["pid"] * 60, ["0"] * 60)  # 3 s, three times the limit of one
         assert failures.count == 0
         assert len(set(rewards)) == 2  # both processes had their share
         assert {p.pid: p.create_time() for p in _processes()} == started  # and neither was killed
@@ -105,21 +105,21 @@ def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])  # before and after the pool has noticed
 def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s):
-    with RewardPool(custom("replaced_rewards"), timeout_s=30, num_processes=2) as pool:
-        pool.score(["1"], ["0"])
+    with reward_pool(custom("replaced_rewards"), timeout_s=30, num_processes=2) as pool:
+        score(pool, ["1"], ["0"])
         for process in _processes():
             process.kill()
         time.sleep(pause_s)
-        rewards, failures = pool.score([str(i) for i in range(100)], ["0"] * 100)
+        rewards, failures = score(pool, [str(i) for i in range(100)], ["0"] * 100)
         assert (rewards, failures.count) == ([float(i) for i in range(100)], 0)
 
 
 def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):
     name = custom("vanishing_rewards")
-    pool = RewardPool(name, timeout_s=30, num_processes=1)
+    pool = reward_pool(name, timeout_s=30, num_processes=1)
     (tmp_path / "vanishing_rewards.py").unlink()
     with pool, pytest.raises(WorkerError, match=f"processes of reward.name={name} die as they start"):
-        pool.score(["1"], ["0"])
+        score(pool, ["1"], ["0"])
 
 
 _BEFORE: set[psutil.Process] = set()
@@ -139,16 +139,16 @@ def _processes() -> list[psutil.Process]:
 
 def test_pool_refuses_an_unknown_reward():
     with pytest.raises(UserError, match="reward.name=no_such"):
-        RewardPool("no_such", 1, 1)
+        reward_pool("no_such", 1, 1)
 
 
 DRIVER = """
-from trainer.rewards.pool import RewardPool
+from tests.support.rewards import reward_pool, score
 
-with RewardPool("{name}", 60, 2) as pool:
-    pool.score(["1"] * 256, ["0"] * 256)
+with reward_pool("{name}", 60, 2) as pool:
+    score(pool, ["1"] * 256, ["0"] * 256)
     print("ready", flush=True)
-    pool.score(["hang", "hang"], ["0", "0"])
+    score(pool, ["hang", "hang"], ["0", "0"])
 """
 
 
@@ -181,12 +181,12 @@ def test_leaving_the_pool_ends_a_reward_that_hangs(custom):
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with RewardPool(custom("hanging_rewards"), timeout_s=60, num_processes=1) as pool:
-            pool.score(["1"], ["0"])
+        with reward_pool(custom("hanging_rewards"), timeout_s=60, num_processes=1) as pool:
+            score(pool, ["1"], ["0"])
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(KeyboardInterrupt):
-                pool.score(["hang"], ["0"])
-            assert pool.score(["2"], ["0"])[0] == [2.0]
+                score(pool, ["hang"], ["0"])
+            assert score(pool, ["2"], ["0"])[0] == [2.0]
             assert len(_processes()) == 2  # one, with its guard
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -210,6 +210,6 @@ def test_a_reward_that_asks_for_it_gets_the_whole_row(tmp_path, monkeypatch, nam
     (tmp_path / "row_rewards.py").write_text(ROWS)
     monkeypatch.syspath_prepend(str(tmp_path))
     rows = [{"points": 10, "day": datetime.date(2026, 1, 2)}, {"points": 20, "day": None}]
-    with RewardPool(f"row_rewards:{name}", 10, 1) as pool:
-        rewards, failures = pool.score(["1", "2"], ["", ""], rows)
+    with reward_pool(f"row_rewards:{name}", 10, 1) as pool:
+        rewards, failures = score(pool, ["1", "2"], ["", ""], rows)
     assert rewards == expected and failures.count == 0

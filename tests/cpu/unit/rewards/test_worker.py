@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support import bad_rewards
 from tests.support.bad_rewards import BAD, CARELESS, NUMBERS
+from tests.support.rewards import reward_pool, score
 from trainer.algorithms import ADVANTAGES
 from trainer.plugins import options_of
 from trainer.rewards.pool import RewardPool
@@ -38,19 +39,19 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(directory):
-    with RewardPool(NAME, timeout_s=2, num_processes=2) as pool:
+    with reward_pool(NAME, timeout_s=2, num_processes=2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def single(directory):
     """With one process, so that every completion follows on the one before."""
-    with RewardPool(NAME, timeout_s=5, num_processes=1) as pool:
+    with reward_pool(NAME, timeout_s=5, num_processes=1) as pool:
         yield pool
 
 
-def score(pool: RewardPool, *completions: str):
-    return pool.score(completions, [""] * len(completions))
+def score_all(pool: RewardPool, *completions: str):
+    return score(pool, completions, [""] * len(completions))
 
 
 def children_of(directory: Path) -> list[int]:
@@ -74,7 +75,7 @@ def end_of(pids: list[int]) -> list[int]:
 def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name, caplog):
     caplog.set_level("INFO", "trainer.rewards")
     children_of(directory)
-    rewards, failures = score(pool, "1", name, "2", "3")
+    rewards, failures = score_all(pool, "1", name, "2", "3")
     assert rewards == [1.0, 0.0, 2.0, 3.0]
     assert (failures.count, failures.skipped) == (1, 0)
     assert failures.first.startswith(BAD[name][1])
@@ -89,19 +90,19 @@ def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name, c
 
 @pytest.mark.parametrize("name", CARELESS)
 def test_a_careless_reward_counts_and_changes_no_other(single, name):
-    rewards, failures = score(single, "state", name, "state", "2")
+    rewards, failures = score_all(single, "state", name, "state", "2")
     assert failures.count == 0
     assert rewards == [rewards[0], 1.0, rewards[0], 2.0]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_all_kinds_of_numbers_are_rewards(single, name):
-    rewards, failures = score(single, name)
+    rewards, failures = score_all(single, name)
     assert (rewards, failures.count) == ([1.0], 0)
 
 
 def test_processes_with_many_threads_left_are_replaced(single):
-    rewards, failures = score(single, *["leaves a thread"] * 100)
+    rewards, failures = score_all(single, *["leaves a thread"] * 100)
     assert (rewards, failures.count) == ([1.0] * 100, 0)
     worker = [p for p in psutil.Process().children(recursive=True) if NAME in " ".join(p.cmdline())]
     assert max(process.num_threads() for process in worker) < 50
@@ -109,16 +110,16 @@ def test_processes_with_many_threads_left_are_replaced(single):
 
 def test_output_is_logged_shortened_and_not_on_the_terminal(single, capfd, caplog):
     caplog.set_level("INFO", "trainer.rewards")
-    score(single, "prints", "1")
+    score_all(single, "prints", "1")
     assert caplog.messages == ["[reward] hello?[2J"]
     caplog.clear()
-    score(single, "prints 50 MB", "1")
+    score_all(single, "prints 50 MB", "1")
     shown = list(caplog.messages)
     assert len(shown) <= 22
     assert all(len(line) < 250 and line.isprintable() for line in shown)
     assert shown[-1].endswith("more bytes of output are not shown")
     caplog.clear()
-    score(single, "1")
+    score_all(single, "1")
     assert caplog.messages == []
     assert capfd.readouterr() == ("", "")
 
@@ -131,7 +132,7 @@ careless = st.sampled_from(["changes directory", "changes environment", "prints"
 @settings(max_examples=15, deadline=None)
 @given(completions=st.lists(good | bad | careless, max_size=20))
 def test_exactly_the_bad_ones_of_any_mixture_are_zero_and_counted(pool, completions):
-    rewards, failures = score(pool, *completions)
+    rewards, failures = score_all(pool, *completions)
     assert rewards == [0.0 if c in BAD else 1.0 if c in CARELESS else float(c) for c in completions]
     assert failures.count == sum(c in BAD for c in completions)
 
@@ -141,8 +142,8 @@ def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name, caplog):
     caplog.set_level("INFO", "trainer.rewards")
     monkeypatch.setattr("trainer.rewards.pool.LOST_LIMITS", 5)  # instead of 30, to be quick
     completions = ["1", *[name] * 500]
-    with RewardPool(NAME, timeout_s=0.5, num_processes=1) as pool:
-        rewards, failures = score(pool, *completions)
+    with reward_pool(NAME, timeout_s=0.5, num_processes=1) as pool:
+        rewards, failures = score_all(pool, *completions)
         assert rewards == [1.0] + [0.0] * 500
         assert failures.count == 500
         tried = failures.count - failures.skipped
@@ -151,26 +152,26 @@ def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name, caplog):
             f"{failures.skipped} of them were not tried: failed rewards had already taken 5 times reward.timeout_s "
             "for each process"
         )
-        assert score(pool, "2", "3")[0] == [2.0, 3.0]  # the next step is not affected
+        assert score_all(pool, "2", "3")[0] == [2.0, 3.0]  # the next step is not affected
 
 
 def test_a_result_that_comes_while_another_process_is_replaced_is_in_time(directory):
-    with RewardPool(NAME, timeout_s=2.5, num_processes=2) as pool:
-        while len(set(pool.score(["waits and returns its process"] * 2, ["0.2"] * 2)[0])) < 2:
+    with reward_pool(NAME, timeout_s=2.5, num_processes=2) as pool:
+        while len(set(score(pool, ["waits and returns its process"] * 2, ["0.2"] * 2)[0])) < 2:
             pass  # until both have started
-        rewards, failures = pool.score(["waits and closes all files", "waits and returns"], ["1.9", "2.0"])
+        rewards, failures = score(pool, ["waits and closes all files", "waits and returns"], ["1.9", "2.0"])
     assert (rewards, failures.count) == ([0.0, 1.0], 1)
 
 
 DRIVER = f"""
 import sys, time
-from trainer.rewards.pool import RewardPool
+from tests.support.rewards import reward_pool, score
 
 if __name__ == "__main__":
-    with RewardPool("{NAME}", float(sys.argv[1]), 1) as pool:
-        pool.score(["1"], [""])
+    with reward_pool("{NAME}", float(sys.argv[1]), 1) as pool:
+        score(pool, ["1"], [""])
         print("ready", flush=True)
-        print(pool.score(sys.argv[2:], ["1"] * len(sys.argv[2:])), flush=True)
+        print(score(pool, sys.argv[2:], ["1"] * len(sys.argv[2:])), flush=True)
 """
 
 

@@ -1,0 +1,111 @@
+"""Rewards of users in whole jobs: those that fail, those of several parts, and those that never succeed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.jobs import command, comparable, metrics, run_job
+from tests.support.refusals import refused
+
+MODULE = """
+import os
+
+def trl(prompts, completions, **kwargs):
+    return [1.0 for _ in completions]
+
+def trl_column(completions, **kwargs):
+    return [float(c == s) for c, s in zip(completions, kwargs["solution"])]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def verl_row(completion, row):
+    return float(completion == row["reward_model"]["ground_truth"])
+
+def vowels(completion):
+    return {"vowels": sum(c in "aeiou" for c in completion) / 100, "letters": len(completion) / 1000}
+
+def rank(completions, answer):
+    # Fails from the call that the environment names.
+    with open("calls.txt", "a") as file:
+        file.write("x")
+    if os.path.getsize("calls.txt") > int(os.environ.get("FAILS_AFTER", 10**9)):
+        raise ConnectionError("the judge is down")
+    return [sorted(completions).index(c) / len(completions) for c in completions]
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("trl", "the function asks for prompts, which no reward gets; valid are completion, completions, answer"),
+        (
+            "trl_column",
+            "fails for the first 3 rows of the data with their reference answers as completions (raised Key",
+        ),
+        ("verl", "the function asks for data_source, solution_str, ground_truth, which no reward gets"),
+        ("verl_row", "fails for the first 3 rows of the data with their reference answers as completions (raised Key"),
+    ],
+)
+def test_a_reward_that_always_fails_is_refused_before_anything_starts(directory, name, sentence):
+    line = refused(command(f"reward.name=mine:{name}", "rollout=transformers"), directory)
+    assert f"reward.name=mine:{name}: {sentence}" in line
+    assert not (directory / "outputs" / "default" / "checkpoints").exists()
+
+
+JOB = [
+    "rollout=transformers",
+    "trainer.ray_address=processes",
+    "reward.name=[mine:vowels,mine:rank]",
+    "reward.weights=[1,0.5]",
+    "trainer.total_steps=4",
+    "logger.plot=false",
+    "logger.rollouts=true",
+    "trainer.resume_mode=latest",
+    "trainer.max_ckpts_to_keep=1",
+    "trainer.keep_best=1",
+]
+
+
+@pytest.mark.slow
+def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory, monkeypatch):
+    """With a reward of several parts, which never is a success."""
+    monkeypatch.setenv("FAILS_AFTER", str(3 + 16 + 8 + 8 + 16))  # the trial, two validations, two steps
+    ended = run_job(*JOB, "trainer.run_name=ended", cwd=directory)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if "reward.max_failure_frac=0.9: " in line]
+    assert "32 of 32 rewards of step 3 failed (the first: rank: raised ConnectionError: the judge is down)" in line
+    run = directory / "outputs" / "ended"
+    assert [row["step"] for row in metrics(run)] == [0, 1, 2]
+    assert (run / "checkpoints" / "global_step_2" / "manifest.json").exists()
+
+    monkeypatch.delenv("FAILS_AFTER")
+    continued = run_job(*JOB, "trainer.run_name=ended", cwd=directory)
+    assert continued.returncode == 0, continued.stderr
+    whole = run_job(*JOB, "trainer.run_name=whole", cwd=directory)
+    assert whole.returncode == 0, whole.stderr
+    rows = metrics(directory / "outputs" / "whole")
+    assert comparable(metrics(run)) == comparable(rows)
+
+    for row in rows[1:]:
+        parts = row["reward/vowels/mean"] + row["reward/letters/mean"] + 0.5 * row["reward/rank/mean"]
+        assert row["reward/mean"] == pytest.approx(parts, rel=1e-5)
+    assert "val/reward/letters/mean" in rows[0] and "val/reward/letters/mean" not in rows[1]
+    for line in (run / "rollouts" / "step_3.jsonl").read_text().splitlines():
+        rollout = json.loads(line)
+        assert set(rollout["rewards"]) == {"vowels", "letters", "rank"}
+        assert rollout["rewards"]["letters"] == len(rollout["completion"]) / 1000
+
+    said = "no reward has reached reward.success_threshold=1 yet (the largest: 0."
+    assert whole.stdout.count(said) == 1 and continued.stdout.count(said) == 1
+    best = max((row for row in rows if "val/reward/mean" in row), key=lambda row: row["val/reward/mean"])
+    assert {row["val/accuracy"] for row in rows if "val/accuracy" in row} == {0.0}
+    assert f", best val/reward/mean {best['val/reward/mean']:.3f} at step {best['step']}" in whole.stdout

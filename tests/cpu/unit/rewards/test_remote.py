@@ -1,0 +1,195 @@
+"""The reward `remote`, against real servers that work, fail, hang and lie."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.judges import Server, by_length, rewards, serving
+from tests.support.rewards import reward_pool
+from trainer.config import RewardConfig
+from trainer.config.reward import RemoteConfig
+from trainer.errors import UserError
+from trainer.rewards.components import RewardInput, components_of
+from trainer.rewards.store import STORE_FILE, RewardStore
+from trainer.rewards.trial import try_rewards
+
+
+def attempts(*completions: str) -> list[RewardInput]:
+    return [RewardInput(completion, "5", "why?", row={"points": 3}) for completion in completions]
+
+
+def judged(
+    server: Server,
+    *completions: str,
+    store: RewardStore | None = None,
+    step: str = "",
+    batch_size: int = 16,
+    deadline_s: float = 20.0,
+    env: str | None = None,
+    **more,
+):
+    remote = RemoteConfig(batch_size=batch_size, deadline_s=deadline_s, header_env=env)
+    with reward_pool("remote", kept=store, url=f"{server.url}/score?v=1", remote=remote, **more) as pool:
+        return pool.score(attempts(*completions), step=step)
+
+
+def test_a_server_judges_in_batches_at_the_same_time():
+    def together(server: Server, document):
+        while server.most_at_once < 3:
+            server.closing.wait(0.01)
+        return by_length(server, document)
+
+    with serving(together) as server:
+        scores = judged(server, *["a" * i for i in range(1, 8)], batch_size=2, concurrency=3)
+        sizes = [len(request["completions"]) for request in server.requests]
+    assert scores.rewards == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] and scores.failures.count == 0
+    assert sorted(sizes) == [1, 2, 2, 2] and server.most_at_once == 3
+    names = {"completion", "answer", "prompt", "messages", "row", "status"}
+    assert all(set(item) == names for request in server.requests for item in request["completions"])
+
+
+def test_a_server_may_return_parts():
+    with serving(lambda *_: rewards([{"style": 0.5, "facts": 1}])) as server:
+        scores = judged(server, "x")
+    assert scores.parts == [{"style": 0.5, "facts": 1.0}] and scores.rewards == [1.5]
+
+
+@pytest.mark.parametrize("status, headers", [(503, {}), (429, {"Retry-After": "0"}), (500, {"Retry-After": "soon"})])
+def test_a_server_that_fails_at_first_is_asked_again(status, headers):
+    def recovering(server: Server, document):
+        return by_length(server, document) if len(server.requests) > 2 else (status, headers, b"busy")
+
+    with serving(recovering) as server:
+        scores = judged(server, "abc")
+        assert len(server.requests) == 3
+    assert scores.rewards == [3.0] and scores.failures.count == 0
+
+
+LIES = {
+    "not JSON": ((200, {}, b"<html>"), "answered what is not JSON (JSONDecodeError: Expecting value"),
+    "too deep": ((200, {}, b"[" * 100_000), "answered what is not JSON (RecursionError: "),
+    "another shape": ((200, {}, b'{"scores": [1, 2]}'), "answered without a list `rewards`"),
+    "too few": (rewards([1.0]), "answered 1 rewards for 2 completions"),
+    "too many": (rewards([1.0] * 3), "answered 3 rewards for 2 completions"),
+    "text": (rewards(["1", "2"]), "returned str, which is not a number"),
+    "null": (rewards([None, None]), "returned NoneType, which is not a number"),
+    "NaN": ((200, {}, b'{"rewards": [NaN, NaN]}'), "is nan"),
+    "infinity": ((200, {}, b'{"rewards": [1e999, -Infinity]}'), "is inf"),
+    "huge": ((200, {}, b'{"rewards": [' + b" " * (2 << 20) + b"1, 2]}"), "answered with more than 1 MiB"),
+    "refusal": ((404, {}, b"no such\x1b page"), "answered HTTP 404: no such? page"),
+    "redirect": ((302, {"Location": "http://127.0.0.1:9/"}, b""), "answered HTTP 302"),
+    "an error, always": ((500, {}, b"oh"), "no answer within reward.remote.deadline_s=1 (the last: answered HTTP 500"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_is_no_reward_is_a_failure_with_a_reason(name):
+    answer, reason = LIES[name]
+    with serving(lambda *_: answer) as server:
+        scores = judged(server, "x", "y", deadline_s=1)
+        tries = len(server.requests)
+    assert scores.rewards == [0.0, 0.0] and scores.failures.count == 2
+    assert scores.failures.first.startswith(reason)
+    assert (tries > 1) == (name == "an error, always")
+
+
+def test_a_server_that_hangs_or_is_not_there_is_given_up_at_the_deadline():
+    def hanging(server: Server, document):
+        server.closing.wait()
+        return by_length(server, document)
+
+    with serving(hanging) as server:
+        scores = judged(server, "x", deadline_s=0.5)
+    assert scores.failures.first == "no answer within reward.remote.deadline_s=0.5 (the last: nothing yet)"
+    scores = judged(server, "x", deadline_s=0.5)  # it is closed
+    assert scores.failures.first.startswith("no answer within reward.remote.deadline_s=0.5 (the last: ConnectError")
+
+
+def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
+    with serving(lambda *_: rewards([1.0, None, 3.0])) as server:
+        assert judged(server, "x", "y", "z").rewards == [1.0, 0.0, 3.0]
+    with pytest.raises(UserError, match=r"^reward.max_failure_frac=0.5: 2 of 2 rewards of step 7 failed \(the first"):
+        judged(server, "x", "y", deadline_s=0.3, max_failure_frac=0.5, step="step 7")
+    config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=0.3))
+    with pytest.raises(UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError"):
+        try_rewards(config, attempts("x", "y"), 1)
+
+
+def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch, tmp_path):
+    def refusing(server: Server, document):
+        return 401, {}, f"unknown {server.headers[-1]['Authorization']}".encode()
+
+    monkeypatch.setenv("JUDGE_TOKEN", "Bearer secret-123\n")
+    with serving(refusing) as server:
+        scores = judged(server, "x", env="JUDGE_TOKEN", store=RewardStore(str(tmp_path)), step="step 1")
+        assert server.headers[0]["Authorization"] == "Bearer secret-123"
+    assert scores.failures.first == "answered HTTP 401: unknown ***"
+    assert "secret" not in (tmp_path / STORE_FILE).read_text()
+    config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(header_env="NO_SUCH_TOKEN"))
+    with pytest.raises(UserError, match="reward.remote.header_env=NO_SUCH_TOKEN: the environment has no such variable"):
+        components_of(config)
+
+
+# --------------------------------------------------------------------------------------------------------
+# The store
+
+
+def test_a_replay_gets_the_same_rewards_without_a_request(tmp_path):
+    def drifting(server: Server, document):
+        return rewards([len(server.requests) + i / 10 for i in range(len(document["completions"]))])
+
+    with serving(drifting) as server:
+        first = judged(server, "x", "y", "x", store=RewardStore(str(tmp_path)), step="step 1")
+        assert first.rewards == [1.0, 1.1, 1.0], "the same content has the same reward"
+        again = judged(server, "y", "x", "z", store=RewardStore(str(tmp_path)), step="step 2")
+        assert again.rewards == [1.1, 1.0, 2.0]
+        asked = [[item["completion"] for item in request["completions"]] for request in server.requests]
+        assert asked == [["x", "y"], ["z"]]
+
+
+def test_a_failure_is_stored_for_its_own_step(tmp_path):
+    def recovering(server: Server, document):
+        return by_length(server, document) if len(server.requests) > 1 else (403, {}, b"")
+
+    store = RewardStore(str(tmp_path))
+    with serving(recovering) as server:
+        assert judged(server, "abc", store=store, step="step 1").rewards == [0.0]
+        replay = judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 1")
+        assert (replay.rewards, replay.failures.count, len(server.requests)) == ([0.0], 1, 1)
+        assert judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 2").rewards == [3.0]
+
+
+def test_failures_that_end_the_run_are_not_stored(tmp_path):
+    def half(server: Server, document):
+        return rewards([None if item["completion"] == "bad" else 1.0 for item in document["completions"]])
+
+    with serving(half) as server:
+        with pytest.raises(UserError, match="1 of 2 rewards"):
+            judged(server, "bad", "good", store=RewardStore(str(tmp_path)), step="step 1", max_failure_frac=0.1)
+        judged(server, "bad", "good", store=RewardStore(str(tmp_path)), step="step 1")
+        assert [len(request["completions"]) for request in server.requests] == [2, 1]
+
+
+def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
+    store = RewardStore(str(tmp_path))
+    store.add({"a": [{"": 1.0}], "b": [{"x": 0.5, "y": 2.0}]}, "step 1")
+    file = tmp_path / STORE_FILE
+    whole = file.read_bytes()
+    file.write_bytes(b'{"key": "c", "rewards": [7]}\nnonsense\n\xff\n' + whole + b'{"key": "d", "rewards": [{"": 2')
+    again = RewardStore(str(tmp_path))
+    assert again.find("a", "") == [{"": 1.0}] and again.find("b", "") == [{"x": 0.5, "y": 2.0}]
+    assert again.find("c", "") is again.find("d", "") is None
+    again.add({"d": [{"": 3.0}]}, "step 2")
+    assert RewardStore(str(tmp_path)).find("d", "") == [{"": 3.0}]
+    assert [json.loads(line)["key"] for line in file.read_text(errors="replace").splitlines()[3:]] == ["a", "b", "d"]
+
+
+def test_functions_are_stored_on_request(tmp_path, monkeypatch):
+    calls, name = tmp_path / "calls", "tests.support.named_rewards:counted"
+    monkeypatch.setenv("COUNTED_CALLS", str(calls))
+    for store in (False, False, True, True):
+        with reward_pool(name, kept=RewardStore(str(tmp_path)), store=store) as pool:
+            assert pool.score(attempts("ab", "fail"), step="step 1").rewards == [2.0, 0.0]
+    assert calls.read_text() == "ab\nfail\n" * 3

@@ -1,0 +1,32 @@
+"""Pools of reward processes for tests, and completions to judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.config import RewardConfig
+from trainer.rewards.components import RewardInput
+from trainer.rewards.pool import RewardPool
+from trainer.rewards.scores import RewardFailures
+from trainer.rewards.store import RewardStore
+
+
+def reward_pool(
+    name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardStore | None = None, **more: Any
+) -> RewardPool:
+    """A pool that goes on whatever fails. `kept` stores its results; `more` are further keys of `reward`."""
+    settings = {"max_failure_frac": 1.0, **more}
+    return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **settings), kept)
+
+
+def score(
+    pool: RewardPool,
+    completions: Sequence[str],
+    answers: Sequence[str],
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[list[float], RewardFailures]:
+    """The rewards of completions that are a group each, and the failures."""
+    given = zip(completions, answers, rows or [{}] * len(completions), strict=True)
+    scores = pool.score([RewardInput(completion, answer, row=row) for completion, answer, row in given])
+    return scores.rewards, scores.failures

@@ -1,0 +1,98 @@
+"""`reward.*`: how completions are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trainer.config.fields import LONGEST_TIME, Section, number, refuse
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+_REMOTE = "remote"
+
+
+@dataclass
+class RemoteConfig(Section):
+    batch_size: int = number(16, at_least=1, at_most=1024)
+    """Most completions in one request."""
+    deadline_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
+    """Seconds that one request may take, with all repetitions. After that its completions count as failed."""
+    header: str = "Authorization"
+    """Name of a header for credentials."""
+    header_env: str | None = None
+    """Environment variable with the value of that header, such as `Bearer …`. The value is never saved or printed.
+    null: no such header."""
+
+
+@dataclass
+class RewardConfig(Section):
+    name: Any = "reverse_text"
+    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, `remote` (the server at `url`), or the import path
+    `package.module:function` of a function, which names what it wants as parameters (docs/rewards.md). A list of
+    these: the weighted sum of their rewards."""
+    weights: list[float] = field(default_factory=list)
+    """Weight of each reward of `name`. Empty: 1 each."""
+    timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME)
+    """Seconds that one call of a reward function may take. A call that takes longer counts as failed: its reward is
+    0, and the failure is counted. Each time completions are scored, failed rewards may take 30 times this in each
+    process; after that the remaining completions are not tried and count as failed."""
+    num_processes: int = number(1, at_least=1)
+    """Number of processes that compute rewards."""
+    concurrency: int = number(16, at_least=1, at_most=1024)
+    """Calls of an `async` reward, or requests to `url`, that run at the same time in each process."""
+    max_failure_frac: float = number(0.9, at_least=0, at_most=1)
+    """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
+    them. 1: it never ends for that, and a reward that fails on the first rows of the data is no reason not to start."""
+    success_threshold: float = number(1.0)
+    """A held-out completion with at least this reward is a success: `val/accuracy` is the share of successes, and
+    `val/pass@k` the share of prompts with at least one."""
+    store: bool = False
+    """Store the results of all rewards by their content in `rewards.jsonl` of the run directory, and do not compute
+    them again. The answers of `url` are always stored."""
+    url: str | None = None
+    """Address of a server that judges completions (docs/rewards.md), for the reward `remote`."""
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
+    """Requests to `url`."""
+
+    def names(self) -> list[str]:
+        """The rewards, as a list."""
+        return [self.name] if isinstance(self.name, str) else list(self.name)
+
+    def key(self) -> str:
+        """The key of the rewards with its value, for errors."""
+        return f"reward.name={self.name if isinstance(self.name, str) else ','.join(self.name)}"
+
+    def check(self, config: Config, name: str) -> None:
+        is_list = isinstance(self.name, list) and self.name and all(isinstance(item, str) for item in self.name)
+        if not (isinstance(self.name, str) or is_list):
+            refuse(config, "reward.name", "must be a name, or a list of names")
+        if len(set(self.names())) < len(self.names()):
+            refuse(config, "reward.name", "names a reward twice; give it a weight instead")
+        if self.weights and len(self.weights) != len(self.names()):
+            refuse(
+                config,
+                "reward.weights",
+                f"must have a weight for each of the {len(self.names())} rewards of reward.name",
+            )
+        if self.url is None and _REMOTE in self.names():
+            refuse(config, "reward.name", "remote needs reward.url, the address of the server")
+        if self.url is not None:
+            self._check_url(config, self.url)
+
+    def _check_url(self, config: Config, url: str) -> None:
+        if _REMOTE not in self.names():
+            refuse(config, "reward.url", "is used by the reward remote alone; add it to reward.name")
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # a port that is no number
+            is_address = False
+        if not is_address:
+            refuse(config, "reward.url", "must be an address such as http://judge:8000/score")
+        if "@" in parts.netloc:
+            # The value is not shown.
+            raise UserError("reward.url: holds credentials, which would be saved; use reward.remote.header_env")

@@ -1,0 +1,127 @@
+"""The reward `remote`: a server that judges completions over HTTP. docs/rewards.md has the schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+
+import httpx
+import tenacity
+
+from trainer.errors import describe_error, one_line
+from trainer.rewards.signature import Calling
+from trainer.rewards.values import Parts, read_value
+
+WANTED = ("completion", "answer", "prompt", "messages", "row", "status")
+"""What the server gets of each completion."""
+_LARGEST_ANSWER = 1 << 20
+_BACKOFF = tenacity.wait_exponential(multiplier=0.25, max=30) + tenacity.wait_random(0, 0.25)
+_PASSING = (408, 425, 429)
+"""Refusals that may pass, besides all errors of the server (5xx)."""
+
+
+class _Failure(Exception):
+    """The request has failed, and would fail again."""
+
+
+class _Passing(_Failure):
+    """The request has failed, and may succeed later."""
+
+    def __init__(self, reason: str, after_s: float = 0.0):
+        super().__init__(reason)
+        self.after_s = after_s
+        """What the server asks for before the next request."""
+
+
+class RemoteReward:
+    """Asks the server at `url` for the rewards of several completions at a time.
+
+    Args:
+        deadline_s: longest time for one answer, retries included.
+        header: name of a header whose value is in the environment variable `header_env`; None: no such header.
+    """
+
+    calling = Calling(WANTED, is_async=True)
+
+    def __init__(self, url: str, deadline_s: float, header: str, header_env: str | None):
+        self._url = url
+        self._deadline_s = deadline_s
+        self._secret = os.environ[header_env].strip() if header_env else ""
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self._secret:
+            self._headers[header] = self._secret
+        self._client: httpx.AsyncClient | None = None
+
+    async def compute_async(self, calls: list[dict[str, Any]]) -> list[list[Parts | str]]:
+        """Return the parts of each completion's reward, or the reason why there are none."""
+        try:
+            return [[read_value(value)] for value in await self._ask(calls)]
+        except _Failure as error:
+            reason = str(error)
+        except BaseException as error:
+            reason = f"raised {describe_error(error)}"
+        reason = one_line(reason.replace(self._secret, "***") if self._secret else reason)
+        return [[reason]] * len(calls)
+
+    async def _ask(self, calls: list[dict[str, Any]]) -> list[Any]:
+        body = json.dumps({"completions": calls}).encode()
+        failure = "nothing yet"
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                async for attempt in tenacity.AsyncRetrying(
+                    retry=tenacity.retry_if_exception_type(_Passing), wait=_wait, reraise=True
+                ):
+                    with attempt:
+                        try:
+                            return _rewards_in(await self._post(body), len(calls))
+                        except _Failure as error:
+                            failure = str(error)
+                            raise
+        except TimeoutError:
+            pass
+        raise _Failure(f"no answer within reward.remote.deadline_s={self._deadline_s:g} (the last: {failure})")
+
+    async def _post(self, body: bytes) -> bytes:
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=self._deadline_s, headers=self._headers)
+        try:
+            async with self._client.stream("POST", self._url, content=body) as response:
+                answer = bytearray()
+                async for chunk in response.aiter_raw():
+                    answer += chunk
+                    if len(answer) > _LARGEST_ANSWER:
+                        raise _Failure(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
+        except httpx.TransportError as error:
+            raise _Passing(describe_error(error)) from error
+        status = response.status_code
+        if status == 200:
+            return bytes(answer)
+        reason = f"answered HTTP {status}: {answer[:500].decode(errors='replace')}"
+        if status in _PASSING or status >= 500:
+            raise _Passing(reason, _seconds(response.headers.get("Retry-After", "")))
+        raise _Failure(reason)
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """Seconds before the next request: about twice as many each time, and no fewer than the server asks for."""
+    error = state.outcome.exception() if state.outcome else None
+    return max(_BACKOFF(state), error.after_s if isinstance(error, _Passing) else 0.0)
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isascii() and text.isdigit() else 0.0
+
+
+def _rewards_in(answer: bytes, count: int) -> list[Any]:
+    try:
+        document = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise _Failure(f"answered what is not JSON ({describe_error(error)})") from error
+    rewards = document.get("rewards") if isinstance(document, dict) else None
+    if not isinstance(rewards, list):
+        raise _Failure("answered without a list `rewards`")
+    if len(rewards) != count:
+        raise _Failure(f"answered {len(rewards)} rewards for {count} completions")
+    return rewards

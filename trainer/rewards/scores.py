@@ -1,0 +1,103 @@
+"""The rewards of completions: the weighted sums of the results of all rewards, and the failures among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainer.rewards.components import Call, Component
+from trainer.rewards.store import Result
+from trainer.rewards.values import LARGEST, Parts
+
+NOT_TRIED = "was not tried"
+
+
+@dataclass
+class RewardFailures:
+    """Completions whose reward, or a part of it, could not be computed. What failed counts as 0."""
+
+    count: int = 0
+    first: str = ""
+    skipped: int = 0
+    """Completions among them that were not tried, because failed rewards had taken too much time."""
+
+    def add(self, reason: str, skipped: bool = False) -> None:
+        self.first = self.first or reason
+        self.count += 1
+        self.skipped += skipped
+
+    def lines(self, limits: int) -> list[str]:
+        """Return messages for the user.
+
+        Args:
+            limits: failed rewards may take this many time limits.
+        """
+        lines = []
+        if self.count:
+            lines.append(f"{self.count} rewards failed and count as 0; the first: {self.first}")
+        if self.skipped:
+            lines.append(
+                f"{self.skipped} of them were not tried: failed rewards had already taken {limits} times "
+                "reward.timeout_s for each process"
+            )
+        return lines
+
+    def problem(self, total: int, most: float, step: str) -> str | None:
+        """Return why the run must end; None: it need not.
+
+        Args:
+            total: the completions that were judged.
+            most: the share of them that may have failed.
+            step: what they were judged for.
+        """
+        if self.count <= most * total:
+            return None
+        return (
+            f"reward.max_failure_frac={most:g}: {self.count} of {total} rewards of {step or 'a step'} failed (the "
+            f"first: {self.first}); nothing was trained on them, and once the reward works, the same command with "
+            "trainer.resume_mode=latest continues the run"
+        )
+
+
+@dataclass
+class Scores:
+    """The rewards of completions, in their order."""
+
+    rewards: list[float]
+    parts: list[Parts]
+    """What each reward consists of, by name and before it is weighed."""
+    failures: RewardFailures = field(default_factory=RewardFailures)
+
+
+def add_up(results: Mapping[Component, Mapping[Call, Result]], total: int) -> Scores:
+    """Return the weighted sums of all rewards for `total` completions.
+
+    A part of the name that another reward has given already is a failure.
+    """
+    rewards, parts, reasons = [0.0] * total, [Parts() for _ in range(total)], [""] * total
+    for component, group in results.items():
+        for call, result in group.items():
+            for index, value in zip(call.indices, result, strict=True):
+                named = _named(component, value, parts[index])
+                if isinstance(named, str):
+                    prefix = f"{component.label}: " if len(results) > 1 else ""
+                    reasons[index] = reasons[index] or prefix + named
+                else:
+                    parts[index] |= named
+                    rewards[index] += component.weight * sum(named.values())
+    failures = RewardFailures()
+    for index, reward in enumerate(rewards):
+        if abs(reward) > LARGEST:
+            reasons[index], rewards[index] = reasons[index] or f"is {reward:g}, beyond {LARGEST:g}", 0.0
+        if reasons[index]:
+            failures.add(reasons[index], skipped=reasons[index].endswith(NOT_TRIED))
+    return Scores(rewards, parts, failures)
+
+
+def _named(component: Component, value: Parts | str, others: Parts) -> Parts | str:
+    """Return the parts by their names in metrics, or the reason why there are none."""
+    if isinstance(value, str):
+        return value
+    named = {name or component.label: number for name, number in value.items()}
+    double = next((name for name in named if name in others), None)
+    return named if double is None else f"returned a part {double}, as another reward does"

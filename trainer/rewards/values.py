@@ -1,0 +1,62 @@
+"""What reward functions return, as numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.errors import describe_error, one_line
+
+LARGEST = 1e12
+"""Largest absolute reward. The sum of 10^9 squares of it is finite in float32."""
+Parts = dict[str, float]
+"""What a reward consists of, by name. A plain number has the name ""."""
+_PART = re.compile(r"[\w.-]{1,64}")
+_MOST_PARTS = 64
+
+
+def read_value(value: Any) -> Parts | str:
+    """Return the parts of a reward, or the reason why it is none."""
+    if isinstance(value, str) or not isinstance(value, Mapping):
+        number = _read_number(value)
+        return number if isinstance(number, str) else {"": number}
+    try:
+        if not 0 < len(value) <= _MOST_PARTS:
+            return f"returned {len(value)} parts; a reward has 1 to {_MOST_PARTS}"
+        parts = {}
+        for name, item in value.items():
+            if type(name) is not str or not _PART.fullmatch(name):
+                return one_line(f"returned a part called {name!r}; names are letters, digits, _, . and -")
+            number = _read_number(item)
+            if isinstance(number, str):
+                return f"part {name} {number}"
+            parts[name] = number
+    except BaseException as error:  # whatever a mapping of user code raises
+        return f"raised {describe_error(error)}"
+    return parts
+
+
+def read_values(values: Any, count: int) -> list[Parts | str]:
+    """Return the parts, or the reason, for each completion of a group."""
+    try:
+        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+            return [one_line(f"returned {type(values).__name__}, which is not a list of rewards")] * count
+        if len(values) != count:
+            return [f"returned {len(values)} rewards for {count} completions"] * count
+        return [read_value(values[i]) for i in range(count)]
+    except BaseException as error:
+        return [f"raised {describe_error(error)}"] * count
+
+
+def _read_number(value: Any) -> float | str:
+    try:
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            return one_line(f"returned {type(value).__name__}, which is not a number")
+        number = float(value)
+    except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
+        return f"raised {describe_error(error)}"
+    if not math.isfinite(number):
+        return f"is {number}"
+    return number if abs(number) <= LARGEST else f"is {number:g}, beyond {LARGEST:g}"
