@@ -180,7 +180,7 @@ HARMLESS: tuple[str, ...] = (
     "reward.concurrency",
     "reward.max_failure_frac",
     "reward.store",
-    "reward.remote.batch_size",
+    "reward.remote.completions_per_request",
     "reward.remote.deadline_s",
     "reward.remote.header",
     "reward.remote.header_env",

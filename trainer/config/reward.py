@@ -17,7 +17,7 @@ _REMOTE = "remote"
 
 @dataclass
 class RemoteConfig(Section):
-    batch_size: int = number(16, at_least=1, at_most=1024)
+    completions_per_request: int = number(16, at_least=1, at_most=1024)
     """Most completions in one request."""
     deadline_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
     """Seconds that one request may take, with all repetitions. After that its completions count as failed."""

@@ -121,7 +121,9 @@ def _component(config: RewardConfig, name: str, label: str, weight: float) -> Co
                 f"reward.remote.header_env={remote.header_env}: the environment has no such variable; set it to the "
                 f"value of the header {remote.header}"
             )
-        return Component(name, label, weight, RemoteReward.calling, config.url, remote.deadline_s, remote.batch_size)
+        return Component(
+            name, label, weight, RemoteReward.calling, config.url, remote.deadline_s, remote.completions_per_request
+        )
     calling = calling_of(resolve(name), f"reward.name={name}")
     return Component(name, label, weight, calling, name if config.store else None, config.timeout_s)
 

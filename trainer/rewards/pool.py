@@ -36,7 +36,7 @@ class _Worker(GuardedProcess):
 
     def __init__(self, config: RewardConfig, environment: dict[str, str]):
         remote = {"url": config.url, **dataclasses.asdict(config.remote)}
-        del remote["batch_size"]
+        del remote["completions_per_request"]
         arguments = [config.names(), config.timeout_s, config.concurrency, remote]
         super().__init__("trainer.rewards.worker:serve", arguments, environment)
         self.ready = False

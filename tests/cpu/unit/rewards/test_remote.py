@@ -30,7 +30,7 @@ def judged(
     env: str | None = None,
     **more,
 ):
-    remote = RemoteConfig(batch_size=batch_size, deadline_s=deadline_s, header_env=env)
+    remote = RemoteConfig(completions_per_request=batch_size, deadline_s=deadline_s, header_env=env)
     with reward_pool("remote", kept=store, url=f"{server.url}/score?v=1", remote=remote, **more) as pool:
         return pool.score(attempts(*completions), step=step)
 
@@ -80,7 +80,7 @@ LIES = {
     "huge": ((200, {}, b'{"rewards": [' + b" " * (2 << 20) + b"1, 2]}"), "answered with more than 1 MiB"),
     "refusal": ((404, {}, b"no such\x1b page"), "answered HTTP 404: no such? page"),
     "redirect": ((302, {"Location": "http://127.0.0.1:9/"}, b""), "answered HTTP 302"),
-    "an error, always": ((500, {}, b"oh"), "no answer within reward.remote.deadline_s=1 (the last: answered HTTP 500"),
+    "an error, always": ((500, {}, b"oh"), "no answer within reward.remote.deadline_s=3 (the last: answered HTTP 500"),
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ LIES = {
 def test_what_is_no_reward_is_a_failure_with_a_reason(name):
     answer, reason = LIES[name]
     with serving(lambda *_: answer) as server:
-        scores = judged(server, "x", "y", deadline_s=1)
+        scores = judged(server, "x", "y", deadline_s=3)
         tries = len(server.requests)
     assert scores.rewards == [0.0, 0.0] and scores.failures.count == 2
     assert scores.failures.first.startswith(reason)
@@ -103,16 +103,16 @@ def test_a_server_that_hangs_or_is_not_there_is_given_up_at_the_deadline():
     with serving(hanging) as server:
         scores = judged(server, "x", deadline_s=0.5)
     assert scores.failures.first == "no answer within reward.remote.deadline_s=0.5 (the last: nothing yet)"
-    scores = judged(server, "x", deadline_s=0.5)  # it is closed
-    assert scores.failures.first.startswith("no answer within reward.remote.deadline_s=0.5 (the last: ConnectError")
+    scores = judged(server, "x", deadline_s=3)  # it is closed
+    assert scores.failures.first.startswith("no answer within reward.remote.deadline_s=3 (the last: ConnectError")
 
 
 def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
     with serving(lambda *_: rewards([1.0, None, 3.0])) as server:
         assert judged(server, "x", "y", "z").rewards == [1.0, 0.0, 3.0]
     with pytest.raises(UserError, match=r"^reward.max_failure_frac=0.5: 2 of 2 rewards of step 7 failed \(the first"):
-        judged(server, "x", "y", deadline_s=0.3, max_failure_frac=0.5, step="step 7")
-    config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=0.3))
+        judged(server, "x", "y", deadline_s=1, max_failure_frac=0.5, step="step 7")
+    config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=3))
     with pytest.raises(UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError"):
         try_rewards(config, attempts("x", "y"), 1)
 
