@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from tests.support.jobs import command, comparable, metrics, run_job
-from tests.support.refusals import refused
+from tests.support.jobs import comparable, metrics, run_job
 
 MODULE = """
 import os
@@ -56,9 +55,10 @@ def directory(tmp_path):
     ],
 )
 def test_a_reward_that_always_fails_is_refused_before_anything_starts(directory, name, sentence):
-    line = refused(command(f"reward.name=mine:{name}", "rollout=transformers"), directory)
-    assert f"reward.name=mine:{name}: {sentence}" in line
-    assert not (directory / "outputs" / "default" / "checkpoints").exists()
+    done = run_job(f"reward.name=mine:{name}", "rollout=transformers", cwd=directory)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1 and f"reward.name=mine:{name}: {sentence}" in done.stderr
+    assert not (directory / "outputs" / "default" / "metrics.jsonl").exists()
 
 
 JOB = [
