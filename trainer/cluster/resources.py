@@ -1,6 +1,8 @@
-"""The number of processes and GPUs that a run needs."""
+"""What the processes of a run need: their number, GPUs, and environment."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from trainer.config import Config
 from trainer.errors import UserError
@@ -32,3 +34,32 @@ def check_gpus(cfg: Config, available: int) -> None:
             f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
             f"{available}; use fewer, or let them share with rollout.share_gpus=true"
         )
+
+
+_FORWARDED = ("CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the driver that also count for ranks and engines on a cluster that was there before.
+
+    Processes of such a cluster have the environment of `ray start`. Secrets are left out, because Ray shows the
+    environment of an actor to everybody who can reach the cluster.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_FORWARDED) and not any(word in name for word in _SECRET)
+    }
+
+
+def rank_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ranks that follow from the device (`cuda` or `cpu`) and the driver's `environment`."""
+    if device == "cpu":
+        return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+    return {
+        # Micro-batches of many sizes would leave gaps between tensors that nothing fits into.
+        "PYTORCH_ALLOC_CONF": environment.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+        # With 1, which setups for other frameworks export, all ranks of a node would take its first GPU.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
+    }

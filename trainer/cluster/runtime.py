@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.groups import Group, Patience
 from trainer.cluster.local_ray import LocalRay
-from trainer.cluster.resources import check_gpus, rank_groups
+from trainer.cluster.resources import check_gpus, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError, one_line
@@ -135,7 +135,7 @@ class RayCluster:
             for i in range(count)
         ]
         args = [(rank, count, self.device) for rank in range(count)]
-        return self._keep(launch_actors(name, factory, args, options, env, self._patience), placement)
+        return self._keep(self._launch(name, factory, args, options, env), placement)
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
         """Start `rollout.num_engines` actors that host `factory(*args)`.
@@ -157,8 +157,13 @@ class RayCluster:
                 }
                 for i in range(r.num_engines)
             ]
-        group = launch_actors("engine", factory, [args] * r.num_engines, options, env, self._patience)
-        return self._keep(group, placement)
+        return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), placement)
+
+    def _launch(
+        self, name: str, factory: Any, args: list[tuple], options: list[dict[str, Any]], env: dict[str, str]
+    ) -> Group:
+        forwarded = forwarded_variables(os.environ) if self._local is None else {}
+        return launch_actors(name, factory, args, options, {**forwarded, **env}, self._patience)
 
     def _colocated_options(self, ranks: Group) -> list[dict[str, Any]]:
         """Return Ray options that let each engine see the GPUs of its ranks. For Ray, the GPUs belong to the ranks."""

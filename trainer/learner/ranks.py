@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer.cluster.groups import Cluster, Group, Pending
+from trainer.cluster.resources import rank_environment
 from trainer.config import Config
 from trainer.models.files import resolve_model_path
 
@@ -32,7 +33,7 @@ class Ranks:
         self.cluster = cluster
         self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
         self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
-        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if cluster.device == "cpu" else {}
+        env = rank_environment(cluster.device, os.environ)
         hosts = [tuple(self.roles)] if cfg.trainer.colocate_roles else [(role,) for role in self.roles]
         self._groups: dict[str, Group] = {}
         for hosted in hosts:

@@ -1,0 +1,40 @@
+"""What the processes of a run need."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.cluster.resources import check_gpus, forwarded_variables, rank_environment
+from trainer.config import Config
+from trainer.errors import UserError
+
+
+def test_settings_of_libraries_reach_the_processes_of_a_cluster_and_secrets_do_not():
+    given = {
+        "NCCL_DEBUG": "INFO",
+        "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
+        "HF_HOME": "/models",
+        "HF_TOKEN": "hf_secret",
+        "VLLM_API_KEY": "secret",
+        "PATH": "/bin",
+    }
+    assert forwarded_variables(given) == {name: given[name] for name in list(given)[:3]}
+
+
+def test_ranks_on_gpus_get_settings_of_the_allocator_and_their_own_gpus():
+    found = rank_environment("cuda", {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
+    assert found["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0"
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert rank_environment("cuda", {"PYTORCH_ALLOC_CONF": "backend:native"})["PYTORCH_ALLOC_CONF"] == "backend:native"
+    assert rank_environment("cpu", {"OMP_NUM_THREADS": "3"}) == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(("share", "gpus", "fits"), [(False, 2, True), (False, 1, False), (True, 1, True)])
+def test_ranks_and_engines_must_fit_on_the_gpus(share, gpus, fits):
+    cfg = Config()
+    cfg.rollout.share_gpus = share
+    if fits:
+        check_gpus(cfg, gpus)
+    else:
+        with pytest.raises(UserError, match="need 2 GPUs, there are 1"):
+            check_gpus(cfg, gpus)
