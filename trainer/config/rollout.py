@@ -50,7 +50,8 @@ class RolloutConfig(Section):
     """Run vLLM without CUDA graphs. On CPU it always runs without."""
     weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast"))
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
-    over ranks and engines) or `auto`: shared memory on one node, broadcast across nodes."""
+    over ranks and engines) or `auto`: shared memory on one node, broadcast across nodes and to engines with GPUs of
+    their own."""
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"))
     """What engines get of a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the engine
     can serve it, else merged weights."""
