@@ -73,7 +73,7 @@ class Echo:
 
 
 class AsyncEcho(Echo):
-    """The same, with methods that wait: each waits until `row["together"]` calls are under way in its process."""
+    """The same, with methods that wait: for `row["waits"]` seconds, and until `row["together"]` calls are under way."""
 
     waiting = 0
     arrived: asyncio.Event | None = None
@@ -85,6 +85,8 @@ class AsyncEcho(Echo):
         if self._row.get("do") == "wait" and self._number == self._row["at"] - 1:
             await asyncio.sleep(1000)
         together, kind = self._row.get("together", 0), type(self)
+        if self._number == 0:
+            await asyncio.sleep(self._row.get("waits", 0))
         if together and self._number == 0:
             kind.arrived = kind.arrived or asyncio.Event()
             kind.waiting += 1

@@ -123,7 +123,8 @@ def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
 @pytest.mark.parametrize("do", ["die", "hang"])
 def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do):
     with pool_of("AsyncEcho") as pool:
-        sessions = play(pool, {"prompt": "0"}, {"prompt": "1", "do": do, "at": 1}, {"prompt": "2"}, {"prompt": "3"})
+        guilty = {"prompt": "1", "do": do, "at": 1, "waits": 0.3}
+        sessions = play(pool, *[guilty if i == 1 else {"prompt": str(i), "waits": 0.6} for i in range(4)])
     assert [bool(session.failure) for session in sessions] == [False, True, False, False]
     assert [texts(session) for session in (sessions[0], sessions[3])] == [["0", "1:a"], ["3", "1:a"]]
 
