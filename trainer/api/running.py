@@ -55,7 +55,7 @@ class RunFailed(RuntimeError):
 def train(
     overrides: Sequence[str] = (),
     *,
-    reward: Function | None = None,
+    reward: Function | Sequence[Function] | None = None,
     advantage_estimator: Function | None = None,
     policy_loss: Function | None = None,
     curriculum: Function | None = None,
@@ -71,8 +71,8 @@ def train(
         overrides: `KEY=VALUE` or `GROUP=CHOICE`, as on the command line.
         reward, advantage_estimator, policy_loss, curriculum, environment: a function (for `environment` a class) for
             `reward.name`, `algorithm.advantage_estimator`, `algorithm.policy_loss`, `data.curriculum` or
-            `environment.name`, or its name. A function of a module is imported where it is used. Any other function is
-            copied, with all that it refers to.
+            `environment.name`, or its name. `reward` may be a list, as `reward.name` may. A function of a module is
+            imported where it is used. Any other function is copied, with all that it refers to.
         supervised: train on examples, as `python -m trainer.sft` does.
 
     Raises:
@@ -109,19 +109,22 @@ def _checked(overrides: Sequence[str]) -> list[str]:
     return list(overrides)
 
 
-def _with_functions(
-    overrides: list[str], functions: dict[str, Function]
-) -> tuple[list[str], dict[str, tuple[str, bytes]]]:
+def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[list[str], dict[str, tuple[str, bytes]]]:
     """Return the overrides with those for the functions, and the pickles of functions that no module holds."""
     pickles = {}
     for parameter, function in functions.items():
         key = _KEYS[parameter]
         if any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
             raise UserError(f"{key}: the overrides and {parameter}= both set it; leave one of them out")
-        path, data = describe_function(parameter, function)
-        if data is not None:
-            pickles[parameter] = (path.rpartition(":")[2], data)
-        overrides = [*overrides, f"{key}={path}"]
+        several = parameter == "reward" and isinstance(function, (list, tuple))
+        parts = {f"{parameter}_{i}": part for i, part in enumerate(function)} if several else {parameter: function}
+        paths = []
+        for name, part in parts.items():
+            path, data = describe_function(name, part)
+            paths.append(path)
+            if data is not None:
+                pickles[name] = (path.rpartition(":")[2], data)
+        overrides = [*overrides, f"{key}=[{','.join(paths)}]" if several else f"{key}={path}"]
     return overrides, pickles
 
 

@@ -14,6 +14,8 @@ import pytest
 import trainer
 from tests.support.jobs import environment
 from trainer import RunFailed, RunStopped, UserError, train
+from trainer.api.running import _with_functions
+from trainer.rewards.functions import gsm8k
 from trainer.signals import HANDLED
 
 
@@ -127,3 +129,12 @@ def test_names_are_imported_lazily():
     assert issubclass(RunFailed, RuntimeError) and issubclass(RunStopped, Exception)
     with pytest.raises(AttributeError, match="module trainer has no attribute nothing"):
         _ = trainer.nothing
+
+
+def test_several_rewards_are_a_list_of_their_own():
+    def length(completion, answer):
+        return float(len(completion))
+
+    overrides, pickles = _with_functions([], {"reward": [gsm8k, length, "math"]})
+    assert overrides == ["reward.name=[trainer.rewards.functions:gsm8k,passed_functions.reward_1:length,math]"]
+    assert list(pickles) == ["reward_1"] and pickles["reward_1"][0] == "length"
