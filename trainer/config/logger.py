@@ -17,8 +17,8 @@ class WandbConfig(Section):
     """W&B team or user."""
     name: str = "${trainer.run_name}${sweep_suffix:}"
     """Name of the run in W&B. In a `-m` sweep each job's overrides are appended."""
-    group: str | None = None
-    """W&B shows the runs of a group together."""
+    group: str | None = "${in_sweep:${trainer.run_name}}"
+    """W&B shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run in W&B."""
     notes: str | None = None

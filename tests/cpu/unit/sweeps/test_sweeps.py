@@ -20,6 +20,8 @@ def job(cfg):
     lr, seed = cfg.trainer.policy.optimizer.lr, cfg.trainer.seed
     with open("jobs", "a") as file:
         file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
+    with open("groups", "a") as file:
+        file.write(f"{cfg.logger.wandb.group}\\n")
     if os.path.exists("kill") and len(open("jobs").readlines()) == int(open("kill").read()):
         os.kill(os.getpid(), signal.SIGKILL)
     if seed == 2:
@@ -125,6 +127,8 @@ def test_the_jobs_of_a_smoke_sweep_stay_together(tmp_path):
     one, two = (Path(path) for _, path in jobs(tmp_path))
     assert one.parent == two.parent and one.parent.parent == Path("outputs/smoke")
     assert (tmp_path / one.parent / "sweep.png").exists()
+    group, same = (tmp_path / "groups").read_text().split()
+    assert group == same == "smoke", "W&B shows them together"
 
 
 def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
