@@ -128,7 +128,7 @@ def test_the_jobs_of_a_smoke_sweep_stay_together(tmp_path):
     assert one.parent == two.parent and one.parent.parent == Path("outputs/smoke")
     assert (tmp_path / one.parent / "sweep.png").exists()
     group, same = (tmp_path / "groups").read_text().split()
-    assert group == same == "smoke", "W&B shows them together"
+    assert group == same == "default", "W&B shows them together"
 
 
 def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
