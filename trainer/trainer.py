@@ -30,6 +30,7 @@ from trainer.errors import NonFiniteError, NotSavedError, UserError
 from trainer.failpoints import failpoint
 from trainer.learner.experience import Experience
 from trainer.learner.learner import Learner
+from trainer.metrics.health import Health
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, first_step, read_metrics
@@ -136,6 +137,7 @@ class Trainer:
         with stage("loading the checkpoint"):
             self.load_checkpoint()
         with self.source, self._open_tracker() as self.tracker, self._open_progress() as self.progress:
+            self.health = self._health()
             self._announce()
             with stage("starting what generates and rewards"):
                 self.source.start(version=self.state.step + 1, fresh=self.directory.resume is None)
@@ -213,6 +215,7 @@ class Trainer:
         self.directory.fall_back()
         self.load_checkpoint()
         self.tracker.rewind(self.state.step)
+        self.health = self._health()
         self.source.publish(version=self.state.step + 1)
         return False
 
@@ -383,6 +386,8 @@ class Trainer:
         self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
         self.tracker.log(step, metrics)
         self.progress.update(step, metrics)
+        for sentence in self.health.update(step, metrics):
+            LOG.warning("%s", sentence)
 
     @contextmanager
     def _saves_completed(self) -> Iterator[None]:
@@ -420,6 +425,9 @@ class Trainer:
         t, state = self.cfg.trainer, self.state
         history = read_metrics(self.directory.metrics_file)
         return Progress(t.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
+
+    def _health(self) -> Health:
+        return Health(self.learner.compares_completions, read_metrics(self.directory.metrics_file))
 
     def _announce(self) -> None:
         t, resume = self.cfg.trainer, self.directory.resume

@@ -61,6 +61,8 @@ class ToyRanks:
 
 
 class ToyLearner:
+    compares_completions = True
+
     def __init__(self) -> None:
         self.ranks = ToyRanks()
         self.kl = FixedKL(0.0)

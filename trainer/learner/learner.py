@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trainer.algorithms import AdaptiveKL, FixedKL, shape_rewards
+from trainer.algorithms import ADVANTAGES, AdaptiveKL, FixedKL, resolve, shape_rewards
+from trainer.algorithms.registry import needs_different_completions
 from trainer.cluster.groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample
@@ -108,6 +109,12 @@ class Learner:
             if cfg.has_critic:
                 batch["values"] = self.ranks.values(stored, shape)
         return batch
+
+    @property
+    def compares_completions(self) -> bool:
+        """The advantages compare the completions of a prompt."""
+        estimator = resolve(ADVANTAGES, self.cfg.algorithm.advantage_estimator, "algorithm.advantage_estimator")
+        return needs_different_completions(estimator)
 
     @property
     def _trusts_sampler(self) -> bool:

@@ -130,6 +130,20 @@ def reference() -> str:
         "|---|---|---|",
     ]
     lines += [f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()]
+    lines += [
+        "",
+        "## Warnings",
+        "",
+        "A run warns when its metrics say that it learns little. A warning names the step since which this is so, and "
+        "keys to try. It comes once for each cause, and again only after the cause was over.",
+        "",
+        "| seen | for so many steps in a row |",
+        "|---|---|",
+        "| `reward/zero_std_frac` is 1 (with an estimator that does not compare the completions of a prompt: "
+        "`reward/std` is 0) | 3 |",
+        "| `response_length/clip_ratio` is above 0.5 | 3 |",
+        "| `critic/explained_variance` is at most 0 | 10 |",
+    ]
     return "\n".join(lines)
 
 

@@ -67,6 +67,7 @@ JOB = [
     "reward.name=[mine:vowels,mine:rank]",
     "reward.weights=[1,0.5]",
     "trainer.total_steps=4",
+    "rollout.max_response_tokens=3",
     "logger.plot=false",
     "logger.rollouts=true",
     "trainer.resume_mode=latest",
@@ -106,6 +107,8 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
 
     said = "no reward has reached reward.success_threshold=1 yet (the largest: 0."
     assert whole.stdout.count(said) == 1 and continued.stdout.count(said) == 1
+    cut = "WARNING: since step 1, more than half of the completions have been cut off"
+    assert (ended.stdout.count(cut), continued.stdout.count(cut), whole.stdout.count(cut)) == (0, 1, 1)
     best = max((row for row in rows if "val/reward/mean" in row), key=lambda row: row["val/reward/mean"])
     assert {row["val/accuracy"] for row in rows if "val/accuracy" in row} == {0.0}
     assert f", best val/reward/mean {best['val/reward/mean']:.3f} at step {best['step']}" in whole.stdout

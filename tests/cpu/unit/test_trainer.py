@@ -63,6 +63,23 @@ def test_a_run_can_be_extended(tmp_path, model, whole):
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
+def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, model, caplog):
+    def warnings(total_steps: int) -> list[str]:
+        caplog.clear()
+        cfg = toy_config(tmp_path, total_steps=total_steps)
+        with RunDirectory(cfg, supervised=True).open() as directory:
+            trainer = toy_trainer(cfg, directory, model)
+            update = trainer.learner.update
+            trainer.learner.update = lambda *step: update(*step) | {"response_length/clip_ratio": 0.9}
+            trainer.fit()
+        return [r.getMessage() for r in caplog.records if "have been cut off" in r.getMessage()]
+
+    assert warnings(2) == []
+    (text,) = warnings(4)
+    assert text.startswith("since step 1, more than half of the completions have been cut off")
+    assert warnings(8) == []
+
+
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])
 def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, caplog, reason):
     caplog.set_level("INFO")
