@@ -35,6 +35,14 @@ def test_every_choice_of_the_groups_composes(group):
         compose([f"{group}={path.stem}", *files])
 
 
+@pytest.mark.parametrize("data", ["arithmetic", "reverse_text", "gsm8k"])
+def test_a_smoke_run_shares_the_warm_start_of_the_real_run(data):
+    """Or a model that earns nothing would give every completion the same reward. Other models validate less."""
+    real, smoke = compose([f"data={data}"]), compose([f"data={data}", "experiment=smoke"])
+    assert (smoke.data, smoke.sft, smoke.model) == (real.data, real.sft, real.model)
+    assert compose([f"data={data}", "experiment=smoke", "model=qwen3_0.6b"]).data.val_size == 16
+
+
 def test_the_critic_may_share_the_policys_optimizer_settings():
     config = compose(["algorithm=ppo", "trainer.critic.optimizer=${trainer.policy.optimizer}"])
     assert config.trainer.critic.optimizer == config.trainer.policy.optimizer
