@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# The demo's two stages by hand: supervised training from random weights, then GRPO from its export.
-# Run it again after an interruption: it continues. Further overrides go to the second stage;
-# SFT_STEPS changes the length of the first.
+# Supervised training from random weights, then GRPO from its export: the demo's two stages as two commands.
+# Run it again after an interruption: it continues. Overrides go to both stages; the script sets trainer.run_dir itself.
 set -euo pipefail
-steps="${SFT_STEPS:-180}"
-python -m trainer.sft data=reverse_text sft.steps="$steps" trainer.run_name=reverse_text_sft \
-  trainer.resume_mode=latest
-python -m trainer.main data=reverse_text trainer.run_name=reverse_text_grpo trainer.resume_mode=latest \
-  model.path="outputs/reverse_text_sft/exports/global_step_$steps/policy" "$@"
+case "$*" in
+  *experiment=*smoke*) out="outputs/smoke/reverse_text-$(date +%Y%m%d-%H%M%S)" ;;
+  *) out=outputs/reverse_text ;;
+esac
+python -m trainer.sft data=reverse_text sft.steps=180 trainer.val_interval=60 trainer.ckpt_interval=60 \
+  trainer.run_name=reverse_text_supervised trainer.run_dir="$out/supervised" trainer.resume_mode=latest "$@"
+model="$(ls -d "$out"/supervised/exports/global_step_*/policy | sort -V | tail -n 1)"
+python -m trainer.main data=reverse_text trainer.run_name=reverse_text_grpo trainer.run_dir="$out/grpo" \
+  trainer.resume_mode=latest "$@" model.path="$model"

@@ -23,8 +23,18 @@ DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
-# Stands in for `python`: one line a call, its arguments separated by tabs.
-STUB = '#!/usr/bin/env bash\n(IFS=$\'\\t\'; printf "%s\\n" "$*") >> "$CALLS"\n'
+# Stands in for `python`: writes one line a call, its arguments separated by tabs, and makes the export and the name of
+# the checkpoint for the next command of a script. It fails when the user's PYTHONPATH is lost.
+STUB = r"""#!/usr/bin/env bash
+(IFS=$'\t'; printf "%s\n" "$*") >> "$CALLS"
+for argument; do
+  case "$argument" in
+    trainer.run_dir=*) run="${argument#*=}"; mkdir -p "$run/exports/global_step_3/policy" "$run/checkpoints"
+      echo 3 > "$run/checkpoints/latest_ckpt_global_step.txt" ;;
+  esac
+done
+[[ ":$PYTHONPATH:" == *":$USERS_OWN:"* ]]
+"""
 
 
 def code_blocks(text: str) -> str:
@@ -44,7 +54,8 @@ def calls(tmp_path: Path, *bash: str) -> list[list[str]]:
     stub.parent.mkdir()
     stub.write_text(STUB)
     stub.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "CALLS": str(log)}
+    own = {"CALLS": str(log), "USERS_OWN": str(tmp_path / "modules"), "PYTHONPATH": str(tmp_path / "modules")}
+    environment = {**os.environ, **own, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
     subprocess.run(["bash", *bash], cwd=tmp_path, env=environment, check=True, timeout=30)
     return [line.split("\t") for line in log.read_text().splitlines()]
 
@@ -87,17 +98,30 @@ def test_commands_in_the_documents_compose(document, tmp_path):
             check(arguments)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_examples_compose_and_take_further_overrides(script, tmp_path):
-    made = calls(tmp_path, str(script), "experiment=smoke")
-    assert made[-1][-1] == "experiment=smoke"
-    for arguments in made:
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_overrides_reach_every_stage_of_an_example(script, tmp_path):
+    """The script keeps PYTHONPATH, too (see `STUB`)."""
+    made = calls(tmp_path, str(script), "experiment=smoke", "trainer.seed=7")
+    stages = [arguments for arguments in made if arguments[1] != "trainer.checkpoint"]
+    assert stages
+    for arguments in stages:
+        assert {"experiment=smoke", "trainer.seed=7"} <= set(arguments)
         check(arguments)
+        for override in arguments:
+            key, _, value = override.partition("=")
+            assert key != "trainer.run_dir" or value.startswith("outputs/smoke/")
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_experiments_compose(experiment):
-    compose([f"experiment={experiment}"])
+def test_experiments_compose_alone_and_with_the_smoke_test(experiment):
+    alone = compose([f"experiment={experiment}"])
+    both = compose([f"experiment=[{experiment},smoke]"] if experiment != "smoke" else ["experiment=smoke"])
+    assert both.trainer.total_steps == 2 and both.trainer.run_dir.startswith("outputs/smoke/")
+    assert (both.model.path, both.reward.name, both.rollout.num_engines) == (
+        alone.model.path,
+        alone.reward.name,
+        alone.rollout.num_engines,
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -159,8 +183,12 @@ def test_the_readme_links_to_every_page():
 
 def test_every_example_is_listed():
     text = (ROOT / "examples/README.md").read_text()
-    for script in [*SCRIPTS, *(ROOT / "examples").rglob("*.sbatch")]:
-        assert f"({script.relative_to(ROOT / 'examples')})" in text, script
+    for script in SCRIPTS:
+        assert f"`bash {script.relative_to(ROOT)}`" in text, script
+    for file in (ROOT / "examples").rglob("*.*"):
+        folder_or_file = file.relative_to(ROOT / "examples").parts[0]
+        if "__pycache__" not in file.parts and folder_or_file != "README.md":
+            assert f"({folder_or_file}" in text, file
 
 
 def test_every_make_target_in_the_readme_exists():
