@@ -384,7 +384,7 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         t = self.cfg.trainer
         self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
-        self.tracker.log(step, metrics)
+        self.tracker.log(step, metrics, self.source.samples())
         self.progress.update(step, metrics)
         for sentence in self.health.update(step, metrics):
             LOG.warning("%s", sentence)

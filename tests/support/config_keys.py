@@ -207,6 +207,8 @@ HARMLESS: tuple[str, ...] = (
     "logger.progress",
     "logger.plot",
     "logger.samples",
+    "logger.samples_interval",
+    "logger.validation",
     "logger.rollouts",
 )
 """Keys that any resume may change: they are read from the config, never from a checkpoint."""

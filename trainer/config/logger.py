@@ -35,7 +35,13 @@ class LoggerConfig(Section):
     """Show a live progress display on a terminal, and plain lines elsewhere."""
     plot: bool = True
     """Draw `{run_dir}/report.png` at the end."""
-    samples: int = number(2, at_least=0)
-    """Number of completions to print at each validation."""
+    samples: int = number(3, at_least=0)
+    """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard. They are drawn anew
+    each time."""
+    samples_interval: int = number(10, at_least=0)
+    """Every so many steps, show as many training completions in W&B and TensorBoard; in a run without validation, also
+    on the terminal. 0: never."""
+    validation: bool = True
+    """Write the completions of every validation, with rewards, to `{run_dir}/validation/step_N.jsonl`."""
     rollouts: bool = False
     """Write the completions of every step, with tokens, log-probs and rewards, to `{run_dir}/rollouts/step_N.jsonl`."""

@@ -143,6 +143,21 @@ def reference() -> str:
         "`reward/std` is 0) | 3 |",
         "| `response_length/clip_ratio` is above 0.5 | 3 |",
         "| `critic/explained_variance` is at most 0 | 10 |",
+        "",
+        "## Samples",
+        "",
+        "Each validation shows `logger.samples` completions with prompt, reference answer, reward and its parts: "
+        "on the terminal (long texts without their middle), and in full as text of TensorBoard and as a table of "
+        "W&B, both called `samples/validation`. Every `logger.samples_interval` steps, `samples/training` does so "
+        "for training completions; a run without validation prints them, too. Seed and step choose which ones: "
+        "others each time, and the same in a resumed run. With `logger.wandb.mode=offline`, tables of steps before "
+        "a restart are in the offline directory of the earlier process.",
+        "",
+        "With `logger.validation`, `{run_dir}/validation/step_N.jsonl` holds all completions of a validation, one JSON "
+        "object a line: `step`, `uid` (`val:` and the place of the row in the data), `number` (0: greedy; from 1 on: "
+        "those of `val/pass@k`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
+        "completion of an environment's episode goes from the first reply to the end), `answer`, `reward`, `rewards` "
+        "(its parts) and `finish_reason`. A step that is replayed after a kill writes the same file again.",
     ]
     return "\n".join(lines)
 

@@ -12,8 +12,9 @@ import math
 import numbers
 import os
 import secrets
+import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from trainer.config import LoggerConfig
 from trainer.documents import is_count, is_number, parse_object
 from trainer.durable import write_file
 from trainer.errors import UserError
+from trainer.metrics.samples import COLUMNS, Transcript
 
 if TYPE_CHECKING:
     import wandb
@@ -69,8 +71,13 @@ class Tracker:
             self._run_id = run_id or secrets.token_hex(4)
             self._wandb = _start_wandb(run_dir, logger, config, self._run_id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]] | None = None
+    ) -> None:
         """Record the metrics of a finished step (0: the validation before training). Steps must increase.
+
+        Args:
+            samples: episodes to read in W&B and TensorBoard, by the kind of data.
 
         NaN and infinity, which JSON does not have, become `null` in `metrics.jsonl`.
 
@@ -90,8 +97,8 @@ class Tracker:
             # Not before `rewind`: events of earlier processes count up to the last kept step only.
             self._tensorboard = _open_tensorboard(self._run_dir, purge_step=self._last_step + 1)
         self._last_step = step
-        self._log_tensorboard(step, values)
-        self._log_wandb(step, values)
+        self._log_tensorboard(step, values, samples or {})
+        self._log_wandb(step, values, samples or {})
 
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
@@ -115,7 +122,7 @@ class Tracker:
         if self._wandb is not None and self._wandb.step > step + 1:
             LOG.warning("W&B has this run's steps before %d; they are not sent again", self._wandb.step)
         for row in kept:
-            self._log_wandb(row["step"], {name: value for name, value in row.items() if name != "step"})
+            self._log_wandb(row["step"], {name: value for name, value in row.items() if name != "step"}, {})
 
     def _keep_cut(self, cut: list[dict[str, Any]]) -> None:
         path = os.path.join(self._run_dir, CUT_FILE)
@@ -154,16 +161,30 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(exit_code=0 if kind is None else 1)
 
-    def _log_wandb(self, step: int, values: Mapping[str, float | None]) -> None:
+    def _log_wandb(
+        self, step: int, values: Mapping[str, float | None], samples: Mapping[str, Sequence[Transcript]]
+    ) -> None:
         # `step` of a W&B run is the first step that it does not have. commit: send this step now, not together
         # with the next one.
         if self._wandb is not None and step >= self._wandb.step:
-            self._wandb.log(dict(values), step=step, commit=True)
+            import wandb
 
-    def _log_tensorboard(self, step: int, values: Mapping[str, float]) -> None:
+            tables = {
+                f"samples/{kind}": wandb.Table(columns=list(COLUMNS), data=[list(one.row()) for one in transcripts])
+                for kind, transcripts in samples.items()
+            }
+            self._wandb.log({**values, **tables}, step=step, commit=True)
+
+    def _log_tensorboard(
+        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]]
+    ) -> None:
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
+            for kind, transcripts in samples.items():
+                blocks = "\n\n".join(f"{one.name}\n{one.block()}" for one in transcripts)
+                # TensorBoard renders Markdown: indented text is shown as it is.
+                self._tensorboard.add_text(f"samples/{kind}", textwrap.indent(blocks, "    "), step)
             self._tensorboard.flush()  # it would keep events for two minutes, and a kill would lose them
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from trainer.episodes import Episode
+from trainer.metrics.samples import Transcript
 
 
 class EpisodeSource(Protocol):
@@ -45,6 +47,10 @@ class EpisodeSource(Protocol):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of held-out data under the current policy."""
+        ...
+
+    def samples(self) -> Mapping[str, Sequence[Transcript]]:
+        """Episodes of the last step and its evaluation for people to read, by the kind of data."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -23,6 +23,7 @@ from trainer.environments.play import Attempt, EnvironmentPlayer, Played, Player
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
+from trainer.metrics.samples import Transcript, draw, split_conversation, write_validation
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
@@ -91,6 +92,7 @@ class RolloutSource:
         self._largest_reward = -math.inf
         self._evaluations = 0
         self._last: _Step | None = None
+        self._samples: dict[str, list[Transcript]] = {}
 
     def _load(self, split: str) -> PromptSet:
         if self.cfg.environment.name:
@@ -194,10 +196,13 @@ class RolloutSource:
         return metrics | self._last.metrics
 
     def commit(self, step: int) -> None:
-        """Move the ledger; with `logger.rollouts`, write the step's episodes."""
+        """Move the ledger; draw samples of the step; with `logger.rollouts`, write its episodes."""
         last = self._last
         assert last is not None and last.step == step
         self.ledger.commit(last.draws, last.rewards)
+        self._samples = {}
+        if self.cfg.logger.samples_interval > 0 and step % self.cfg.logger.samples_interval == 0:
+            self._draw_samples("training", step, self._transcripts(last), shown=self.cfg.trainer.val_interval <= 0)
         if self.cfg.logger.rollouts:
             run_dir = self.cfg.trainer.run_dir
             if self.rewards is None:
@@ -258,14 +263,16 @@ class RolloutSource:
         rewards = np.asarray(scores.rewards)
         metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= threshold).mean())}
         metrics |= _means("val/reward", scores.parts)
-        for prompt, played, reward in list(zip(prompts, greedy, rewards, strict=True))[: self.cfg.logger.samples]:
-            first = played.messages[0]["content"] if played.messages else prompt.text
-            LOG.info("  %r -> %r  reward %.2f", _shorten(first), _shorten(played.text), reward)
+        transcripts = self._held_out_transcripts(greedy, scores, first=0)
+        self._draw_samples("validation", step, transcripts, shown=True)
         if k > 0:
             attempts = [self._held_out_attempt(p, step, 1 + j) for p in prompts for j in range(k)]
             sampled = self._play(attempts, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
             scores = self._judge(sampled, prompts, k, f"pass@k of step {step}")
             metrics["val/pass@k"] = float((np.reshape(scores.rewards, (-1, k)) >= threshold).any(axis=1).mean())
+            transcripts += self._held_out_transcripts(sampled, scores, first=1)
+        if self.cfg.logger.validation:
+            write_validation(self.cfg.trainer.run_dir, step, transcripts, self._fence)
         self._warn_without_success(step)
         return metrics
 
@@ -281,6 +288,53 @@ class RolloutSource:
                 threshold,
                 self._largest_reward,
             )
+
+    # ---------------------------------------------------------------------------------------------------
+    # Samples
+
+    def samples(self) -> Mapping[str, Sequence[Transcript]]:
+        return self._samples
+
+    def _draw_samples(self, split: str, step: int, transcripts: Sequence[Transcript], shown: bool) -> None:
+        """Keep `logger.samples` of the transcripts for W&B and TensorBoard.
+
+        Args:
+            shown: print them, too.
+        """
+        count = self.cfg.logger.samples
+        chosen = [transcripts[i] for i in draw(len(transcripts), count, self.cfg.trainer.seed, split, step)]
+        if chosen:
+            self._samples[split] = chosen
+        for number, one in enumerate(chosen if shown else [], start=1):
+            block = one.block(brief=True).replace("\n", "\n  ")
+            LOG.info("%s of step %d, sample %d of %d: %s\n  %s", split, step, number, len(chosen), one.name, block)
+
+    def _transcripts(self, last: _Step) -> list[Transcript]:
+        n = self.cfg.rollout.n
+        return [
+            self._transcript(last.prompts[i // n], played, episode.group, i % n, episode.reward, episode.rewards)
+            for i, (episode, played) in enumerate(zip(last.episodes, last.played, strict=True))
+        ]
+
+    def _held_out_transcripts(self, played: Sequence[Played], scores: Scores, first: int) -> list[Transcript]:
+        """Return as many transcripts for each held-out prompt, those of one prompt together, numbered from `first`."""
+        n = len(played) // len(self._held_out)
+        results = enumerate(zip(played, scores.rewards, scores.parts, strict=True))
+        return [
+            self._transcript(prompt, one, f"val:{prompt.index}", first + i % n, reward, parts)
+            for i, (one, reward, parts) in results
+            for prompt in [self._held_out[i // n]]
+        ]
+
+    def _transcript(
+        self, prompt: Prompt, played: Played, uid: str, number: int, reward: float, parts: Mapping[str, float]
+    ) -> Transcript:
+        if self.rewards is not None:
+            reply = {"role": "assistant", "content": played.text}
+            return Transcript(uid, number, prompt.messages, [reply], prompt.answer, reward, parts, played.status)
+        before, after = split_conversation(played.messages, played.turns)
+        answer = str(prompt.row.get(self.cfg.data.answer_key, ""))
+        return Transcript(uid, number, before, after, answer, reward, parts, played.status)
 
     # ---------------------------------------------------------------------------------------------------
     # State
@@ -360,7 +414,3 @@ def _means(name: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics `{name}/{part}/mean`. A part that a completion lacks counts as 0."""
     names = sorted({part for of_one in parts for part in of_one})
     return {f"{name}/{part}/mean": sum(of_one.get(part, 0.0) for of_one in parts) / len(parts) for part in names}
-
-
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"

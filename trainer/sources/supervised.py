@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +12,7 @@ import xxhash
 from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
 from trainer.data.ledger import Draw, Ledger
 from trainer.episodes import Episode, Sample
+from trainer.metrics.samples import Transcript
 
 _NAMES = {"policy/loss": "sft/loss", "policy/kl": "sft/kl", "policy/clip_frac": "sft/clip_frac"}
 
@@ -119,6 +120,10 @@ class SupervisedSource:
     def evaluate(self, step: int) -> dict[str, float]:
         """Cross-entropy of the held-out examples, nats a token."""
         return {"val/loss": self._loss(self._held_out)} if self._held_out else {}
+
+    def samples(self) -> Mapping[str, Sequence[Transcript]]:
+        """Nothing is sampled."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -76,6 +77,14 @@ JOB = [
 ]
 
 
+def shown_samples(output: str) -> dict[str, list[str]]:
+    """Step -> the samples of its validation."""
+    shown: dict[str, list[str]] = {}
+    for step, name in re.findall(r"^validation of step (\d+), sample \d of 3: (val:\d+:0)$", output, re.M):
+        shown.setdefault(step, []).append(name)
+    return shown
+
+
 @pytest.mark.slow
 def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory, monkeypatch):
     """With a reward of several parts, which never is a success."""
@@ -104,6 +113,16 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
         rollout = json.loads(line)
         assert set(rollout["rewards"]) == {"vowels", "letters", "rank"}
         assert rollout["rewards"]["letters"] == len(rollout["completion"]) / 1000
+
+    for step in (0, 2, 4):
+        file = f"validation/step_{step}.jsonl"
+        assert (run / file).read_bytes() == (directory / "outputs" / "whole" / file).read_bytes()
+    held_out = [json.loads(line) for line in (run / "validation" / "step_4.jsonl").read_text().splitlines()]
+    assert [line["uid"] for line in held_out] == [f"val:{i}" for i in range(16)]
+    assert sum(line["reward"] for line in held_out) / 16 == pytest.approx(rows[4]["val/reward/mean"])
+    printed = [shown_samples(done.stdout) for done in (ended, continued, whole)]
+    assert printed[2] == {**printed[0], **printed[1]} and list(printed[2]) == ["0", "2", "4"]
+    assert all(len(names) == 3 for names in printed[2].values()) and len({*map(tuple, printed[2].values())}) == 3
 
     said = "no reward has reached reward.success_threshold=1 yet (the largest: 0."
     assert whole.stdout.count(said) == 1 and continued.stdout.count(said) == 1

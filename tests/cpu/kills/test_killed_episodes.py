@@ -67,6 +67,8 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
         f"exports/global_step_{STEPS}/policy/model.safetensors",
         "rollouts/step_1.jsonl",
         "rollouts/step_6.jsonl",
+        "validation/step_3.jsonl",
+        "validation/step_6.jsonl",
     ):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert "resume verified" in Path(tmp_path / "killed.log").read_text()

@@ -24,6 +24,7 @@ from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.metrics import names
 from trainer.metrics.report import write_report
+from trainer.metrics.samples import COLUMNS, Transcript
 from trainer.metrics.tracker import Tracker, read_metrics
 
 ROOT = Path(__file__).parents[4]
@@ -184,6 +185,11 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
         events.Reload()
         return [(event.step, event.value) for event in events.Scalars("reward/mean")]
 
+    def texts() -> list[tuple[int, bytes]]:
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        return [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors("samples/validation/text_summary")]
+
     killed = make_tracker(tmp_path, tensorboard=True)
     for step in range(1, 6):
         killed.log(step, {"reward/mean": step})
@@ -191,8 +197,13 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
 
     resumed = make_tracker(tmp_path, tensorboard=True)
     resumed.rewind(3)
-    resumed.log(4, {"reward/mean": 40})
+    sample = Transcript("val:7", 0, [], [{"role": "assistant", "content": "<b>two\n# 2\x1b"}], "2", 0.5)
+    resumed.log(4, {"reward/mean": 40}, {"validation": [sample, sample]})
     assert shown() == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    ((step, text),) = texts()
+    lines = text.decode().split("\n")
+    assert step == 4 and lines[0] == "    val:7:0" and lines.count("    completion  <b>two") == 2
+    assert all(line.startswith("    ") or not line for line in lines), "rendered as Markdown"
     resumed.close()
     killed.close()
 
@@ -204,6 +215,7 @@ WANDB_RUN = """
 import json, os, signal, sys
 import psutil
 from trainer.config import LoggerConfig, WandbConfig
+from trainer.metrics.samples import Transcript
 from trainer.metrics.tracker import Tracker
 
 run_dir, mode, run_id, rewind, first, last = sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7])
@@ -212,8 +224,10 @@ logger = LoggerConfig(wandb=WandbConfig(mode=mode, **named))
 tracker = Tracker(run_dir, logger, {"seed": 1}, run_id or None)
 if rewind >= 0:
     tracker.rewind(rewind)
+sample = Transcript("val:7", 0, [], [{"role": "assistant", "content": "two\\x1b"}], "2", 0.5, {"exact": 0.5})
 for step in range(first, last + 1):
-    tracker.log(step, {"reward/mean": step / 8, "policy/kl": float("nan")})
+    samples = {"validation": [sample, sample]} if step in (2, 6) else {}
+    tracker.log(step, {"reward/mean": step / 8, "policy/kl": float("nan")}, samples)
 print(json.dumps(tracker.state_dict()), flush=True)
 if rewind < 0:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -269,6 +283,9 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
     _, newest = sorted((run_dir / "wandb").glob(f"offline-run-*-{run_id}"))
     history = wandb_history(newest / f"run-{run_id}.wandb")
     assert {step: json.loads(row["reward/mean"]) for step, row in history.items()} == {s: s / 8 for s in range(7)}
+    table = json.loads((newest / "files" / json.loads(history[6]["samples/validation/path"])).read_text())
+    row = ["val:7:0", "", "2", "two\\x1b", 0.5, "exact 0.5", "stop"]
+    assert table == {"columns": list(COLUMNS), "data": [row, row]}
     with pytest.raises(BlockingIOError):
         listener.accept()  # nobody called
     (run, *_) = [record.run for record in wandb_records(newest / f"run-{run_id}.wandb") if record.HasField("run")]

@@ -1,0 +1,144 @@
+"""Episodes as people read them: on the terminal, in W&B and TensorBoard, and in files of the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.durable import write_file
+
+Message = Mapping[str, Any]
+"""`role` and `content`."""
+VALIDATION_FOLDER = "validation"
+COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish_reason")
+"""Of a table of transcripts."""
+_WIDTH = 100
+_FIRST, _LAST = 4, 3
+"""Lines of a long text that a terminal shows. The last ones often hold the answer."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One episode as text."""
+
+    uid: str
+    """Of the prompt."""
+    number: int
+    """Of the completion, among those of the prompt."""
+    prompt: Sequence[Message]
+    """The messages before the first reply."""
+    completion: Sequence[Message]
+    """The reply; with an environment, the first reply and all messages after it."""
+    answer: str
+    """The reference answer; empty if the data has none."""
+    reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What `reward` consists of."""
+    status: str = "stop"
+    """See `trainer.episodes.Episode.status`."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.uid}:{self.number}"
+
+    def row(self) -> tuple[str, str, str, str, float, str, str]:
+        """Return the values of `COLUMNS`."""
+        prompt, answer, completion = self._texts()
+        return self.name, prompt, answer, completion, float(self.reward), self._parts(), self.status
+
+    def block(self, brief: bool = False) -> str:
+        """Return several readable lines, without control characters.
+
+        Args:
+            brief: the beginning and the end of long texts.
+        """
+        prompt, answer, completion = self._texts()
+        parts = f" ({self._parts()})" if len(self.rewards) > 1 else ""
+        reward = f"{self.reward:.4g}{parts}" + ("" if self.status == "stop" else f", ended by: {self.status}")
+        texts = {"prompt": prompt, "completion": completion, "answer": answer, "reward": reward}
+        lines = []
+        for label, text in texts.items():
+            shown = _shorten(text) if brief else text.split("\n")
+            lines += [f"{label if i == 0 else '':<10}  {line}".rstrip() for i, line in enumerate(shown)]
+        return "\n".join(lines)
+
+    def _texts(self) -> tuple[str, str, str]:
+        return printable(_turns(self.prompt)), printable(self.answer), printable(_turns(self.completion))
+
+    def _parts(self) -> str:
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.rewards.items())
+
+
+def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
+    """Return `count` different places below `size`, ascending: others in each step, the same in a resumed run."""
+    from trainer.keyed import permutation  # imports NumPy, which whoever only reads metrics does not need
+
+    return sorted(permutation(size, seed, "sample", split, step)[:count].tolist())
+
+
+def split_conversation(messages: Sequence[Message], replies: int) -> tuple[Sequence[Message], Sequence[Message]]:
+    """Return the messages before the policy's first reply, and the others. It gave the last `replies` replies."""
+    of_assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    first = of_assistant[-replies] if replies else len(messages)  # a prompt may show example replies
+    return messages[:first], messages[first:]
+
+
+def write_validation(
+    run_dir: str, step: int, transcripts: Sequence[Transcript], fence: Callable[[], None] = lambda: None
+) -> None:
+    """Write `{run_dir}/validation/step_{step}.jsonl`, whole or not at all: one line an episode.
+
+    A step that is replayed after a kill writes the same file again.
+
+    Args:
+        fence: raises when this process no longer holds the run directory; then nothing is written there.
+    """
+    fence()
+    directory = os.path.join(run_dir, VALIDATION_FOLDER)
+    os.makedirs(directory, exist_ok=True)
+    lines = [
+        json.dumps(
+            {
+                "step": step,
+                "uid": one.uid,
+                "number": one.number,
+                "prompt": list(one.prompt),
+                "completion": list(one.completion),
+                "answer": one.answer,
+                "reward": float(one.reward),
+                "rewards": dict(one.rewards),
+                "finish_reason": one.status,
+            }
+        )
+        for one in transcripts
+    ]
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(line + "\n" for line in lines), fence)
+
+
+def printable(text: str) -> str:
+    """Return `text` with line breaks, and with other characters that control a terminal or cannot be seen escaped."""
+    text = text.replace("\r\n", "\n").replace("\t", "    ")
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _turns(messages: Sequence[Message]) -> str:
+    """Return the contents of messages, with the roles if there are several. The system prompt is left out."""
+    shown = [message for message in messages if message["role"] != "system"]
+    if len(shown) == 1:
+        return str(shown[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in shown)
+
+
+def _shorten(text: str) -> list[str]:
+    """Return `text` in lines of limited width, and of many lines the first and the last ones."""
+    lines = [
+        part
+        for line in text.split("\n")
+        for part in textwrap.wrap(line, _WIDTH, replace_whitespace=False, drop_whitespace=False) or [""]
+    ]
+    left_out = len(lines) - _FIRST - _LAST
+    return lines if left_out <= 1 else [*lines[:_FIRST], f"… ({left_out} lines left out)", *lines[-_LAST:]]
