@@ -58,6 +58,7 @@ HARMLESS = (
     "trainer.*.fsdp.reshard_after_forward",
     "trainer.*.fsdp.cpu_offload",
     "trainer.*.fsdp.activation_checkpointing",
+    "trainer.*.fsdp.reduce_gradients",
     "trainer.reference.fsdp.reduce_dtype",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
