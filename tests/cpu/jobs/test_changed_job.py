@@ -19,6 +19,7 @@ CHANGES = {
     "algorithm.dynamic_sampling": True,
     "algorithm.max_sample_batches": 2,
     "reward.name": "arithmetic",
+    "reward.weights": [2.0],
     "rollout.n": 3,
     "rollout.top_k": 1,
     "rollout.dtype": "bfloat16",
@@ -29,12 +30,13 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.max_turns",
     "algorithm.old_logprobs",
     "model.trust_remote_code",
+    "reward.url",
     "rollout.engine",
     "rollout.top_p",
     "rollout.engine_args",
     "sft.steps",
 }
-"""What makes engines, environments and requests: no saved state takes part, as the names of all saved state show."""
+"""What makes engines, environments, remote rewards and requests: no saved state takes part, as the names of all saved state show."""
 
 
 @pytest.mark.slow
@@ -73,7 +75,7 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
     rates = [learning_rate(critic, 2, total_steps=4), learning_rate(policy, 0, total_steps=1)]
     assert [third["critic/lr"], fourth["policy/lr"]] == rates, "each step has one optimizer step now, and had two"
     assert not (second["reward/mean"] * 8 * 4).is_integer(), "similar words have a reward between 0 and 1"
-    assert (third["reward/mean"] * 4 * 3).is_integer(), "equal words alone have a reward"
+    assert (third["reward/mean"] * 4 * 3 / 2).is_integer(), "equal words alone have a reward, of 2"
 
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert set(state) == {"step", "counters", "kl_controller", "best", "tracker", "weight_version", "rng"}
