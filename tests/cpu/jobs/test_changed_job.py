@@ -36,7 +36,8 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "rollout.engine_args",
     "sft.steps",
 }
-"""What makes engines, environments, remote rewards and requests: no saved state takes part, as the names of all saved state show."""
+"""What makes engines, environments, remote rewards and requests. No saved state takes part, as the names of all saved
+state show."""
 
 
 @pytest.mark.slow

@@ -15,19 +15,22 @@ from tests.support.jobs import comparable, environment, left_running, metrics, s
 pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parents[3] / "examples/notebook.ipynb"
 
+BEFORE = """
+import signal
+HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+handlers = [signal.getsignal(number) for number in HANDLED]
+"""
 # Follows the cells of the notebook: an undisturbed run in the same process, with the preset's loss in other words.
 AFTER = """
-import logging, os, signal, sys
+import logging, os, sys
 
-handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-assert handlers == [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]
+assert handlers == [signal.getsignal(number) for number in HANDLED]
 from trainer.algorithms.losses import clip
-CLIP_HIGH = 0.28  # of the preset
 whole = train(
-    [*overrides, "trainer.run_dir=outputs/whole", "algorithm.clip_high=null"],
+    [*overrides, "trainer.run_dir=outputs/whole"],
     reward=ends_agree,
-    policy_loss=lambda *tensors, aggregation, totals: clip(
-        *tensors, clip_high=CLIP_HIGH, aggregation=aggregation, totals=totals
+    policy_loss=lambda *tensors, aggregation="seq_mean_token_mean", totals: clip(
+        *tensors, aggregation=aggregation, totals=totals
     ),
 )
 assert whole.run_dir != result.run_dir and whole.best == result.best
@@ -51,7 +54,7 @@ def test_a_killed_script_continues_its_run_exactly_and_leaves_its_process_as_it_
     """The run saves after each step. The script is killed after the first of three."""
     memory = shared_memory()
     overrides = 'overrides += ["trainer.ckpt_interval=1", "trainer.total_steps=3"]\nresult = train('
-    script = cells().replace("result = train(", overrides) + AFTER
+    script = BEFORE + cells().replace("result = train(", overrides) + AFTER
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "script.py"]
     run = tmp_path / "outputs/notebook"

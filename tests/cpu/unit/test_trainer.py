@@ -116,7 +116,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
 
 
 def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
-    cfg = toy_config(tmp_path, ckpt_failures_allowed=1, total_steps=9)
+    cfg = toy_config(tmp_path, ckpt_failures_allowed=1, total_steps=9, ckpt_async=False)
     with RunDirectory(cfg, supervised=True).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         update = trainer.learner.update
