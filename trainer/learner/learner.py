@@ -142,7 +142,9 @@ class Learner:
                 inputs = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
                 old_logprobs = self.ranks.logprobs("policy", inputs, shape)
         with self.timer("update"):
-            stored = self.cluster.put({**batch, "sampled": experience.sampled})
+            # The update returns the log-probs of all sampled tokens if nobody has computed them before.
+            fresh = {} if "old_logprobs" in batch else {"sampled": experience.sampled}
+            stored = self.cluster.put(batch | fresh)
             if self.cfg.has_critic:
                 result = self.ranks.call("critic", "update", stored, step)
                 metrics |= {f"critic/{name}": value for name, value in result.items()}
