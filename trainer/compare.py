@@ -21,8 +21,13 @@ from trainer.output import guard_output
 from trainer.run import record
 
 _PER_RUN = (
-    "trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_", "logger."
-)  # fmt: skip
+    "trainer.run_name",
+    "trainer.run_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.resume_",
+    "logger.",
+)
 """Keys that differ between runs without a meaning for their results."""
 _UNKNOWN = "-"
 

@@ -30,13 +30,18 @@ KEYS = typed_keys(Config())
 def with_value(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` in which a dotted key has another value."""
     changed = copy.deepcopy(config)
+    set_value(changed, key, value)
+    return changed
+
+
+def set_value(config: Config, key: str, value: Any) -> None:
+    """Set a dotted key that the schema has."""
     *sections, name = key.split(".")
-    node: Any = changed
+    node: Any = config
     for section in sections:
         node = getattr(node, section)
     assert hasattr(node, name), key
     setattr(node, name, value)
-    return changed
 
 
 def refusal_of(overrides: list[str]) -> str:

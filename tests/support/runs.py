@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.config import set_value
 from trainer.checkpoint.parts import Part, config_part, config_yaml, json_part
 from trainer.config import Config
 from trainer.durable import digest_bytes
@@ -89,12 +90,7 @@ def configured(root: Any, *changes: Settings, **trainer: Any) -> Config:
     cfg = Config()
     paths = {"trainer.run_dir": str(root), "trainer.ckpt_path": str(root / "checkpoints")}
     for key, value in {**paths, **{f"trainer.{k}": v for k, v in trainer.items()}, **_merged(changes)}.items():
-        *sections, name = key.split(".")
-        node: Any = cfg
-        for section in sections:
-            node = getattr(node, section)
-        assert hasattr(node, name), key
-        setattr(node, name, value)
+        set_value(cfg, key, value)
     return cfg
 
 

@@ -36,8 +36,8 @@ class LoggerConfig(Section):
     plot: bool = True
     """Draw `{run_dir}/report.png` at the end."""
     samples: int = number(3, at_least=0)
-    """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard. They are drawn anew
-    each time."""
+    """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard. Each validation
+    shows other ones."""
     samples_interval: int = number(10, at_least=0)
     """Every so many steps, show as many training completions in W&B and TensorBoard; in a run without validation, also
     on the terminal. 0: never."""

@@ -193,7 +193,7 @@ class RewardPool:
     def _hear(self, state: _State, worker: _Worker) -> None:
         try:
             match worker.receive(_LARGEST_MESSAGE):
-                case {"results": [*results], "last": bool() as last} if state.fit(worker.work, results):
+                case {"results": [*results], "last": bool() as last} if state.matches(worker.work, results):
                     self._answer(state, worker, results, last)
                 case {"left": str()} if worker.work:
                     state.alone.update(worker.work)
@@ -309,7 +309,7 @@ class _State:
     def result(self, index: int) -> list[Result]:
         return self.results.get(index) or self.tasks[index].failed(NOT_TRIED)
 
-    def fit(self, work: Sequence[int], results: list[Any]) -> bool:
+    def matches(self, work: Sequence[int], results: list[Any]) -> bool:
         """Whether these can be the results of the first tasks of `work`."""
         if not 0 < len(results) <= len(work):
             return False

@@ -166,7 +166,7 @@ def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(mon
         assert {session.status for session in sessions} == {"timeout"}
         untried = [session for session in sessions if session.failure.startswith("was not tried: failed calls had")]
         assert len(untried) >= 18
-        assert not play(pool, {})[0].failure  # the next round begins anew
+        assert not play(pool, {})[0].failure  # the next round has the whole time again
 
 
 def test_nothing_is_left_when_the_pool_is_closed():
