@@ -22,6 +22,7 @@ from trainer.keyed import key
 from trainer.learner.learner import Learner
 from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
+from trainer.models.axes import check_axes
 from trainer.models.export import export_target
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
@@ -97,6 +98,7 @@ def rollout_trainer(
 ) -> Trainer:
     """Return the trainer of a run that samples its own episodes."""
     timer, path = Timer(), resolve_model_path(model_path)
+    check_axes(cfg, path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(cfg, cluster, timer)
     fleet = Fleet(cfg, cluster, learner.ranks, path)
@@ -113,6 +115,7 @@ def supervised_trainer(
 ) -> Trainer:
     """Return the trainer of a run that learns from examples."""
     timer, path = Timer(), resolve_model_path(model_path)
+    check_axes(cfg, path)
     loop = loop_config(cfg)
     learner = Learner(loop, cluster, timer)
     with stage("reading the data"):

@@ -117,6 +117,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.run_dir",
     "trainer.num_workers",
     "trainer.replicas",
+    "trainer.context_parallel",
     "trainer.device",
     "trainer.colocate_roles",
     "trainer.ray_address",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -32,6 +33,9 @@ class TrainerConfig(Section):
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
     replicas: int = number(1, at_least=1)
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
+    context_parallel: int = number(1, at_least=1)
+    """Ranks that share the tokens of a micro-batch, for long sequences: each computes a part of the tokens and, in the
+    attention, a part of the heads (Ulysses). It divides the number of attention heads."""
     device: str = choice("auto", ("auto", "cpu", "cuda"))
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has it and the installed vLLM can use it."""
     colocate_roles: bool = True
@@ -58,7 +62,8 @@ class TrainerConfig(Section):
     """Passes over the experience of a step."""
     max_tokens_per_micro_batch: int = number(16384, at_least=1)
     """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding.
-    A longer sequence is processed alone."""
+    A longer sequence is processed alone. Ranks that share tokens (`context_parallel`) take so many together for each
+    of them."""
     val_interval: int = number(10, at_least=1, off=-1)
     """Validate every this many steps and after the last step. -1: never."""
     val_before_train: bool = True
@@ -143,8 +148,7 @@ class TrainerConfig(Section):
         if self.train_batch_size % self.mini_batch_size:
             problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
             refuse(config, "trainer.train_batch_size", problem)
-        if self.num_workers % self.replicas:
-            refuse(config, "trainer.num_workers", f"must be a multiple of trainer.replicas={self.replicas}")
+        self._check_layout(config)
         self._check_paths(config)
         self._check_saving(config)
         self._check_resume(config)
@@ -155,6 +159,15 @@ class TrainerConfig(Section):
                 refuse(config, "trainer.stop_at", "must be a time such as 2026-11-21T18:00")
         if self.hf_save_lora != "merged" and self.policy.lora.rank is None:
             refuse(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
+
+    def _check_layout(self, config: Config) -> None:
+        axes = ["replicas", "context_parallel"]
+        used = [axis for axis in axes if getattr(self, axis) > 1]
+        if self.num_workers % math.prod(getattr(self, axis) for axis in used):
+            product = " x ".join(f"trainer.{axis}={getattr(self, axis)}" for axis in used)
+            refuse(config, "trainer.num_workers", f"must be a multiple of {product}")
+        if self.context_parallel > 1 and config.model.attn_implementation != "sdpa":
+            refuse(config, "trainer.context_parallel", "needs model.attn_implementation=sdpa")
 
     def _check_paths(self, config: Config) -> None:
         name = self.run_name

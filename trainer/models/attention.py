@@ -8,6 +8,7 @@ the boundaries of their own micro-batch.
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
+from trainer.parallel.collectives import Peers
 from trainer.parallel.packing import Bucket, Packing
 
 try:
@@ -70,7 +72,7 @@ def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
     """Return the keyword arguments that a model with this `config` needs for the row of `packing`."""
     implementation = config._attn_implementation
     if implementation == PACKED:
-        return {"position_ids": packing.position_ids, "packing": packing}
+        return {"position_ids": packing.own(packing.position_ids), "packing": packing}
     if len(packing.lengths) == 1:
         return {}
     if implementation.startswith("flash_attention"):
@@ -98,6 +100,9 @@ def packed_attention(
     On CUDA in half precision this is torch's variable-length kernel. Otherwise it is one call of SDPA for each bucket
     of sequences of similar length, so that the cost is close to the sum of the squared lengths.
 
+    If several ranks share the row, each passes the tokens of its part, and gets the result of these. In between, it
+    has all tokens and a part of the heads (Jacobs et al., DeepSpeed Ulysses, 2023).
+
     Args:
         query: `(1, H, N, D)`.
         key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
@@ -117,15 +122,59 @@ def packed_attention(
             f"model.attn_implementation=sdpa: {type(module).__name__} does not hand on where sequences begin; "
             "choose model.attn_implementation=eager"
         )
-    assert attention_mask is None and query.shape[2] == packing.tokens, (query.shape, packing.tokens)
+    assert attention_mask is None, "the packing says what a token attends to"
+    if packing.context is None:
+        return _attend_row(query, key, value, packing, scaling, sliding_window, softcap), None
+    query, key, value = _heads_of_all_tokens(query, key, value, packing, packing.context)
+    out = _attend_row(query, key, value, packing, scaling, sliding_window, softcap)
+    return _tokens_of_all_heads(out, packing, packing.context), None
+
+
+def _heads_of_all_tokens(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: Peers
+) -> tuple[Tensor, ...]:
+    """Turn the heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
+
+    Each key and value head is repeated as often as ranks have queries of it.
+    """
+    kv_heads = key.shape[1]
+    repeats = math.lcm(kv_heads, context.size) // kv_heads
+
+    def exchange(tensor: Tensor) -> Tensor:
+        parts = context.exchange(tensor[0].unflatten(0, (context.size, -1)))
+        return parts.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens]
+
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    return exchange(query), exchange(key), exchange(value)
+
+
+def _tokens_of_all_heads(out: Tensor, packing: Packing, context: Peers) -> Tensor:
+    """Turn this rank's heads of all tokens, `(1, N, h, D)`, into the heads of this rank's tokens, `(1, n, H, D)`."""
+    size = packing.part.stop - packing.part.start
+    rows = F.pad(out[0], (0, 0, 0, 0, 0, context.size * size - packing.tokens))
+    return context.exchange(rows.unflatten(0, (context.size, size))).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _attend_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute the attention of all tokens of the row: `(1, N, H, D)`."""
+    assert query.shape[2] == packing.tokens, (query.shape, packing.tokens)
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and half and _VARLEN and softcap is None and query.shape[-1] in _VARLEN_WIDTHS:
-        return _varlen(query, key, value, packing, scaling, sliding_window), None
+        return _varlen(query, key, value, packing, scaling, sliding_window)
     parts = [
         _attend_bucket(query, key, value, bucket, places, scaling, sliding_window, softcap)
         for bucket, places in zip(packing.buckets, packing.bucket_places, strict=True)
     ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _varlen(

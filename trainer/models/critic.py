@@ -39,5 +39,6 @@ class CriticModel(nn.Module):
             0 at t = 0.
         """
         arguments = packing_arguments(self.config, packing)
-        hidden = getattr(self, self._prefix)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
-        return packing.rows_of_next(self.value_head(hidden).squeeze(-1).float())
+        ids = packing.own(input_ids)
+        hidden = getattr(self, self._prefix)(input_ids=ids, use_cache=False, **arguments).last_hidden_state
+        return packing.rows_of_next(packing.whole(self.value_head(hidden).squeeze(-1).float()))

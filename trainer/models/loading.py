@@ -19,30 +19,31 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from trainer.config import FSDPConfig, LoraConfig, ModelConfig
 from trainer.errors import UserError
-from trainer.models.attention import set_attention
+from trainer.models.attention import PACKED, set_attention
+from trainer.models.axes import refuse_axis
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
 from trainer.models.head import set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
+from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model
 
 
 def load_causal_lm(
     model: ModelConfig,
     path: str,
-    mesh: DeviceMesh,
+    layout: Layout,
     fsdp: FSDPConfig,
     lora: LoraConfig | None = None,
     seed: int = 0,
     *,
     frozen: bool = False,
 ) -> nn.Module:
-    """Load the causal LM of the local directory `path`, sharded over `mesh`. A collective.
+    """Load the causal LM of the local directory `path`, split over the axes of `layout`. A collective.
 
     Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
@@ -51,26 +52,26 @@ def load_causal_lm(
         seed: seed of the adapters' start values.
         frozen: train nothing.
     """
-    lm = _empty_causal_lm(model, path)
+    lm = _empty_causal_lm(model, path, layout)
     lm.requires_grad_(not frozen)
     if lora is not None and lora.rank is not None:
         add_adapters(lm, lora, "trainer.policy.lora")
-    return _shard_and_fill(lm, model, path, mesh, fsdp, seed)
+    return _shard_and_fill(lm, model, path, layout, fsdp, seed)
 
 
 def load_critic(
-    model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
+    model: ModelConfig, path: str, layout: Layout, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
 ) -> nn.Module:
     """Load the same backbone with a value head instead of the LM head (see `load_causal_lm`). A collective."""
-    lm = _empty_causal_lm(model, path)
+    lm = _empty_causal_lm(model, path, layout)
     with init_empty_weights(include_buffers=False):
         critic = CriticModel(lm.base_model, lm.base_model_prefix)
     if lora is not None and lora.rank is not None:
         add_adapters(critic, lora, "trainer.critic.lora", heads=("value_head.",))
-    return _shard_and_fill(critic, model, path, mesh, fsdp, seed)
+    return _shard_and_fill(critic, model, path, layout, fsdp, seed)
 
 
-def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
+def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
             load_config(model, path),
@@ -81,6 +82,8 @@ def _empty_causal_lm(model: ModelConfig, path: str) -> nn.Module:
     lm.tie_weights()  # re-tie: moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)
+    if layout.context is not None and lm.config._attn_implementation != PACKED:
+        refuse_axis("context_parallel", layout.context.size, f"{type(lm).__name__} needs all tokens on one rank")
     set_head(lm)
     return lm
 
@@ -95,20 +98,21 @@ def _disable_dropout(lm: nn.Module) -> None:
 
 
 def _shard_and_fill(
-    module: nn.Module, model: ModelConfig, path: str, mesh: DeviceMesh, fsdp: FSDPConfig, seed: int
+    module: nn.Module, model: ModelConfig, path: str, layout: Layout, fsdp: FSDPConfig, seed: int
 ) -> nn.Module:
+    device = layout.device
     for parameter in module.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, mesh.device_type))
+            parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
     # Keep the buffers (rotary frequencies), which are not on the meta device: to_empty would leave them uninitialised.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    shard_model(module, mesh, fsdp)
-    module.to_empty(device="cpu" if fsdp.cpu_offload else mesh.device_type)
+    shard_model(module, layout.fsdp_mesh, fsdp)
+    module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
-        if fsdp.cpu_offload and mesh.device_type == "cuda":  # only parameters are offloaded
+        if fsdp.cpu_offload and device == "cuda":  # only parameters are offloaded
             owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._buffers[leaf] = buffer.to(mesh.device_type)
+            module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith("value_head."):  # the first values are 0 on any number of ranks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor, nn
 
 from trainer.models.attention import packing_arguments
@@ -55,7 +58,27 @@ def _scores(
     where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
     places = packing.previous_places[where]
     wanted = Wanted(places, input_ids[0, places + 1], temperature or 1.0, entropy)
-    scores = model(input_ids, wanted, packing_arguments(model.config, packing))
+    arguments = packing_arguments(model.config, packing)
+    if packing.context is None:
+        scores = model(input_ids, wanted, arguments)
+    else:
+        scores = _scores_of_parts(model, input_ids, packing, wanted, arguments)
     logprobs, entropies = (None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
     assert logprobs is not None
     return logprobs, entropies
+
+
+def _scores_of_parts(
+    model: nn.Module, input_ids: Tensor, packing: Packing, wanted: Wanted, arguments: dict[str, Any]
+) -> tuple[Tensor | None, ...]:
+    """Return the scores of all wanted tokens, of which each rank computes those in its part of the row."""
+    part, places = packing.part, wanted.places
+    own = (places >= part.start) & (places < part.stop)
+    wanted_here = replace(wanted, places=places[own] - part.start, targets=wanted.targets[own])
+    ids = packing.own(input_ids)
+
+    def of_all(scores: Tensor) -> Tensor:
+        row = scores.new_zeros(ids.shape[1]).index_put((wanted_here.places,), scores)
+        return packing.whole(row[None])[0, places]
+
+    return tuple(None if scores is None else of_all(scores) for scores in model(ids, wanted_here, arguments))

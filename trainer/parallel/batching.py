@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.parallel.collectives import Peers
 from trainer.parallel.packing import Packing
 
 Batch = dict[str, np.ndarray]
@@ -80,10 +81,13 @@ class MicroBatch:
         return name in self.arrays
 
 
-def take_rows(batch: Batch, rows: Sequence[int], device: str) -> MicroBatch:
+def take_rows(batch: Batch, rows: Sequence[int], device: str, context: Peers | None = None) -> MicroBatch:
     """Return the micro-batch of these rows on `device`.
 
     If `rows` is empty, take one row of the batch and set its float arrays, masks included, to zero.
+
+    Args:
+        context: the ranks that share the tokens of the micro-batch (see `Packing`).
     """
     picked = np.asarray(rows if len(rows) else [0])
     lengths = batch["lengths"][picked]
@@ -94,7 +98,7 @@ def take_rows(batch: Batch, rows: Sequence[int], device: str) -> MicroBatch:
         arrays[name] = np.zeros_like(part) if not len(rows) and part.dtype.kind == "f" else part
     tokens = arrays.pop("input_ids")[np.arange(longest) < lengths[:, None]]
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
-    return MicroBatch(list(rows), torch.from_numpy(tokens[None]).to(device), Packing(lengths, device), tensors)
+    return MicroBatch(list(rows), torch.from_numpy(tokens[None]).to(device), Packing(lengths, device, context), tensors)
 
 
 def select(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:

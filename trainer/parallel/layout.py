@@ -6,29 +6,41 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.parallel.collectives import Peers
+
 
 class Layout:
     """The ranks of the process group as a mesh of the axes `replicate`, `shard`, `context` and `tensor`.
 
-    `replicate` and `shard` split the data and are FSDP's: weights are sharded over `shard` and repeated over
-    `replicate`. `context` would split sequences and `tensor` matrices; both have size 1. Ranks are numbered with
-    `tensor` as the fastest axis.
+    `replicate` and `shard` split the data. `context` splits the tokens of a micro-batch, and `tensor` the matrices of a
+    layer: ranks along these two have the same share of the data. Weights are sharded over `shard` and `context`
+    together, and repeated over `replicate`. Ranks are numbered with `tensor` as the fastest axis.
 
     Args:
         device: `cpu` or `cuda`.
-        replicas: size of `replicate`; it divides the number of ranks.
+        replicas, context: sizes of `replicate` and `context`; their product divides the number of ranks.
     """
 
-    def __init__(self, device: str, replicas: int):
-        world_size = dist.get_world_size()
-        assert world_size % replicas == 0, (world_size, replicas)
+    def __init__(self, device: str, replicas: int = 1, context: int = 1):
+        world_size, tensor = dist.get_world_size(), 1
+        assert world_size % (replicas * context * tensor) == 0, (world_size, replicas, context, tensor)
         self.device = device
         self.rank = dist.get_rank()
-        self.sizes = {"replicate": replicas, "shard": world_size // replicas, "context": 1, "tensor": 1}
+        shards = world_size // (replicas * context * tensor)
+        self.sizes = {"replicate": replicas, "shard": shards, "context": context, "tensor": tensor}
 
-        axes = ["shard"] if replicas == 1 else ["replicate", "shard"]
-        shape = tuple(self.sizes[axis] for axis in axes)
-        self.fsdp_mesh: DeviceMesh = init_device_mesh(device, shape, mesh_dim_names=tuple(axes))
+        axes = {"replicate": replicas, "shard": shards * context}
+        axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+        self.fsdp_mesh: DeviceMesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.context = self._context_peers() if context > 1 else None
+
+    def _context_peers(self) -> Peers:
+        """Return the ranks that have the other parts of this rank's tokens. A collective."""
+        size = self.sizes["context"]
+        numbers = torch.arange(dist.get_world_size()).view(-1, size, self.sizes["tensor"])
+        group, _ = dist.new_subgroups_by_enumeration(numbers.transpose(1, 2).reshape(-1, size).tolist())
+        assert group is not None
+        return Peers(group, dist.get_rank(group), size)
 
     @property
     def data_size(self) -> int:
@@ -38,24 +50,40 @@ class Layout:
     @property
     def data_rank(self) -> int:
         """The share of this rank."""
-        return self.rank // (self.sizes["context"] * self.sizes["tensor"])
+        return self.rank // self.ranks_per_share
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Number of ranks that have the same share of the data."""
+        return self.sizes["context"] * self.sizes["tensor"]
 
     @property
     def reports(self) -> bool:
         """Whether the driver uses the result of this rank where all ranks have the same result."""
         return self.rank == 0
 
+    @property
+    def reports_share(self) -> bool:
+        """Whether the driver uses the result of this rank where all ranks with its share have the same result."""
+        return self.rank % self.ranks_per_share == 0
+
     def describe(self) -> dict[str, object]:
         """Return how weights are sharded, for the checkpoint."""
         return {
-            "world_size": self.fsdp_mesh.size(),
+            "world_size": dist.get_world_size(),
+            "data_size": self.data_size,
             "mesh_shape": list(self.fsdp_mesh.mesh.shape),
             "mesh_dim_names": list(self.fsdp_mesh.mesh_dim_names or ()),
         }
 
     def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
-        """Return each value summed over the shares of the data. A collective; every rank passes the same names."""
+        """Return each value summed over the shares of the data. A collective; every rank passes the same names.
+
+        Ranks with the same share pass the same values, which count once.
+        """
         names = sorted(values)
         total = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-        dist.all_reduce(total)  # over all ranks: while context and tensor have size 1, each has different data
+        if not self.reports_share:
+            total.zero_()
+        dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))

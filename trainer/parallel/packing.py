@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.parallel.collectives import Peers
+
 _SHORT = 64  # tokens; sequences up to this length share a bucket
 _SIMILAR = 0.75  # the shortest sequence of any other bucket, as a share of the longest
 
@@ -47,13 +49,37 @@ class Packing:
     Args:
         lengths: number of tokens of each sequence, at least 1.
         device: where this object puts its tensors.
+        context: the ranks that share the row: each has a part of its tokens, of the same size. None: this rank has all.
     """
 
-    def __init__(self, lengths: Sequence[int], device: str | torch.device):
+    def __init__(self, lengths: Sequence[int], device: str | torch.device, context: Peers | None = None):
         self.lengths = tuple(int(length) for length in lengths)
         self.device = device
+        self.context = context
         self.longest = max(self.lengths)
         self.tokens = sum(self.lengths)
+
+    @property
+    def part(self) -> slice:
+        """The tokens of the row that this rank has. The parts of the last ranks may reach beyond the row."""
+        if self.context is None:
+            return slice(0, self.tokens)
+        size = -(-self.tokens // self.context.size)
+        return slice(self.context.rank * size, (self.context.rank + 1) * size)
+
+    def own(self, row: Tensor) -> Tensor:
+        """Return this rank's part `(1, n)` of a row `(1, N)`, filled up with zeros beyond the row."""
+        if self.context is None:
+            return row
+        part = self.part
+        return F.pad(row, (0, max(0, part.stop - self.tokens)))[:, part]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the row `(1, N)` whose parts `(1, n)` the ranks have. All of them must compute the same with it."""
+        if self.context is None:
+            return part
+        beyond = self.context.size * part.shape[1] - self.part.stop
+        return self.context.total(F.pad(part, (self.part.start, beyond)))[:, : self.tokens]
 
     @cached_property
     def position_ids(self) -> Tensor:

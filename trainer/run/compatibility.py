@@ -47,6 +47,7 @@ HARMLESS = (
     "trainer.lock_timeout_s",
     "trainer.num_workers",
     "trainer.replicas",
+    "trainer.context_parallel",
     "trainer.device",
     "trainer.colocate_roles",
     "trainer.ray_address",
@@ -99,6 +100,7 @@ FORK_NEEDS_PERMISSION = ("model.path",)
 ROUNDING = (
     "trainer.num_workers",
     "trainer.replicas",
+    "trainer.context_parallel",
     "trainer.device",
     "trainer.colocate_roles",
     "trainer.*.fsdp.*",

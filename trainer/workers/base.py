@@ -66,7 +66,8 @@ class ModelWorker:
         self.module = module
         self.layout = layout
         self.device = layout.device
-        self.max_tokens = max_tokens_per_micro_batch if can_pack(module) else 1  # 1: one sequence per micro-batch
+        tokens = max_tokens_per_micro_batch * layout.sizes["context"]
+        self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 
@@ -75,17 +76,21 @@ class ModelWorker:
         plan = plan_micro_batches(batch["lengths"].tolist(), self.layout.data_size, self.max_tokens, self.quadratic)
         return plan[self.layout.data_rank]
 
+    def take(self, batch: Batch, rows: list[int]) -> MicroBatch:
+        """Return the micro-batch of these rows (see `take_rows`)."""
+        return take_rows(batch, rows, self.device, self.layout.context)
+
     @torch.no_grad()
     def map_rows(self, batch: Batch, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Apply `function` (a micro-batch to `(b, t)` values) to this rank's share of `batch`.
 
         Returns the rows `(n,)` that this rank computed and their values `(n, T)`, zero-padded. The rows of all ranks
-        together are the whole batch.
+        together are the whole batch; of the ranks with the same share, the first returns it.
         """
         results = []
         for rows in self.micro_batches(batch):
-            values = function(take_rows(batch, rows, self.device))
-            if rows:
+            values = function(self.take(batch, rows))
+            if rows and self.layout.reports_share:
                 results.append((rows, values.float().cpu().numpy()))
         return stack_rows(results, batch["input_ids"].shape[1])
 
@@ -111,13 +116,14 @@ class ModelWorker:
         """
         try:
             saved = parse_object(files.read_json(self.role, SHARDING_FILE), {"world_size": is_count})
+            # Older versions had no other axes than those of the data.
+            saved = parse_object(json.dumps({"data_size": saved["world_size"], **saved}), {"data_size": is_count})
         except (OSError, ValueError) as error:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
-        saved_world_size = saved["world_size"]
-        # A rank that did not exist at the save keeps its start RNG, which is keyed by its number.
-        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.rank < saved_world_size)
+        # A share of the data that did not exist at the save keeps its start RNG, which is keyed by its number.
+        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.data_rank < saved["data_size"])
         # A checkpoint of CPU ranks has no state of a CUDA generator, which then keeps its start state.
-        files.read(self.role, state, optional=(f"rng_rank{self.layout.rank}.cuda",))
+        files.read(self.role, state, optional=(f"{self._rng}.cuda",))
         self._restore(state)
 
     def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
@@ -127,17 +133,22 @@ class ModelWorker:
             if self._adapted:  # the other parameters are frozen
                 trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
                 state["model"] = {name: tensor for name, tensor in state["model"].items() if name in trained}
-        if with_rng:  # each rank uses its own name, because DCP keeps one copy of entries with the same name
-            state[f"rng_rank{self.layout.rank}"] = capture_rng()
+        if with_rng:
+            state[self._rng] = capture_rng()
         return state
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.before_weights_change()
         if "model" in state:
             set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=not self._adapted))
-        rng = state.get(f"rng_rank{self.layout.rank}")
+        rng = state.get(self._rng)
         if rng is not None:
             restore_rng(rng)
+
+    @property
+    def _rng(self) -> str:
+        """Name of the state of the generators. Ranks with the same share draw the same, and DCP keeps one copy."""
+        return f"rng_rank{self.layout.data_rank}"
 
     @property
     def _adapted(self) -> bool:
@@ -228,9 +239,9 @@ class TrainedWorker(ModelWorker):
             last = i == len(plan) - 1
             self.module.set_requires_gradient_sync(last or self.reduces_each_micro_batch)
             self.module.set_is_last_backward(last)
-            loss, metrics = loss_function(take_rows(batch, rows, self.device))
-            # FSDP averages gradients over the shares of the data, but the shares of the loss must be summed.
-            (loss * self.layout.data_size).backward()
+            loss, metrics = loss_function(self.take(batch, rows))
+            # FSDP averages gradients over its mesh, but the shares of the loss must be summed.
+            (loss * self.layout.fsdp_mesh.size()).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
         totals = self.layout.sum_over_data({name: float(value) for name, value in sums.items()})

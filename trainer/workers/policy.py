@@ -17,7 +17,7 @@ from trainer.config import LOSS, Config, aggregation_of, chosen_options
 from trainer.models.export_live import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
-from trainer.parallel.batching import Batch, MicroBatch, take_rows
+from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import SharedDirectory, check_room
@@ -113,7 +113,7 @@ class PolicyWorker(TrainedWorker):
             else:
                 logprobs = self._logprobs(mb)
             old = mb["old_logprobs"] if "old_logprobs" in mb else logprobs.detach()
-            if "old_logprobs" not in mb and mb.rows:
+            if "old_logprobs" not in mb and mb.rows and self.layout.reports_share:
                 fresh.append((list(mb.rows), old.float().cpu().numpy()))
             loss, metrics = policy_loss(logprobs, old, mb["advantages"], mask, **options)
             metrics["kl"] = metrics.pop("approx_kl")
@@ -136,7 +136,7 @@ class PolicyWorker(TrainedWorker):
         totals = self._totals(batch)
         share = 0.0
         for rows in self.micro_batches(batch):
-            mb = take_rows(batch, rows, self.device)
+            mb = self.take(batch, rows)
             share += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
         return self.layout.sum_over_data({"loss": share})["loss"]
 

@@ -52,14 +52,17 @@ class Rank:
             ) from error
 
     def connect(self, address: str, local_rank: int = 0) -> None:
-        """Join the process group, whose store is at `address`, and seed this rank's generators, for user code."""
+        """Join the process group, whose store is at `address`, and seed this rank's generators, for user code.
+
+        Ranks with the same share of the data draw the same numbers, because they compute the same loss.
+        """
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
-        self.layout = Layout(self.device, self.cfg.trainer.replicas)
+        self.layout = Layout(self.device, self.cfg.trainer.replicas, self.cfg.trainer.context_parallel)
         self.saver = BackgroundSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
-        seed = key(self.cfg.trainer.seed, "rank", self.rank)
+        seed = key(self.cfg.trainer.seed, "rank", self.layout.data_rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -71,23 +74,23 @@ class Rank:
             critic_path: directory of the critic's start weights; None: `model_path`.
         """
         assert self.layout is not None and self.saver is not None, "connect first"
-        cfg, t, mesh = self.cfg, self.cfg.trainer, self.layout.fsdp_mesh
+        cfg, t, layout = self.cfg, self.cfg.trainer, self.layout
         path = resolve_model_path(model_path)
         common = (self.layout, cfg, self.saver.wait_until_staged)
         policy: nn.Module | None = None
         if "policy" in roles:
-            policy = load_causal_lm(cfg.model, path, mesh, t.policy.fsdp, t.policy.lora, t.seed)
+            policy = load_causal_lm(cfg.model, path, layout, t.policy.fsdp, t.policy.lora, t.seed)
             self.roles["policy"] = PolicyWorker(policy, *common)
         if "critic" in roles:
             start = resolve_model_path(critic_path or path)
-            critic = load_critic(cfg.model, start, mesh, t.critic.fsdp, t.critic.lora, t.seed)
+            critic = load_critic(cfg.model, start, layout, t.critic.fsdp, t.critic.lora, t.seed)
             self.roles["critic"] = CriticWorker(critic, *common)
         if "reference" in roles:
             assert policy is not None or not cfg.reference_is_base, "they share ranks"
             if cfg.reference_is_base:
                 module = policy
             else:
-                module = load_causal_lm(cfg.model, path, mesh, t.reference.fsdp, frozen=True)
+                module = load_causal_lm(cfg.model, path, layout, t.reference.fsdp, frozen=True)
             self.roles["reference"] = ReferenceWorker(module, *common, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:

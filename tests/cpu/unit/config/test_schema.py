@@ -29,6 +29,14 @@ BASE = compose([])
 TRAINER = [
     (["trainer.mini_batch_size=7"], "trainer.train_batch_size=64.*trainer.mini_batch_size=7"),
     (["trainer.num_workers=3", "trainer.replicas=2"], "trainer.num_workers=3.*trainer.replicas=2"),
+    (
+        ["trainer.num_workers=4", "trainer.replicas=2", "trainer.context_parallel=4"],
+        "trainer.num_workers=4: must be a multiple of trainer.replicas=2 x trainer.context_parallel=4",
+    ),
+    (
+        ["trainer.num_workers=2", "trainer.context_parallel=2", "model.attn_implementation=eager"],
+        "trainer.context_parallel=2: needs model.attn_implementation=sdpa",
+    ),
     (["trainer.resume_path=x/global_step_1"], "trainer.resume_path.*trainer.resume_mode=from_path"),
     (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
     (["trainer.resume_load=[weights]"], "trainer.resume_load.*needs trainer.resume_mode=from_path"),

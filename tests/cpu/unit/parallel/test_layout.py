@@ -21,18 +21,23 @@ def layout_of(rank: Rank) -> dict:
 
 
 @pytest.mark.parametrize(
-    "ranks, replicas, names, shape",
-    [(1, 1, ["shard"], [1]), (2, 1, ["shard"], [2]), (4, 2, ["replicate", "shard"], [2, 2])],
+    "ranks, replicas, context, names, shape",
+    [
+        (1, 1, 1, ["shard"], [1]),
+        (2, 1, 1, ["shard"], [2]),
+        (4, 2, 1, ["replicate", "shard"], [2, 2]),
+        (4, 1, 2, ["shard"], [4]),
+    ],
 )
-def test_every_rank_has_a_share_of_the_data(ranks, replicas, names, shape):
-    cfg = Config()
-    cfg.trainer.replicas = replicas
+def test_every_rank_has_a_share_of_the_data(ranks, replicas, context, names, shape):
+    cfg, shares = Config(), ranks // context
+    cfg.trainer.replicas, cfg.trainer.context_parallel = replicas, context
     for number, found in enumerate(run_ranks(ranks, layout_of, cfg=cfg)):
-        sizes = {"replicate": replicas, "shard": ranks // replicas, "context": 1, "tensor": 1}
+        sizes = {"replicate": replicas, "shard": shares // replicas, "context": context, "tensor": 1}
         assert found == {
             "sizes": sizes,
-            "data": (number, ranks),
+            "data": (number // context, shares),
             "reports": number == 0,
-            "described": {"world_size": ranks, "mesh_shape": shape, "mesh_dim_names": names},
-            "sum": {"a": 0.5 * ranks, "b": sum(range(ranks))},
+            "described": {"world_size": ranks, "data_size": shares, "mesh_shape": shape, "mesh_dim_names": names},
+            "sum": {"a": 0.5 * shares, "b": sum(range(0, ranks, context))},
         }
