@@ -214,7 +214,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.6B", "1.7B", "4B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens of a micro-batch")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--recompute", action="store_true", help="with activation checkpointing")
+    modes = ["none", "selective", "full"]
+    parser.add_argument("--recompute", choices=modes, default="none", help="activation checkpointing")
     parser.add_argument("--minutes", type=float, default=8, help="begin no further model after this time")
     args = parser.parse_args()
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"

@@ -45,7 +45,7 @@ def in_float32(cfg: Config, **fsdp) -> Config:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    "fsdp", [{}, {"cpu_offload": True}, {"activation_checkpointing": True}], ids=["plain", "offload", "recompute"]
+    "fsdp", [{}, {"cpu_offload": True}, {"activation_checkpointing": "full"}], ids=["plain", "offload", "recompute"]
 )
 def test_training_does_not_depend_on_gpus_offload_or_recomputation(model_path, world_size, fsdp):
     expected = run_ranks(1, train_two_steps, model_path, cfg=in_float32(config()))
@@ -104,7 +104,7 @@ def stream_and_write_on_host(rank: Rank, path: str, out: str) -> dict[str, torch
 
 @pytest.mark.parametrize(
     "fsdp",
-    [{}, {"cpu_offload": True}, {"activation_checkpointing": True}, {"param_dtype": "bfloat16"}],
+    [{}, {"cpu_offload": True}, {"activation_checkpointing": "full"}, {"param_dtype": "bfloat16"}],
     ids=["plain", "offload", "recompute", "bfloat16"],
 )
 def test_adapters_do_not_depend_on_gpus_offload_or_recomputation(model_path, tmp_path, fsdp):

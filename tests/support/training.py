@@ -131,7 +131,6 @@ def config_with_replicas(cfg: Config, replicas: int) -> Config:
     return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, replicas=replicas))
 
 
-def step_with_checkpointing(rank: Rank, path: str) -> dict:
+def first_step(rank: Rank, path: str) -> dict:
     rank.build(["policy"], path)
-    assert rank.roles["policy"].module.is_gradient_checkpointing
     return update(rank, "policy", make_batch(), 1)

@@ -29,6 +29,7 @@ from trainer.config.roles import (
     OptimizerConfig,
     PolicyConfig,
     ReferenceConfig,
+    ShardingConfig,
 )
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import OPEN_SECTIONS, RENAMED, Config, valid_keys, validate, with_new_names
@@ -58,6 +59,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SFTConfig",
+    "ShardingConfig",
     "TinyConfig",
     "TrainerConfig",
     "WandbConfig",

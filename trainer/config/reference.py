@@ -34,9 +34,10 @@ def page() -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
+    """The docstring under each field of a dataclass, inherited ones included."""
+    parents = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
+    docs = {name: text for base in parents for name, text in field_docs(base).items()}
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-    docs = {}
     for statement, following in zip(body, body[1:], strict=False):
         is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and is_text:

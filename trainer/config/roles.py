@@ -39,21 +39,35 @@ class OptimizerConfig(Section):
 
 
 @dataclass
-class FSDPConfig(Section):
+class ShardingConfig(Section):
     param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
     """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
     or `float32`. The optimizer always keeps float32 master weights."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+
+
+CHECKPOINTING_OF_BOOL = {"True": "full", "False": "none"}
+"""What `activation_checkpointing` meant when it was true or false."""
+
+
+@dataclass
+class FSDPConfig(ShardingConfig):
     reduce_dtype: str = choice("float32", ("float32", "bfloat16"))
     """Precision in which gradients are summed over ranks: `float32` or `bfloat16`."""
     reduce_gradients: str = choice("micro_batch", ("micro_batch", "mini_batch"))
     """When gradients are summed over ranks: after each `micro_batch`, or once per `mini_batch` (less communication, but
     each rank keeps all gradients in `reduce_dtype`, however many ranks there are)."""
-    reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory between uses."""
-    activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    activation_checkpointing: str = choice("none", ("none", "selective", "full"))
+    """Which activations of a block the backward pass computes again instead of keeping them: `none`, `selective` (all
+    but the results of matrix products and of attention: little work, about half of the memory) or `full` (all: about a
+    third more work, least memory). true and false mean `full` and `none`."""
+
+    def __post_init__(self) -> None:
+        mode = str(self.activation_checkpointing)
+        self.activation_checkpointing = CHECKPOINTING_OF_BOOL.get(mode, mode)
 
 
 @dataclass
@@ -111,7 +125,7 @@ class CriticConfig(Section):
 
 @dataclass
 class ReferenceConfig(Section):
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp: ShardingConfig = field(default_factory=ShardingConfig)
     """Sharding of the reference."""
 
     def check(self, config: Config, name: str) -> None:

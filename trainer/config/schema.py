@@ -7,7 +7,7 @@ and each section checks what must hold between keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainer.config.fields import Section, refuse, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.reward import RewardConfig
+from trainer.config.roles import CHECKPOINTING_OF_BOOL
 from trainer.config.rollout import RolloutConfig
 from trainer.config.suggestions import did_you_mean
 from trainer.config.supervised import SFTConfig
@@ -137,7 +138,7 @@ def refuse_unknown_keys(config: Config) -> None:
 
 
 def with_new_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """A nested config of an earlier version with the keys (see `RENAMED`) and the form of import paths of today.
+    """A nested config of an earlier version with the keys (see `RENAMED`) and the forms of values of today.
 
     `saved` stays as it is.
     """
@@ -150,7 +151,21 @@ def with_new_names(saved: dict[str, Any]) -> dict[str, Any]:
         section, name = key.split(".")
         if isinstance(config.get(section), dict) and isinstance(path := config[section].get(name), str):
             config[section][name] = with_colon(path)
+    for key in ("trainer.policy.fsdp", "trainer.critic.fsdp"):
+        _replace_bool(config, f"{key}.activation_checkpointing", CHECKPOINTING_OF_BOOL)
     return config
+
+
+def _replace_bool(config: dict[str, Any], key: str, values: Mapping[str, str]) -> None:
+    """Replace the value of a dotted key, if it is a bool, copying the sections on the way."""
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(config.get(section), dict):
+            return
+        config[section] = dict(config[section])
+        config = config[section]
+    if isinstance(config.get(name), bool):
+        config[name] = values[str(config[name])]
 
 
 def _instead_of(name: str) -> str:

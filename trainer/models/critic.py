@@ -25,9 +25,6 @@ class CriticModel(nn.Module):
     def config(self):
         return getattr(self, self._prefix).config
 
-    def gradient_checkpointing_enable(self, options: dict) -> None:
-        getattr(self, self._prefix).gradient_checkpointing_enable(options)
-
     def forward(self, input_ids: Tensor, packing: Packing) -> Tensor:
         """Return the values of the states of the B sequences of `packing`.
 

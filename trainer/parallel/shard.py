@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.config import FSDPConfig
+from trainer.parallel.blocks import prepare_blocks
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -25,9 +26,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     The model may be on the meta device. Parameters stay float32 (they are the optimizer's master weights)
     and are cast for forward and backward by the mixed-precision policy.
     """
-    if config.activation_checkpointing:
-        # Before fully_shard, and not reentrant, so that recomputation runs inside FSDP's backward hooks.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = transformer_blocks(model)
+    prepare_blocks(blocks, config)
     options = {
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
@@ -39,7 +39,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
         if config.cpu_offload
         else OffloadPolicy(),
     }
-    for block in transformer_blocks(model):
+    for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
 

@@ -60,7 +60,6 @@ HARMLESS = (
     "trainer.*.fsdp.cpu_offload",
     "trainer.*.fsdp.activation_checkpointing",
     "trainer.*.fsdp.reduce_gradients",
-    "trainer.reference.fsdp.reduce_dtype",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
     "rollout.share_gpus",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.config import Config
+from trainer.config import Config, FSDPConfig
 from trainer.errors import UserError
 from trainer.keyed import key
 from trainer.models.files import resolve_model_path
@@ -90,7 +90,8 @@ class Rank:
             if cfg.reference_is_base:
                 module = policy
             else:
-                module = load_causal_lm(cfg.model, path, layout, t.reference.fsdp, frozen=True)
+                frozen = FSDPConfig(**vars(t.reference.fsdp))
+                module = load_causal_lm(cfg.model, path, layout, frozen, frozen=True)
             self.roles["reference"] = ReferenceWorker(module, *common, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -222,6 +222,17 @@ def test_a_saved_config_is_read_under_the_names_of_today():
     assert with_new_names(dotted) == dotted | {"reward": {"name": "my.rewards:score"}}
 
 
+@pytest.mark.parametrize("earlier, now", [("true", "full"), ("false", "none"), ("selective", "selective")])
+def test_true_and_false_still_choose_activation_checkpointing(earlier, now):
+    cfg = compose([f"trainer.policy.fsdp.activation_checkpointing={earlier}"])
+    assert cfg.trainer.policy.fsdp.activation_checkpointing == now
+    value = {"true": True, "false": False}.get(earlier, earlier)
+    saved = {"trainer": {"policy": {"fsdp": {"activation_checkpointing": value}}, "critic": {}}}
+    before = copy.deepcopy(saved)
+    assert with_new_names(saved)["trainer"]["policy"] == {"fsdp": {"activation_checkpointing": now}}
+    assert saved == before
+
+
 @pytest.mark.parametrize(
     "overrides, adapter, base",
     [

@@ -29,13 +29,12 @@ from tests.support.training import (
     make_batch,
     save_then_step,
     step_into_nan,
-    step_with_checkpointing,
     stream_and_write,
     train_two_steps,
     update,
 )
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import FSDPConfig, TinyConfig
+from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
@@ -208,14 +207,6 @@ def test_an_optimizer_step_waits_for_the_copy_of_the_weights(model_path, tmp_pat
     before, waited = run_ranks(1, save_while_copying_is_held, model_path, str(tmp_path), cfg=config())[0]
     assert waited
     assert run_ranks(1, all_weights, model_path, str(tmp_path), cfg=config())[0] == before
-
-
-def test_activation_checkpointing_changes_nothing_but_memory(model_path, single_rank):
-    cfg = config()
-    cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=True)
-    assert run_ranks(1, step_with_checkpointing, model_path, cfg=cfg)[0] == pytest.approx(
-        single_rank[0]["metrics"][1], rel=1e-6
-    )
 
 
 def test_a_nan_stops_every_rank_and_changes_no_weights(model_path):
