@@ -1,0 +1,76 @@
+"""The lock of a run directory that several nodes share. Their processes do not see each other; one clock is wrong."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.nodes import Node, Nodes
+
+HOLD = """
+import sys
+from trainer.checkpoint.lock import RunLock
+from trainer.errors import UserError
+lock = RunLock(sys.argv[1], timeout_s=3.0)
+try:
+    print(lock.acquire(), flush=True)
+    for line in sys.stdin:
+        lock.check()
+        print("mine", flush=True)
+except UserError as error:
+    print("refused:", error, flush=True)
+"""
+
+
+class Owner:
+    """A process on a node that wants the lock, and asks whether it still has it at every line that it is sent."""
+
+    def __init__(self, node: Node, directory: Path, clock: str = "+0"):
+        faked = ["faketime", "-f", clock] if clock != "+0" else []
+        self.process = subprocess.Popen(
+            node.command(*faked, sys.executable, "-c", HOLD, str(directory)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def still(self) -> str:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        waiting = psutil.Process(self.process.pid)  # `nsenter`, which stops with its child
+        for process in [*waiting.children(recursive=True), waiting]:
+            process.send_signal(number)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("clock", ["+0", "-1h", "+1h"])
+def test_the_lock_holds_across_nodes(tmp_path, clock):
+    if clock != "+0" and shutil.which("faketime") is None:
+        pytest.skip("faketime, which sets the clock of a node, is not installed")
+    with Nodes() as nodes:
+        first, second = nodes.add(), nodes.add()
+        owner = Owner(first, tmp_path)
+        assert owner.answer() == "None"
+        assert "in use by process" in Owner(second, tmp_path, clock).answer()
+
+        owner.signal(signal.SIGSTOP)  # it cannot know that it takes part in nothing any more
+        successor = Owner(second, tmp_path, clock)
+        assert "no heartbeat for 3 s" in successor.answer()
+        owner.signal(signal.SIGCONT)
+        assert owner.still().startswith("refused:") and successor.still() == "mine"
+
+        second.lose()
+        last = Owner(first, tmp_path)
+        assert f"on {second.name}" in last.answer() and last.still() == "mine"
