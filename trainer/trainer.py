@@ -38,7 +38,7 @@ from trainer.models.export import PolicyExporter, export_target
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
 from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
-from trainer.run.replay import ReplayAudit
+from trainer.run.replay import ReplayAudit, tolerance_on
 from trainer.run.saves import SaveResults
 from trainer.run.schedule import SaveSchedule
 from trainer.run.stopping import StopRequest
@@ -330,7 +330,8 @@ class Trainer:
             self.state.best = {}  # the best step of the parent is not a step of this run
             return
         self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
-        self.audit = ReplayAudit(t.run_dir, checkpoint.step, t.resume_tolerance, resume.same_rounding, resume.altered)
+        tolerance = tolerance_on(self.learner.cluster.device, t.resume_tolerance)
+        self.audit = ReplayAudit(t.run_dir, checkpoint.step, tolerance, resume.same_rounding, resume.altered)
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state

@@ -113,9 +113,9 @@ class TrainerConfig(Section):
     on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"))
     """What to do if a replayed step differs from the metrics that the killed run logged: `warn`, `stop`, or `fallback`
     (resume from the checkpoint before)."""
-    resume_tolerance: float = number(0.0, at_least=0, at_most=1)
-    """Relative difference that a replayed metric may have. 0 (the same to the last bit) is right on CPU; GPU kernels
-    are not deterministic."""
+    resume_tolerance: float | None = number(None, at_least=0, at_most=1)
+    """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, 0.01 on CUDA,
+    where sums in kernels have no fixed order."""
     stop_at: str | None = None
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""

@@ -25,7 +25,7 @@ from trainer.learner.experience import (
     split_samples,
 )
 from trainer.learner.ranks import Ranks
-from trainer.metrics.throughput import model_flops, peak_flops
+from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
 from trainer.parallel.batching import Batch
 
@@ -43,12 +43,15 @@ class Learner:
         self.ranks = Ranks(cfg, cluster)
         a = cfg.algorithm
         adaptive = a.kl_controller == "adaptive"
+        self.peak_flops = 0.0
+        self._forward_passes = 0
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
 
     def build(self, model_path: str) -> None:
         """Form the process groups and load the start weights of every role."""
         self.ranks.connect()
         self.ranks.build(model_path)
+        self.peak_flops = self.ranks.peak_flops()
 
     # ---------------------------------------------------------------------------------------------------
     # The steps of the loop
@@ -98,6 +101,7 @@ class Learner:
         batch = dict(batch)
         if sampled and self._trusts_sampler:
             batch["old_logprobs"] = batch["rollout_logprobs"]
+        self._forward_passes = with_old + cfg.has_reference
         if not (with_old or cfg.has_reference or cfg.has_critic):
             return batch
         with self.timer("logprob"):
@@ -139,7 +143,8 @@ class Learner:
         trains_policy = not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps)
         if not trains_policy and "old_logprobs" not in batch:  # no update computes them
             with self.timer("logprob"):
-                inputs = self.cluster.put({name: batch[name] for name in ("input_ids", "lengths")})
+                inputs = {name: batch[name] for name in ("input_ids", "lengths")}
+                inputs = self.cluster.put(inputs | {"mask": experience.sampled})
                 old_logprobs = self.ranks.logprobs("policy", inputs, shape)
         with self.timer("update"):
             # The update returns the log-probs of all sampled tokens if nobody has computed them before.
@@ -171,8 +176,5 @@ class Learner:
     def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
         """Return metrics of the speed of a step with so many samples and tokens."""
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
-        peak = peak_flops(self.ranks.device_name)
-        if peak:
-            flops = model_flops(tokens, *self.ranks.num_parameters, self.cfg.trainer.update_epochs)
-            metrics["perf/mfu"] = flops / seconds / (peak * self.cfg.trainer.num_workers)
-        return metrics
+        flops = model_flops(tokens, *self.ranks.num_parameters, self.cfg.trainer.update_epochs, self._forward_passes)
+        return {**metrics, "perf/mfu": flops / seconds / self.peak_flops}

@@ -12,6 +12,7 @@ import numpy as np
 from trainer.cluster.groups import Cluster, Group, Pending
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config
+from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
 
 
@@ -141,10 +142,12 @@ class Ranks:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
         return max(seconds for group, _ in self._hosts() for seconds in group.call("take_blocked"))
 
-    @functools.cached_property
-    def device_name(self) -> str:
-        """What the ranks compute on. The driver's node may have no GPU, or another one."""
-        return self.policy.call_one(0, "device_name")
+    def peak_flops(self) -> float:
+        """FLOP/s of the policy's ranks together: by the data sheet, or else as measured now."""
+        known = peak_flops(self.policy.call_one(0, "device_name"))
+        if known is not None:
+            return known * self.cfg.trainer.num_workers
+        return sum(self.policy.call("measure_peak"))
 
     @functools.cached_property
     def num_parameters(self) -> tuple[int, int]:

@@ -101,7 +101,11 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
-    "perf/mfu": Metric("Model FLOPs divided by the peak of the devices; only on GPUs whose peak is known.", "share"),
+    "perf/mfu": Metric(
+        "FLOPs of policy and reference in the step, without attention, divided by the peak of the ranks: by the data "
+        "sheet for known GPUs, else the speed of matrix products, which each rank measures at its start.",
+        "share",
+    ),
     "progress/epoch": Metric("Passes over the training prompts or examples, with fractions.", "epochs"),
     "progress/prompts": Metric("Prompts trained on since the run began.", "prompts"),
     "progress/samples": Metric("Completions trained on since the run began.", "completions"),

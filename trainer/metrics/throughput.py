@@ -1,4 +1,4 @@
-"""FLOPs of training, and the peak of GPUs."""
+"""FLOPs of training, and the peak of devices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ def peak_flops(device_name: str) -> float | None:
     return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
 
 
-def model_flops(tokens: int, parameters: int, trained: int, epochs: int) -> float:
-    """FLOPs of a step: old log-probs, and `epochs` passes of the update.
+def model_flops(tokens: int, parameters: int, trained: int, epochs: int, forward_passes: int) -> float:
+    """FLOPs of a step: `forward_passes` for log-probs before the update, and `epochs` passes of the update.
 
     A forward pass takes 2 FLOP a parameter and token. An update takes one more forward pass and, as much again each,
     the gradients of activations and, for trained parameters alone, of weights (Kaplan et al., 2020).
     """
-    return tokens * (2 * parameters + epochs * (4 * parameters + 2 * trained))
+    return tokens * (2 * forward_passes * parameters + epochs * (4 * parameters + 2 * trained))

@@ -20,6 +20,14 @@ WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "criti
 _WATCHED_STEPS = 3
 _HISTORY = 20
 _ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
+_GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in the last bits
+
+
+def tolerance_on(device: str, setting: float | None) -> float:
+    """Return the tolerance that `trainer.resume_tolerance` means on `cpu` or `cuda`."""
+    if setting is not None:
+        return setting
+    return _GPU_TOLERANCE if device == "cuda" else 0.0
 
 
 class ReplayAudit:

@@ -17,6 +17,8 @@ from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
 from trainer.parallel.layout import Layout
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
+from trainer.parallel.peak import measure_peak
+from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import clear_abandoned
 from trainer.workers.base import SHARDING_FILE, ModelWorker
 from trainer.workers.critic import CriticWorker
@@ -121,6 +123,11 @@ class Rank:
     def release_memory(self) -> None:
         """Return torch's cached memory to the GPU. Not a collective."""
         torch.cuda.empty_cache()
+
+    def measure_peak(self) -> float:
+        """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""
+        dtype = param_dtype(self.cfg.trainer.policy.fsdp.param_dtype, self.device)
+        return measure_peak(dtype, self.device)
 
     def device_name(self) -> str:
         """Return the name of this rank's GPU, or `cpu`. Not a collective."""

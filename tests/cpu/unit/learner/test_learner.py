@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,8 +52,25 @@ def a_step(
         learner = Learner(cluster.cfg, cluster, timer)
         learner.build(model)
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
+        scored = _record_scored(learner)
         metrics = learner.update(learner.score(made), 1)
+        assert 0 < learner.speed(len(made), 40, 1e3)["perf/mfu"] < 1e-6
+    prompt = np.s_[:, :2]
+    assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
     return metrics, timer.take()
+
+
+def _record_scored(learner: Learner) -> list[np.ndarray]:
+    """The log-probs that the ranks compute in passes of their own."""
+    scored: list[np.ndarray] = []
+    logprobs = learner.ranks.logprobs
+
+    def recording(*args: Any) -> np.ndarray:
+        scored.append(logprobs(*args))
+        return scored[-1]
+
+    learner.ranks.logprobs = recording  # type: ignore[method-assign]
+    return scored
 
 
 def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):

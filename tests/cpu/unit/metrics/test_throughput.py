@@ -1,4 +1,4 @@
-"""Utilisation of GPUs, from figures of data sheets."""
+"""Utilisation of devices, from figures of data sheets or a measured speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_known_gpus_have_a_peak_and_others_none():
 
 
 def test_operations_of_a_step_by_hand():
-    """Ten tokens, three parameters: 60 for old log-probs; an update of all takes 180, of one frozen with two 140."""
-    assert model_flops(tokens=10, parameters=3, trained=3, epochs=0) == 60
-    assert model_flops(tokens=10, parameters=3, trained=3, epochs=2) == 60 + 2 * 180
-    assert model_flops(tokens=10, parameters=3, trained=1, epochs=1) == 60 + 140
+    """Ten tokens, three parameters: a forward pass takes 60; an update of all takes 180, of one alone 140."""
+    assert model_flops(tokens=10, parameters=3, trained=3, epochs=0, forward_passes=1) == 60
+    assert model_flops(tokens=10, parameters=3, trained=3, epochs=2, forward_passes=0) == 2 * 180
+    assert model_flops(tokens=10, parameters=3, trained=1, epochs=1, forward_passes=2) == 120 + 140

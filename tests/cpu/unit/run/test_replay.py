@@ -9,8 +9,9 @@ import re
 import pytest
 
 from tests.support.runs import configured, opened, save_steps
+from trainer.config import compose
 from trainer.run import compatibility
-from trainer.run.replay import ReplayAudit, first_difference, jumps
+from trainer.run.replay import ReplayAudit, first_difference, jumps, tolerance_on
 
 
 def logged(tmp_path, rows: list[dict]) -> str:
@@ -135,3 +136,11 @@ def test_a_permitted_change_is_no_jump(tmp_path, caplog):
     audit = ReplayAudit(logged(tmp_path, rows), 10, 0.0, True, altered=compatibility.OF_UPDATE)
     assert audit.check(11, {"policy/kl": 5.0}) is None
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "device, setting, tolerance", [("cpu", None, 0.0), ("cuda", None, 1e-2), ("cuda", 0.0, 0.0), ("cpu", 0.5, 0.5)]
+)
+def test_replayed_metrics_may_differ_on_gpus_alone(device, setting, tolerance):
+    assert tolerance_on(device, setting) == tolerance
+    assert compose([]).trainer.resume_tolerance is None
