@@ -13,7 +13,7 @@ class Sample:
     """One row of training data: the tokens of a prompt, of what the policy said, and of what its tools answered."""
 
     token_ids: np.ndarray
-    """`(T,)` int64."""
+    """`(T,)` int32."""
     mask: np.ndarray
     """`(T,)` float32, 1 for a token that the policy sampled, or that is to be learnt."""
     logprobs: np.ndarray | None = None

@@ -38,16 +38,21 @@ def assert_agrees(model, requests: list[Request], completions: list[Completion],
     for request, completion in zip(requests, completions, strict=True):
         logits = logits_of(model, request, completion)
         expected = (logits / (temperature or 1.0)).log_softmax(-1)
-        tokens = torch.tensor(completion.token_ids)
+        tokens = torch.from_numpy(completion.token_ids).long()
         if temperature == 0:
-            assert logits.argmax(-1).tolist() == completion.token_ids
+            assert logits.argmax(-1).tolist() == completion.token_ids.tolist()
         torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected.gather(-1, tokens[:, None])[:, 0], atol=1e-4, rtol=0
+            torch.from_numpy(completion.logprobs), expected.gather(-1, tokens[:, None])[:, 0], atol=1e-4, rtol=0
         )
 
 
 def tokens_of(completions: list[Completion]) -> list[list[int]]:
-    return [completion.token_ids for completion in completions]
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+def contents(completions: list[Completion]) -> list[tuple]:
+    """Everything of the completions, to compare to the last bit."""
+    return [(c.token_ids.tolist(), c.logprobs.tolist(), c.finish_reason, c.weight_version) for c in completions]
 
 
 def assert_same(left: list[Completion], right: list[Completion]) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,39 @@ class PlainEngine:
 
     def shutdown(self) -> None:
         self._asleep = True
+
+
+WAITS = 1000
+"""The request `[WAITS, count]` is not answered before `count` others."""
+
+
+class PatientEngine(PlainEngine):
+    """Answers the request `[WAITS, count]` after `count` others, of this engine or others."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        completions = super().generate(requests, sampling)
+        for first, second in (request.prompt_token_ids.tolist() for request in requests):
+            if first == WAITS:
+                while len(list(self._directory.glob("answered *"))) < second:
+                    threading.Event().wait(0.01)
+            else:
+                (self._directory / f"answered {first}").touch()
+        return completions
+
+
+class StreamingEngine(PatientEngine):
+    """Completes one request at a time, in their order."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._queue: list[tuple[int, Request]] = []
+        self._most = options["rollout"].max_num_seqs
+
+    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+        self._queue += requests.items()
+        assert len(self._queue) <= self._most
+        number, request = self._queue.pop(0)
+        return {number: self.generate([request], sampling)[0]}
 
 
 class ForgetfulEngine(PlainEngine):

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -193,70 +193,87 @@ class Group:
 
     def __init__(self, name: str, processes: Sequence[Any], backend: Backend, patience: Patience):
         self.name = name
-        self._members = [_Member(f"{name} {i}", process, backend) for i, process in enumerate(processes)]
-        self._backend = backend
-        self._patience = patience
+        self.members = [_Member(f"{name} {i}", process, backend) for i, process in enumerate(processes)]
+        self.backend = backend
+        self.patience = patience
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on all members with the same arguments. Return the results in the order of the members."""
         return self.start(method, *args, **kwargs).result()
 
-    def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
-        """Call `method` on all members, each with its own arguments. Return the results in the order of the members."""
-        return self._begin("call", method, list(zip(self._members, args, strict=True)), {}).result()
-
     def call_one(self, member: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one member and return the result."""
-        return self._begin("call", method, [(self._members[member], args)], kwargs).result()[0]
+        pending = Pending(self)
+        pending.begin(member, method, *args, **kwargs)
+        return pending.result()[0]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         """Begin to call `method` on all members. `result()` of the returned object waits for the results."""
-        return self._begin("call", method, [(member, args) for member in self._members], kwargs)
+        return self._start("call", method, *args, **kwargs)
 
     def start_aside(self, method: str) -> Pending:
         """Begin to call `method` on all members, at the same time as other calls."""
-        return self._begin("aside", method, [(member, ()) for member in self._members], {})
+        return self._start("aside", method)
 
     def where(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each member."""
-        return self._begin("where", "", [(member, ()) for member in self._members], {}).result()
+        return self._start("where", "").result()
 
     def kill(self) -> None:
         """End the members' processes."""
-        for member in self._members:
-            self._backend.kill(member.process)
-        self._members = []
+        for member in self.members:
+            self.backend.kill(member.process)
+        self.members = []
 
-    def _begin(
-        self, channel: str, method: str, calls: Sequence[tuple[_Member, tuple]], kwargs: dict[str, Any]
-    ) -> Pending:
-        self._patience.check_cluster()
-        with SIGNALS.held():
-            tickets = [self._backend.begin(member.process, channel, method, args, kwargs) for member, args in calls]
-        return Pending([member for member, _ in calls], tickets, self._backend, self._patience, channel == "aside")
+    def _start(self, channel: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        pending = Pending(self, channel)
+        with SIGNALS.held():  # all members get the call, or a collective would wait for those that did not
+            for member in range(len(self)):
+                pending.begin(member, method, *args, **kwargs)
+        return pending
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A running call of one member."""
+
+    number: int
+    """The place of the member in its group."""
+    member: _Member
+    begun: float
 
 
 class Pending:
-    """Running calls of the members of a group.
+    """Running calls of members of a group. More may begin while others run.
 
     Args:
-        aside: another thread than the loop waits for the result. The loop itself handles a request to stop.
+        channel: see `Backend.begin`. With `aside`, another thread than the loop may wait for the results; the loop
+            itself handles a request to stop.
     """
 
-    def __init__(
-        self, members: Sequence[_Member], tickets: Sequence[Any], backend: Backend, patience: Patience, aside: bool
-    ):
-        self._members = list(members)
-        self._tickets = list(tickets)
-        self._backend = backend
-        self._patience = patience
-        self._aside = aside
+    def __init__(self, group: Group, channel: str = "call"):
+        self._group = group
+        self._channel = channel
+        self._calls: dict[Any, _Call] = {}  # by ticket
+
+    def begin(self, member: int, method: str, *args: Any, **kwargs: Any) -> None:
+        """Begin to call `method` on one member."""
+        group, target = self._group, self._group.members[member]
+        group.patience.check_cluster()
+        with SIGNALS.held():
+            ticket = group.backend.begin(target.process, self._channel, method, args, kwargs)
+        self._calls[ticket] = _Call(member, target, time.monotonic())
 
     def result(self) -> list[Any]:
-        """Wait for all members. Return the results in the order of the members.
+        """Wait for all calls. Return the results in the order of the members (see `completed`)."""
+        results = dict(self.completed())
+        return [results[number] for number in sorted(results)]
+
+    def completed(self) -> Iterator[tuple[int, Any]]:
+        """Yield the member and the result of each call as it ends, until none runs.
 
         A failure is raised within seconds, without waiting for the other members.
 
@@ -265,36 +282,38 @@ class Pending:
             WorkerError: the process of a member died or does not answer, the call takes too long, or the cluster died.
             Stopped: a signal asks to stop, and a member does not answer.
         """
-        started = time.monotonic()
-        deadline = float("inf")  # set once a member has failed
-        results: dict[int, Any] = {}
-        waiting = {ticket: i for i, ticket in enumerate(self._tickets)}
+        deadline, looked = float("inf"), time.monotonic()  # the deadline is set once a member has failed
         failures: list[Exception] = []
-        while waiting and time.monotonic() < deadline:
+        backend = self._group.backend
+        while self._calls and time.monotonic() < deadline:
             with SIGNALS.held():
-                done = self._backend.wait(list(waiting), _LOOK_S)
-            if not done and not failures:
-                self._look([self._members[i] for i in waiting.values()], time.monotonic() - started)
+                done = backend.wait(list(self._calls), _LOOK_S)
+            if not failures and (not done or time.monotonic() > looked + _LOOK_S):
+                self._look([call for ticket, call in self._calls.items() if ticket not in done])
+                looked = time.monotonic()
             for ticket in done:
-                i = waiting.pop(ticket)
+                call = self._calls.pop(ticket)
                 try:
                     with SIGNALS.held():
-                        results[i] = self._backend.take(ticket, self._members[i].name)
+                        value = backend.take(ticket, call.member.name)
                 except Exception as error:
                     failures.append(error)
                     deadline = min(deadline, time.monotonic() + _ECHO_S)
+                else:
+                    if not failures:
+                        yield call.number, value
         if failures:
             raise min(failures, key=_cause_priority)
-        return [results[i] for i in range(len(self._tickets))]
 
-    def _look(self, members: Sequence[_Member], elapsed_s: float) -> None:
-        """Check that the cluster runs, that the members answer, and that the call does not take too long."""
-        patience = self._patience
+    def _look(self, calls: Sequence[_Call]) -> None:
+        """Check that the cluster runs, that the members answer, and that no call takes too long."""
+        patience, now = self._group.patience, time.monotonic()
         patience.check_cluster()
-        for member in members:
+        for call in calls:
+            member, elapsed_s = call.member, now - call.begun
             with SIGNALS.held():
                 silence_s = member.silence_s()
-            if silence_s > _LEAVE_S and SIGNALS.first and not self._aside:
+            if silence_s > _LEAVE_S and SIGNALS.first and self._channel != "aside":
                 raise Stopped(
                     f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
                     "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
@@ -308,10 +327,11 @@ class Pending:
                 member.say_silent(silence_s, patience.silence_s)
             if member.starts and elapsed_s > _SAY_START_S:
                 member.say_starting(elapsed_s, patience.call_s)
-        if elapsed_s > patience.call_s:
+        late = [call for call in calls if now - call.begun > patience.call_s]
+        if late:
             raise WorkerError(
-                f"{', '.join(map(str, members))}: no result after {elapsed_s:.0f} s (trainer.call_timeout_s); "
-                "restart the job with the same command, or raise the limit"
+                f"{', '.join(str(call.member) for call in late)}: no result after {now - late[0].begun:.0f} s "
+                "(trainer.call_timeout_s); restart the job with the same command, or raise the limit"
             )
 
 

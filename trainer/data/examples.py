@@ -149,7 +149,7 @@ def _encode_rollout(row: dict[str, Any], sft: SFTConfig) -> Sample:
 
 def _sample(token_ids: list[int], mask: list[float], logprobs: list[float] | None, max_length: int) -> Sample:
     return Sample(
-        np.asarray(token_ids[:max_length], np.int64),
+        np.asarray(token_ids[:max_length], np.int32),
         np.asarray(mask[:max_length], np.float32),
         None if logprobs is None else np.asarray(logprobs[:max_length]),
     )

@@ -44,9 +44,9 @@ class Conversation:
 
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""
-        self.token_ids += completion.token_ids
+        self.token_ids += completion.token_ids.tolist()
         self._mask += [1.0] * len(completion.token_ids)
-        self._logprobs += completion.logprobs
+        self._logprobs += completion.logprobs.tolist()
         self._versions.append(completion.weight_version)
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
@@ -96,7 +96,7 @@ class Conversation:
 
     def _sample(self) -> Sample:
         return Sample(
-            np.asarray(self.token_ids, np.int64),
+            np.asarray(self.token_ids, np.int32),
             np.asarray(self._mask, np.float32),
             np.asarray(self._logprobs, np.float32),
             (min(self._versions), max(self._versions)) if self._versions else (0, 0),

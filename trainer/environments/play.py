@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -22,7 +22,8 @@ from trainer.keyed import environment_seed, request_seed
 
 LOG = logging.getLogger(__name__)
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
+Generate = Callable[[Sequence[Request]], Iterator[dict[int, Completion]]]
+"""Yields all completions, by the places of their requests, as they are complete."""
 Clock = Callable[[str], AbstractContextManager[None]]
 """Times a block as a phase of the step."""
 
@@ -66,8 +67,8 @@ class Played:
 class Player(Protocol):
     """Plays episodes. A context manager."""
 
-    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> list[Played]:
-        """Return what has become of each attempt, in their order."""
+    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> Iterator[dict[int, Played]]:
+        """Yield what has become of all attempts, by their places, as they end."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -82,11 +83,17 @@ class SingleTurn(contextlib.AbstractContextManager["SingleTurn"]):
         self._seed = cfg.trainer.seed
         self._tokenizer = tokenizer
 
-    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> list[Played]:
-        completions = generate([_request(attempt, attempt.prompt_token_ids, self._seed) for attempt in attempts])
-        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        played = zip(attempts, completions, texts, strict=True)
-        return [Played([_sample(a.prompt_token_ids, c)], c.finish_reason, text) for a, c, text in played]
+    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> Iterator[dict[int, Played]]:
+        # One array for all attempts at a prompt: it is pickled once.
+        prompts = {attempt.uid: np.asarray(attempt.prompt_token_ids, np.int32) for attempt in attempts}
+        requests = [_request(attempt, prompts[attempt.uid], self._seed) for attempt in attempts]
+        for part in generate(requests):
+            tokens = [completion.token_ids.tolist() for completion in part.values()]
+            texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            yield {
+                place: Played([_sample(requests[place].prompt_token_ids, completion)], completion.finish_reason, text)
+                for (place, completion), text in zip(part.items(), texts, strict=True)
+            }
 
     def __exit__(self, *exception: Any) -> None:
         pass
@@ -133,8 +140,8 @@ class EnvironmentPlayer:
     def __exit__(self, *exception: Any) -> None:
         self._pool.__exit__(*exception)
 
-    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> list[Played]:
-        """Return what has become of each attempt, in their order.
+    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> Iterator[dict[int, Played]]:
+        """Yield what has become of all attempts, by their places, when all have ended.
 
         Raises:
             UserError: more than `environment.max_failure_frac` of the episodes have failed.
@@ -150,13 +157,11 @@ class EnvironmentPlayer:
             active = [episode for episode in episodes if not episode.status]
             if not active:
                 break
-            completions = generate(
-                [
-                    _request(e.attempt, tuple(e.conversation.token_ids), self._seed, turn)
-                    for e in active
-                    if e.conversation
-                ]
-            )
+            requests = [
+                _request(e.attempt, e.conversation.token_ids, self._seed, turn) for e in active if e.conversation
+            ]
+            replies = {place: reply for part in generate(requests) for place, reply in part.items()}
+            completions = [replies[place] for place in range(len(requests))]
             with clock("environment"):
                 for episode, completion in zip(active, completions, strict=True):
                     episode.take_reply(completion)
@@ -166,7 +171,7 @@ class EnvironmentPlayer:
         with clock("environment"):
             self._pool.advance(sessions)  # closes what is left
         self._check_failures(sessions)
-        return [self._played(episode) for episode in episodes]
+        yield dict(enumerate(map(self._played, episodes)))
 
     def _begin(self, episode: _Playing) -> None:
         session = episode.session
@@ -206,7 +211,7 @@ class EnvironmentPlayer:
         reward = 0.0 if session.failure else sum(step.reward for step in session.steps)
         if conversation is None:  # it has no token, and a sample must have one
             empty = np.zeros(1, np.float32)
-            samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int64), empty, empty, (0, 0))]
+            samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))]
             return Played(samples, episode.status, "", 0, reward, (), session.failure)
         turns = len(session.replies)
         messages = conversation.messages
@@ -221,14 +226,14 @@ def report_failures(played: Sequence[Played]) -> int:
     return len(failures)
 
 
-def _request(attempt: Attempt, token_ids: Sequence[int], run_seed: int, turn: int = 0) -> Request:
+def _request(attempt: Attempt, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:
     return Request(token_ids, request_seed(run_seed, attempt.step, attempt.uid, attempt.number, turn))
 
 
-def _sample(prompt: Sequence[int], completion: Completion) -> Sample:
+def _sample(prompt: np.ndarray, completion: Completion) -> Sample:
     start, length = len(prompt), len(prompt) + len(completion.token_ids)
     mask, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
     mask[start:] = 1.0
     logprobs[start:] = completion.logprobs
     version = completion.weight_version
-    return Sample(np.asarray([*prompt, *completion.token_ids], np.int64), mask, logprobs, (version, version))
+    return Sample(np.concatenate([prompt, completion.token_ids]), mask, logprobs, (version, version))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import WeightSource
@@ -25,27 +27,35 @@ class Sampling:
     """Tokens that end a completion. They belong to it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One completion to generate. Its tokens depend on prompt, seed and weights, not on other requests."""
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: np.ndarray
+    """`(T,)` int32. Any sequence of integers can be given."""
     seed: int
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", np.asarray(self.prompt_token_ids, np.int32))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """The answer to a request."""
+    """The answer to a request. Any sequences of numbers can be given for the arrays."""
 
-    token_ids: list[int]
-    """Includes the stop token, if there was one."""
-    logprobs: list[float]
-    """Log-prob of each token under the distribution from which it was drawn: log_softmax(logits / temperature) over
-    the tokens that top-k and top-p keep. Greedy: log_softmax(logits)."""
+    token_ids: np.ndarray
+    """`(T,)` int32, with the stop token, if there was one."""
+    logprobs: np.ndarray
+    """`(T,)` float32, the log-prob of each token under the distribution from which it was drawn: log_softmax(logits /
+    temperature) over the tokens that top-k and top-p keep. Greedy: log_softmax(logits)."""
     finish_reason: str
     """`stop` or `length`."""
     weight_version: int
     """Version of the weights that generated it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
+        object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
 
 
 class Engine(Protocol):
@@ -73,4 +83,17 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """End the engine."""
+        ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine with `EngineSpec.streaming`: it takes more requests while it generates."""
+
+    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+        """Add requests, and generate until some are complete; return these. The fleet calls this, not `generate`.
+
+        Args:
+            requests: by number; a completion has the number of its request. `sampling` is the same until all are
+                complete.
+        """
         ...

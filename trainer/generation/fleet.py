@@ -9,14 +9,16 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainer.cluster.groups import Pending
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Engine, Request, Sampling
+from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
 from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
 
 if TYPE_CHECKING:
-    from trainer.cluster.groups import Cluster, Group, Pending
+    from trainer.cluster.groups import Cluster, Group
 
 
 class PolicyRanks(Protocol):
@@ -61,7 +63,8 @@ class Fleet:
             "broadcast": self._offer_broadcast,
             "shared_memory": self._offer_shared_memory,
         }
-        spec = ENGINES[cfg.rollout.engine]
+        self._is_awake = False
+        self._spec = spec = ENGINES[cfg.rollout.engine]
         build = functools.partial(
             _build_engine,
             spec.path,
@@ -107,21 +110,63 @@ class Fleet:
         else:
             self.sync_weights(version)
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Keep engines that share GPUs awake while the block runs, so that its calls need not wake them each time.
+
+        The ranks must not compute meanwhile.
+        """
+        if self._is_awake or not self._shares_gpus:
+            yield
+            return
+        self._ranks.release_memory()
+        self._engines.call("wake")
+        self._is_awake = True
+        yield
+        self._is_awake = False
+        self._engines.call("sleep")
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return completions in the order of the requests. Engines that share GPUs are awake only meanwhile."""
-        if self._shares_gpus:
-            self._ranks.release_memory()
-            self._engines.call("wake")
-        shares = split(requests, len(self._engines), sampling.max_tokens)
-        results = self._engines.call_each("generate", [([requests[i] for i in rows], sampling) for rows in shares])
-        if self._shares_gpus:
-            self._engines.call("sleep")
-        completions: dict[int, Completion] = {}
-        for rows, part in zip(shares, results, strict=True):
-            completions.update(zip(rows, part, strict=True))
-        stale = {c.weight_version for c in completions.values()} - {self._version}
-        assert not stale, f"completions of weights {stale}, expected {self._version}"
-        return [completions[i] for i in range(len(requests))]
+        """Return completions in the order of the requests."""
+        completions = {place: one for part in self.stream(requests, sampling) for place, one in part.items()}
+        return [completions[place] for place in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
+        """Yield all completions, by the places of their requests, as engines complete them.
+
+        An engine that is done early takes from what is left. The tokens do not depend on who generates them.
+        """
+        with self.awake():
+            feed, calls = self._feed(requests, sampling), Pending(self._engines)
+            given = feed.take(range(len(self._engines)))
+            for engine, places in given.items():
+                self._advance(calls, engine, places, requests, sampling)
+            for engine, result in calls.completed():
+                part = result if self._spec.streaming else dict(zip(given[engine], result, strict=True))
+                stale = {one.weight_version for one in part.values()} - {self._version}
+                assert not stale, f"completions of weights {stale}, expected {self._version}"
+                has_more = feed.complete(engine, part)
+                given |= (more := feed.take([engine]))
+                if has_more or more:
+                    self._advance(calls, engine, more.get(engine, []), requests, sampling)
+                yield part
+
+    def _feed(self, requests: Sequence[Request], sampling: Sampling) -> Feed:
+        count, most = len(self._engines), self._cfg.rollout.max_num_seqs
+        costs = request_costs(requests, sampling.max_tokens)
+        if not self._spec.streaming:
+            return Feed(by_length(requests, count, most), costs, count, room=0)
+        # On CPU, runs are exact to the last bit, so time must not decide which requests run together.
+        room = most if self._cluster.device == "cuda" and count > 1 else None
+        return Feed(by_prompt(requests, sampling.max_tokens, room), costs, count, room)
+
+    def _advance(
+        self, calls: Pending, engine: int, places: Sequence[int], requests: Sequence[Request], sampling: Sampling
+    ) -> None:
+        if self._spec.streaming:
+            calls.begin(engine, "advance", {place: requests[place] for place in places}, sampling)
+        else:
+            calls.begin(engine, "generate", [requests[place] for place in places], sampling)
 
     def sync_weights(self, version: int) -> None:
         """Give all engines the policy's weights, and call them `version`."""
@@ -205,24 +250,6 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
             "rollout.share_gpus=false"
         )
     return weight_sync
-
-
-def split(requests: Sequence[Request], engines: int, max_tokens: int) -> list[list[int]]:
-    """Return the indices of the requests for each engine, balanced by the most tokens that they can take.
-
-    Requests of one prompt stay together, so that its prefix is computed once.
-    """
-    prompts: dict[tuple[int, ...], list[int]] = {}
-    for i, request in enumerate(requests):
-        prompts.setdefault(tuple(request.prompt_token_ids), []).append(i)
-    cost = {prompt: len(prompt) + len(rows) * max_tokens for prompt, rows in prompts.items()}
-    shares: list[list[int]] = [[] for _ in range(engines)]
-    loads = [0] * engines
-    for prompt in sorted(prompts, key=lambda prompt: (-cost[prompt], prompts[prompt][0])):
-        least = loads.index(min(loads))
-        shares[least].extend(prompts[prompt])
-        loads[least] += cost[prompt]
-    return shares
 
 
 def _first_failure(*waits: Callable[[], Any]) -> None:

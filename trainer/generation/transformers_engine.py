@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -93,7 +94,7 @@ class TransformersEngine:
         ids = torch.zeros(len(requests), width, dtype=torch.long)
         attention = torch.zeros_like(ids)
         for row, request in enumerate(requests):
-            prompt = torch.tensor(list(request.prompt_token_ids))
+            prompt = torch.from_numpy(request.prompt_token_ids)
             ids[row, width - len(prompt) :] = prompt
             attention[row, width - len(prompt) :] = 1
         sampler = KeyedSampler(sampling, [request.seed for request in requests])
@@ -108,15 +109,15 @@ class TransformersEngine:
                 pad_token_id=0,
             ),
         )
-        tokens = output[:, width:].tolist()
-        logprobs = torch.cat(sampler.logprobs, dim=-1).tolist()
+        tokens = output[:, width:].to(torch.int32).cpu().numpy()
+        logprobs = torch.cat(sampler.logprobs, dim=-1).numpy()
         return [self._completion(t, p, sampling) for t, p in zip(tokens, logprobs, strict=True)]
 
-    def _completion(self, tokens: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
-        for end, token in enumerate(tokens, start=1):
-            if token in sampling.stop_token_ids:
-                return Completion(tokens[:end], logprobs[:end], "stop", self._version)
-        return Completion(tokens, logprobs, "length", self._version)
+    def _completion(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: Sampling) -> Completion:
+        stops = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids))
+        end = int(stops[0]) + 1 if len(stops) else len(tokens)
+        # Copies, because a view would keep the tokens of the whole batch.
+        return Completion(tokens[:end].copy(), logprobs[:end].copy(), "stop" if len(stops) else "length", self._version)
 
     @torch.no_grad()
     def sync_weights(self, source: SharedMemory, version: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _ADAPTER = "policy"
+_REPORT_S = 0.2
+"""Shortest time between two answers of `advance`: vLLM stands still between them."""
 
 _CPU_BLOCK = 32  # tokens a block of the KV cache; the CPU attention wants multiples of it
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
@@ -65,6 +68,8 @@ class VLLMEngine:
         self._version = 0
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.share_gpus
+        self._running: dict[str, int] = {}
+        """The numbers of the requests in vLLM, by their names there."""
         self._group: Broadcast | None = None
         self._adapter: LoRARequest | None = None
         options = {
@@ -86,13 +91,32 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
+        completions = self.advance(dict(enumerate(requests)), sampling)
+        while self._running:
+            completions |= self.advance({}, sampling)
+        return [completions[number] for number in range(len(requests))]
+
+    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+        """Add requests, and generate until some are complete; return these (see `StreamingEngine`)."""
+        assert not self._asleep, "wake the engine before generating"
+        if not self._running:
+            # Drop the keys and values of earlier calls. They may be of older weights; and with those of other prompts,
+            # an uninterrupted run could differ in its last bits from a resumed one.
+            cleared = self._llm.reset_prefix_cache()
+            assert cleared, "the prefix cache is in use"
+        if requests:
+            self._add(requests, sampling)
+        completions: dict[int, Completion] = {}
+        begun = time.monotonic()
+        while self._running and not (completions and time.monotonic() > begun + _REPORT_S):
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    completions[self._running.pop(output.request_id)] = self._completion(output)
+        return completions
+
+    def _add(self, requests: Mapping[int, Request], sampling: Sampling) -> None:
         from vllm import SamplingParams
 
-        assert not self._asleep, "wake the engine before generating"
-        # Drop the keys and values of earlier calls. They may be of older weights; and with those of other prompts, an
-        # uninterrupted run could differ in its last bits from a resumed one.
-        cleared = self._llm.reset_prefix_cache()
-        assert cleared, "the prefix cache is in use"
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -105,18 +129,18 @@ class VLLMEngine:
                 logprobs=0,  # of the sampled token alone
                 detokenize=False,
             )
-            for request in requests
+            for request in requests.values()
         ]
-        prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
-        return [self._completion(output) for output in outputs]
+        prompts = [{"prompt_token_ids": request.prompt_token_ids.tolist()} for request in requests.values()]
+        names = self._llm.enqueue(prompts, params, lora_request=self._adapter, use_tqdm=False)
+        # vLLM returns names with a random end, and puts names without it into outputs.
+        self._running |= zip((name.partition("-")[0] for name in names), requests, strict=True)
 
     def _completion(self, request: RequestOutput) -> Completion:
         output = request.outputs[0]
         assert output.finish_reason in ("stop", "length"), output.finish_reason
-        tokens = list(output.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-        return Completion(tokens, logprobs, output.finish_reason, self._version)
+        logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        return Completion(output.token_ids, logprobs, output.finish_reason, self._version)
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         """Load the weights of `source` in place."""

@@ -47,7 +47,7 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
     width = int(lengths.max())
     names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     batch = {
-        "input_ids": stack_padded([sample.token_ids for sample in samples], np.int64, width),
+        "input_ids": stack_padded([sample.token_ids for sample in samples], np.int32, width),
         "mask": stack_padded([sample.mask for sample in samples], np.float32, width),
         "lengths": lengths,
         "group_ids": np.asarray([names[group] for group in groups], dtype=np.int64),

@@ -61,13 +61,17 @@ class Component:
     batch: int = 1
     """Calls that a process makes in one go."""
 
-    def calls(self, attempts: Sequence[RewardInput], n: int) -> list[Call]:
-        """Return the calls that judge `attempts`, of which `n` after one another are a group."""
+    def calls(self, attempts: Sequence[RewardInput], n: int, first: int = 0) -> list[Call]:
+        """Return the calls that judge `attempts`, of which `n` after one another are a group.
+
+        Args:
+            first: place of the first attempt.
+        """
         size = n if self.calling.grouped else 1
         calls = []
         for start in range(0, len(attempts), size):
-            indices = tuple(range(start, start + size))
-            given = self._given([attempts[i] for i in indices])
+            indices = tuple(range(first + start, first + start + size))
+            given = self._given(attempts[start : start + size])
             calls.append(Call(indices, given, key_of(self.stored_as, given) if self.stored_as else None))
         return calls
 

@@ -6,24 +6,24 @@ import dataclasses
 import logging
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any
 
 from trainer.config import RewardConfig
 from trainer.errors import UserError, WorkerError
 from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
 from trainer.rewards.components import Call, Component, RewardInput, components_of
-from trainer.rewards.scores import NOT_TRIED, Scores, add_up
+from trainer.rewards.judging import Judging, State
+from trainer.rewards.scores import Scores, add_up
 from trainer.rewards.store import Result, RewardStore
 
 LOG = logging.getLogger(__name__)
 
 LOST_LIMITS = 30
 """Failing rewards may take this many times `reward.timeout_s` of each process in one call of `score`."""
-_TRIES = 2
-"""A completion whose process dies is retried once: something else may have killed the process."""
 _STARTS = 3
 """This many processes in a row may die before they are ready; then the run fails."""
 _START_S = 600.0
@@ -76,50 +76,49 @@ class RewardPool:
         self._workers = []
 
     def score(self, attempts: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
-        """Return the rewards in order, and the failures: a reward that raises, hangs or is not a number counts as 0.
+        """Return the rewards of completions that are all there (see `judging`)."""
+        with self.judging(n, step) as judging:
+            judging.add(0, attempts)
+            return judging.scores()
 
-        Log the failures, and what reward functions have printed.
+    @contextmanager
+    def judging(self, n: int = 1, step: str = "") -> Iterator[Judging]:
+        """Compute rewards while the block runs. Only one such block may run at a time.
 
         Args:
-            n: completions in a group; those of one group are together.
+            n: completions in a group.
             step: names what the rewards are for, in the store and in errors.
+        """
+        with State() as state, ThreadPoolExecutor(1) as thread:
+            try:
+                yield Judging(self, state, thread.submit(self._compute, state), n, step)
+            finally:
+                state.give_up()
+
+    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[Component, dict[Call, Result]]:
+        """Return the result of each call of each reward (see `score`)."""
+        with self.judging(n, step) as judging:
+            judging.add(0, attempts)
+            return judging.results()
+
+    def find(self, key: str | None, step: str) -> Result | None:
+        """Return the stored result of a call; None: there is none."""
+        return self._store.find(key, step) if self._store is not None and key else None
+
+    def finish(self, results: dict[Component, dict[Call, Result]], total: int, step: str) -> Scores:
+        """Add up the results, log failures and what reward functions have printed, and store the results.
 
         Raises:
             UserError: more than `reward.max_failure_frac` of the rewards have failed.
-            WorkerError: the processes cannot start.
         """
-        results = self.judge(attempts, n, step)
-        scores = add_up(results, len(attempts))
+        scores = add_up(results, total)
         for line in [*self._printed.take(), *scores.failures.lines(LOST_LIMITS)]:
             LOG.info(line)
-        problem = scores.failures.problem(len(attempts), self._config.max_failure_frac, step)
+        problem = scores.failures.problem(total, self._config.max_failure_frac, step)
         self._keep(results, step, failures=problem is None)
         if problem is not None:
             raise UserError(problem)
         return scores
-
-    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[Component, dict[Call, Result]]:
-        """Return the result of each call of each reward (see `score`)."""
-        calls = {component: component.calls(attempts, n) for component in self.components}
-        known: dict[str, Result] = {}
-        if self._store is not None:
-            keys = {call.key for group in calls.values() for call in group if call.key}
-            found = {key: self._store.find(key, step) for key in keys}
-            known = {key: result for key, result in found.items() if result is not None}
-        tasks = []
-        for component, group in calls.items():
-            new, size = _each_once([call for call in group if call.key not in known]), component.batch
-            tasks += [_Task(component, new[i : i + size]) for i in range(0, len(new), size)]
-        state = _State(tasks)
-        self._compute(state)
-        made: dict[Call, Result] = {}
-        for index, task in enumerate(tasks):
-            made |= zip(task.calls, state.result(index), strict=True)
-        known |= {call.key: result for call, result in made.items() if call.key}
-        return {
-            component: {call: known[call.key] if call.key else made[call] for call in group}
-            for component, group in calls.items()
-        }
 
     def _keep(self, results: dict[Component, dict[Call, Result]], step: str, failures: bool) -> None:
         """Store the results that are to be stored. `failures`: those of failed calls too."""
@@ -129,12 +128,12 @@ class RewardPool:
         chosen = {key: result for key, result in new.items() if failures or not any(isinstance(r, str) for r in result)}
         self._store.add({key: result for key, result in chosen.items() if self._store.find(key, step) is None}, step)
 
-    def _compute(self, state: _State) -> None:
-        """Compute the results of all tasks, as far as failed ones leave time for it."""
+    def _compute(self, state: State) -> None:
+        """Compute the results of all tasks, as far as failed ones leave time for it, until the state is closed."""
         self._bad_starts = 0
         limit_s = LOST_LIMITS * max(component.limit_s for component in self.components) * self._config.num_processes
         try:
-            while state.missing and state.lost_s <= limit_s:
+            while state.expects_more and state.lost_s <= limit_s:
                 for worker in self._workers:
                     if worker.ready and not worker.work and state.todo:
                         self._give(state, worker)
@@ -145,7 +144,7 @@ class RewardPool:
             for worker in self._workers:
                 self._printed.read(worker)
 
-    def _give(self, state: _State, worker: _Worker) -> None:
+    def _give(self, state: State, worker: _Worker) -> None:
         worker.work.extend(state.next_chunk(self._config))
         worker.since = time.monotonic()
         try:
@@ -153,12 +152,15 @@ class RewardPool:
         except ProcessDied:
             self._replace(state, worker, failed=False)
 
-    def _listen(self, state: _State) -> None:
+    def _listen(self, state: State) -> None:
         """Wait for messages, output, or the next time limit, and handle them."""
         begin = time.monotonic()
-        patience = max(0.0, min(self._deadline(state, worker) for worker in self._workers) - begin)
-        heard = set(wait([end for worker in self._workers for end in (worker.pipe, worker.output)], patience))
+        patience = min(max(0.0, min(self._deadline(state, worker) for worker in self._workers) - begin), _START_S)
+        ends = [end for worker in self._workers for end in (worker.pipe, worker.output)]
+        heard = set(wait([state.bell, *ends], patience))
         stopped = time.monotonic() > begin + patience + 1  # perhaps the whole job was stopped: restart the clocks
+        if state.bell in heard:
+            state.receive()
         for worker in list(self._workers):
             if stopped:
                 worker.since = time.monotonic()
@@ -173,7 +175,7 @@ class RewardPool:
                     raise WorkerError(f"a process of {self._config.key()} has not started after {_START_S:g} s")
                 self._give_up(state, worker)
 
-    def _deadline(self, state: _State, worker: _Worker) -> float:
+    def _deadline(self, state: State, worker: _Worker) -> float:
         if not worker.ready:
             return worker.since + _START_S
         if not worker.work:
@@ -181,7 +183,7 @@ class RewardPool:
         component = state.tasks[worker.work[0]].component
         return worker.since + component.patience_s(len(worker.work), self._config.concurrency)
 
-    def _give_up(self, state: _State, worker: _Worker) -> None:
+    def _give_up(self, state: State, worker: _Worker) -> None:
         """End a process that takes too long."""
         task = state.tasks[worker.work[0]]
         if task.component.calling.is_async and len(worker.work) > 1:
@@ -190,7 +192,7 @@ class RewardPool:
             state.fail(worker.work.popleft(), f"took longer than {task.component.limit}")
         self._replace(state, worker, failed=True)
 
-    def _hear(self, state: _State, worker: _Worker) -> None:
+    def _hear(self, state: State, worker: _Worker) -> None:
         try:
             match worker.receive(_LARGEST_MESSAGE):
                 case {"results": [*results], "last": bool() as last} if state.matches(worker.work, results):
@@ -209,7 +211,7 @@ class RewardPool:
         except ProcessDied:
             self._bury(state, worker)
 
-    def _answer(self, state: _State, worker: _Worker, results: list[list[Result]], last: bool) -> None:
+    def _answer(self, state: State, worker: _Worker, results: list[list[Result]], last: bool) -> None:
         """Take the results of the worker's first tasks. `last`: the process will not answer again."""
         now, failed = time.monotonic(), 0
         for result in results:
@@ -221,7 +223,7 @@ class RewardPool:
         if last:
             self._replace(state, worker, failed=failed > 0)
 
-    def _bury(self, state: _State, worker: _Worker) -> None:
+    def _bury(self, state: State, worker: _Worker) -> None:
         """Handle the death of a process. Its first task is the suspect; without one, the start has failed."""
         suspects = list(worker.work)
         if suspects and not state.tasks[suspects[0]].component.calling.is_async:
@@ -238,7 +240,7 @@ class RewardPool:
                 output = f"; the last output: {printed}" if printed else ""
                 raise WorkerError(f"the processes of {self._config.key()} die as they start ({ending}){output}")
 
-    def _replace(self, state: _State, worker: _Worker, failed: bool, died: bool = False) -> str:
+    def _replace(self, state: State, worker: _Worker, failed: bool, died: bool = False) -> str:
         """Replace a process by a new one, and queue its tasks again. Return how the process ended."""
         if failed:
             state.lost_s += time.monotonic() - worker.since
@@ -251,84 +253,3 @@ class RewardPool:
         new.replaces_failed = failed
         self._workers[self._workers.index(worker)] = new
         return ending
-
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    """Calls of one reward that a process makes in one go."""
-
-    component: Component
-    calls: list[Call]
-
-    def message(self, components: list[Component]) -> list[Any]:
-        return [components.index(self.component), [call.given for call in self.calls]]
-
-    def failed(self, reason: str) -> list[Result]:
-        return [[reason] * len(call.indices) for call in self.calls]
-
-
-class _State:
-    """The state of one call of `RewardPool.judge`."""
-
-    def __init__(self, tasks: list[_Task]):
-        self.tasks = tasks
-        self.todo = deque(range(len(tasks)))
-        self.results: dict[int, list[Result]] = {}
-        self.deaths: Counter[int] = Counter()
-        self.alone: set[int] = set()
-        """Tasks that get a process for themselves: one of those that ran at the same time was bad."""
-        self.lost_s = 0.0
-        """Time of the processes that went into failed tasks."""
-
-    @property
-    def missing(self) -> bool:
-        return len(self.results) < len(self.tasks)
-
-    def next_chunk(self, config: RewardConfig) -> list[int]:
-        """Take the tasks that a process gets next: some of one reward."""
-        component = self.tasks[self.todo[0]].component
-        tasks = sum(task.component is component for task in self.tasks)
-        size = component.chunk(tasks, config.concurrency, config.num_processes)
-        chunk = [self.todo.popleft()]
-        while len(chunk) < size and self.todo and not {chunk[0], self.todo[0]} & self.alone:
-            if self.tasks[self.todo[0]].component is not component:
-                break
-            chunk.append(self.todo.popleft())
-        return chunk
-
-    def fail(self, index: int, reason: str) -> None:
-        self.results[index] = self.tasks[index].failed(reason)
-
-    def died(self, index: int, ending: str) -> None:
-        """Note that the task has ended its process; it waits to be tried again."""
-        self.deaths[index] += 1
-        if self.deaths[index] >= _TRIES:
-            self.todo.remove(index)
-            self.fail(index, f"ended its process ({ending})")
-
-    def result(self, index: int) -> list[Result]:
-        return self.results.get(index) or self.tasks[index].failed(NOT_TRIED)
-
-    def matches(self, work: Sequence[int], results: list[Any]) -> bool:
-        """Whether these can be the results of the first tasks of `work`."""
-        if not 0 < len(results) <= len(work):
-            return False
-        shapes = [[len(call.indices) for call in self.tasks[i].calls] for i in list(work)[: len(results)]]
-        return all(_has_shape(result, shape) for result, shape in zip(results, shapes, strict=True))
-
-
-def _has_shape(result: Any, lengths: list[int]) -> bool:
-    if not isinstance(result, list) or len(result) != len(lengths):
-        return False
-    return all(
-        isinstance(call, list) and len(call) == length and all(isinstance(parts, (dict, str)) for parts in call)
-        for call, length in zip(result, lengths, strict=True)
-    )
-
-
-def _each_once(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls without those whose key an earlier one has."""
-    first: dict[str | int, Call] = {}
-    for call in calls:
-        first.setdefault(call.key or id(call), call)
-    return list(first.values())

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
 from trainer.data.ledger import Draw, Ledger
 from trainer.data.rollouts import write_conversations, write_rollouts
-from trainer.environments.play import Attempt, EnvironmentPlayer, Played, Player, SingleTurn, report_failures
+from trainer.environments.play import Attempt, Clock, EnvironmentPlayer, Played, Player, SingleTurn, report_failures
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
@@ -142,6 +142,10 @@ class RolloutSource:
         Dynamic sampling replaces prompts whose completions all have the same reward by the next prompts. Prompts that
         the step draws but does not need are drawn again in the next step.
         """
+        with self.fleet.awake():
+            return self._next(step)
+
+    def _next(self, step: int) -> list[Episode]:
         algorithm, wanted, n = self.cfg.algorithm, self.cfg.trainer.train_batch_size, self.cfg.rollout.n
         batches = algorithm.max_sample_batches if algorithm.dynamic_sampling else 1
         draws: list[Draw] = []
@@ -149,9 +153,7 @@ class RolloutSource:
         rewards, parts, failures = np.zeros(0), [], 0
         for batch in range(1, batches + 1):
             more = self.ledger.take(wanted, skip=len(draws))
-            sampled = self._sample(more, step)
-            with self.timer("reward"):
-                scores = self._judge(sampled, [self.prompts[draw.row] for draw in more], n, f"step {step}")
+            sampled, scores = self._sample(more, step)
             draws, played, parts = draws + more, played + sampled, parts + scores.parts
             rewards, failures = np.concatenate([rewards, scores.rewards]), failures + scores.failures.count
             chosen = list(range(wanted)), wanted
@@ -212,34 +214,66 @@ class RolloutSource:
                 texts = [one.text for one in last.played]
                 write_rollouts(run_dir, step, last.prompts, last.episodes, texts, self._fence)
 
-    def _sample(self, draws: Sequence[Draw], step: int) -> list[Played]:
-        """Play `rollout.n` episodes per prompt; those of one prompt are together."""
+    def _sample(self, draws: Sequence[Draw], step: int) -> tuple[list[Played], Scores]:
+        """Play `rollout.n` episodes per prompt, those of one prompt together; return them with their rewards."""
         r = self.cfg.rollout
         attempts = [self._attempt(draw, step, j) for draw in draws for j in range(r.n)]
-        return self._play(attempts, self._sampling(r.temperature, r.top_p, r.top_k), self.timer)
+        sampling = self._sampling(r.temperature, r.top_p, r.top_k)
+        prompts = [self.prompts[draw.row] for draw in draws]
+        return self._play(attempts, sampling, prompts, f"step {step}", self.timer)
 
     def _play(
-        self, attempts: Sequence[Attempt], sampling: Sampling, clock: Any = contextlib.nullcontext
-    ) -> list[Played]:
-        """Play episodes.
+        self,
+        attempts: Sequence[Attempt],
+        sampling: Sampling,
+        prompts: Sequence[Prompt],
+        purpose: str,
+        clock: Clock = contextlib.nullcontext,
+    ) -> tuple[list[Played], Scores]:
+        """Play episodes, and compute the rewards of those that have ended meanwhile.
 
         Args:
+            attempts: as many for each of `prompts`, those of one prompt together.
+            purpose: names what the episodes are for, in errors.
             clock: the timer of the step. Evaluation is not timed.
         """
 
-        def generate(requests: Sequence[Request]) -> list[Completion]:
-            with clock("rollout"):
-                return self.fleet.generate(requests, sampling)
+        def generate(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+            parts = self.fleet.stream(requests, sampling)
+            while True:
+                with clock("rollout"):
+                    part = next(parts, None)
+                if part is None:
+                    return
+                yield part
 
-        return self._player.play(attempts, generate, clock)
+        parts = self._player.play(attempts, generate, clock)
+        played: dict[int, Played] = {}
+        if self.rewards is None:
+            for part in parts:
+                played |= part
+            scores = _environment_scores(played)
+        else:
+            n = len(attempts) // len(prompts)
+            with self.rewards.judging(n, purpose) as judging:
+                for part in parts:
+                    played |= part
+                    for group in sorted({place // n for place in part}):
+                        places = range(group * n, group * n + n)
+                        if all(place in played for place in places):
+                            judging.add(places.start, [_input(prompts[group], played[place]) for place in places])
+                with clock("reward"):
+                    scores = judging.scores()
+        self._largest_reward = max(self._largest_reward, *scores.rewards)
+        return [played[place] for place in range(len(attempts))], scores
 
     def _baselines(self, draws: Sequence[Draw], step: int) -> list[float | None]:
         """Return the reward of each prompt's greedy episode for `remax`; None for other estimators."""
         if self.cfg.algorithm.advantage_estimator != "remax":
             return [None] * len(draws)
-        greedy = self._play([self._attempt(draw, step, -1) for draw in draws], self._greedy(), self.timer)
-        with self.timer("reward"):
-            scores = self._judge(greedy, [self.prompts[draw.row] for draw in draws], 1, f"the baselines of step {step}")
+        attempts = [self._attempt(draw, step, -1) for draw in draws]
+        prompts = [self.prompts[draw.row] for draw in draws]
+        greedy, scores = self._play(attempts, self._greedy(), prompts, f"the baselines of step {step}", self.timer)
         a, lengths = self.cfg.algorithm, torch.tensor([one.length for one in greedy])
         limit = self.cfg.rollout.max_response_tokens
         rewards = torch.tensor(scores.rewards, dtype=torch.float64)
@@ -256,10 +290,14 @@ class RolloutSource:
         """Return the greedy reward, the accuracy (share of successes) and pass@k of the held-out prompts."""
         if not self._held_out:
             return {}
+        with self.fleet.awake():
+            return self._evaluate(step)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
         prompts, k, r = self._held_out, self.cfg.rollout.val_n, self.cfg.rollout
         threshold = self.cfg.reward.success_threshold
-        greedy = self._play([self._held_out_attempt(p, step, 0) for p in prompts], self._greedy())
-        scores = self._judge(greedy, prompts, 1, f"the evaluation of step {step}")
+        attempts = [self._held_out_attempt(p, step, 0) for p in prompts]
+        greedy, scores = self._play(attempts, self._greedy(), prompts, f"the evaluation of step {step}")
         rewards = np.asarray(scores.rewards)
         metrics = {"val/reward/mean": float(rewards.mean()), "val/accuracy": float((rewards >= threshold).mean())}
         metrics |= _means("val/reward", scores.parts)
@@ -267,8 +305,8 @@ class RolloutSource:
         self._draw_samples("validation", step, transcripts, shown=True)
         if k > 0:
             attempts = [self._held_out_attempt(p, step, 1 + j) for p in prompts for j in range(k)]
-            sampled = self._play(attempts, self._sampling(r.temperature or 1.0, r.top_p, r.top_k))
-            scores = self._judge(sampled, prompts, k, f"pass@k of step {step}")
+            sampling = self._sampling(r.temperature or 1.0, r.top_p, r.top_k)
+            sampled, scores = self._play(attempts, sampling, prompts, f"pass@k of step {step}")
             metrics["val/pass@k"] = float((np.reshape(scores.rewards, (-1, k)) >= threshold).any(axis=1).mean())
             transcripts += self._held_out_transcripts(sampled, scores, first=1)
         if self.cfg.logger.validation:
@@ -372,17 +410,6 @@ class RolloutSource:
     def _greedy(self) -> Sampling:
         return self._sampling(0.0, 1.0, -1)
 
-    def _judge(self, played: Sequence[Played], prompts: Sequence[Prompt], n: int, step: str) -> Scores:
-        """Return the rewards of the episodes, `n` of each prompt. `step` names what they are for."""
-        if self.rewards is None:
-            rewards = [one.reward or 0.0 for one in played]
-            scores = Scores(rewards, [{} for _ in played], RewardFailures(report_failures(played)))
-        else:
-            inputs = [_input(prompts[i // n], one) for i, one in enumerate(played)]
-            scores = self.rewards.score(inputs, n, step)
-        self._largest_reward = max(self._largest_reward, *scores.rewards)
-        return scores
-
 
 def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
     """Choose the groups of completions to train on, of those sampled so far: the first `wanted` that teach something.
@@ -402,6 +429,13 @@ def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[lis
         return None
     others = [i for i in range(len(rewards)) if i not in set(informative)]
     return sorted(informative + others[: wanted - len(informative)]), len(rewards)
+
+
+def _environment_scores(played: Mapping[int, Played]) -> Scores:
+    """Return the rewards that environments gave, in the order of the attempts."""
+    episodes = [played[place] for place in range(len(played))]
+    rewards = [episode.reward or 0.0 for episode in episodes]
+    return Scores(rewards, [{} for _ in episodes], RewardFailures(report_failures(episodes)))
 
 
 def _input(prompt: Prompt, played: Played) -> RewardInput:

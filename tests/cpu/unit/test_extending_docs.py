@@ -141,7 +141,7 @@ def test_the_engine(module, tmp_path, monkeypatch):
         ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
         fleet = Fleet(cfg, cluster, ranks, cfg.model.path)
         fleet.start(version=1, fresh=True)
-        assert [c.token_ids for c in fleet.generate(requests, sampling)] == [[5, 6, 7], [9]]
+        assert [c.token_ids.tolist() for c in fleet.generate(requests, sampling)] == [[5, 6, 7], [9]]
         fleet.sync_weights(2)
         for completion in fleet.generate(requests, sampling):
             assert (completion.weight_version, len(completion.logprobs)) == (2, len(completion.token_ids))

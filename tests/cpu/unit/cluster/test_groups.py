@@ -12,7 +12,7 @@ import pytest
 
 from tests.cpu.unit.cluster.members import FailsToLoad, Host, SlowToLoad
 from trainer.cluster import groups
-from trainer.cluster.groups import Group
+from trainer.cluster.groups import Group, Pending
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
@@ -54,10 +54,20 @@ def test_results_come_in_member_order(shared_group):
     assert len(shared_group) == 2
     assert shared_group.call("rank") == [0, 1]
     assert shared_group.call("echo", 1, b=2) == [((1,), {"b": 2})] * 2
-    assert shared_group.call_each("echo", [(3,), (4,)]) == [((3,), {}), ((4,), {})]
     assert shared_group.call_one(1, "rank") == 1
     assert shared_group.call("built_with") == [(0, 2, "cpu"), (1, 2, "cpu")]
     assert shared_group.call("environment", "WORD") == ["set", "set"]
+
+
+def test_a_member_gets_its_next_call_while_others_run(shared_group):
+    calls, heard = Pending(shared_group), []
+    for member in (0, 1):
+        calls.begin(member, "echo", member)
+    for member, ((number,), _) in calls.completed():
+        heard.append((member, number))
+        if number < 4:
+            calls.begin(member, "echo", number + 2)
+    assert sorted(heard) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5)]
 
 
 def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group):

@@ -144,5 +144,5 @@ def test_messages_that_are_too_long_add_no_tokens(tokenizer, template):
     tokens = list(conversation.token_ids)
     assert not conversation.add_messages(user("y" * 100), 50)
     (sample,) = conversation.samples()
-    assert sample.token_ids.tolist() == tokens and sample.token_ids.dtype == np.int64
+    assert sample.token_ids.tolist() == tokens and sample.token_ids.dtype == np.int32
     assert conversation.messages[-1]["content"] == "y" * 100

@@ -33,14 +33,15 @@ class Policy:
         self.asked: list[list[str]] = []
         self.seeds: list[list[int]] = []
 
-    def __call__(self, requests: Sequence[Request]) -> list[Completion]:
+    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         text = self.script[len(self.asked)]
         self.asked.append([self.tokenizer.decode(request.prompt_token_ids) for request in requests])
         self.seeds.append([request.seed for request in requests])
         cut = text.endswith("…")
         tokens = self.tokenizer.encode(text.rstrip("…") + ("" if cut else "<|end|>"), add_special_tokens=False)
         reason = "length" if cut else "stop"
-        return [Completion(tokens, [-1.0] * len(tokens), reason, 7) for _ in requests]
+        for place in reversed(range(len(requests))):
+            yield {place: Completion(tokens, [-1.0] * len(tokens), reason, 7)}
 
 
 def attempts(*rows: dict[str, Any], n: int = 1) -> list[Attempt]:
@@ -63,7 +64,8 @@ def player_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> En
 
 
 def play(player: Any, policy: Policy, tried: list[Attempt]) -> list[Played]:
-    return player.play(tried, policy, contextlib.nullcontext)
+    played = {place: one for part in player.play(tried, policy, contextlib.nullcontext) for place, one in part.items()}
+    return [played[place] for place in range(len(tried))]
 
 
 def test_policy_and_environment_take_turns(player, tokenizer):
@@ -95,7 +97,7 @@ def test_every_draw_is_keyed_by_its_turn(player, tokenizer):
     single = Policy(tokenizer, "a")
     cfg = Config()
     cfg.trainer.seed = 3
-    SingleTurn(cfg, tokenizer).play([Attempt({}, (65,), "0:0", 5, j) for j in range(2)], single, contextlib.nullcontext)
+    play(SingleTurn(cfg, tokenizer), single, [Attempt({}, (65,), "0:0", 5, j) for j in range(2)])
     assert single.seeds[0] == policy.seeds[0]
     assert [one.messages[0]["content"] for one in played] == [str(environment_seed(3, "0:0"))] * 2
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from tests.support import plain_engine
-from tests.support.generation import SAMPLED
+from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
+from trainer.cluster import groups
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config, LoraConfig, RolloutConfig
-from trainer.config.engines import ENGINES
-from trainer.errors import UserError
+from trainer.config.engines import ENGINES, EngineSpec
+from trainer.errors import UserError, WorkerError
 from trainer.generation.engine import Request
-from trainer.generation.fleet import Fleet, choose_transport, split
+from trainer.generation.fleet import Fleet, choose_transport
 
 Start = Callable[..., tuple[Fleet, PlainRanks]]
 
@@ -36,8 +38,11 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
     monkeypatch.setitem(ENGINES, "plain", plain_engine.SPEC)
     with ExitStack() as clusters:
 
-        def start(device: str = "cpu", lora: bool = False, **rollout) -> tuple[Fleet, PlainRanks]:
+        def start(
+            device: str = "cpu", lora: bool = False, call_timeout_s: float = 600.0, **rollout
+        ) -> tuple[Fleet, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(engine="plain", **rollout))
+            cfg.trainer.call_timeout_s = call_timeout_s
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
@@ -48,19 +53,20 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
 
 
 def answers(fleet: Fleet, count: int = 2) -> list[list[int]]:
-    return [c.token_ids for c in fleet.generate([Request([i], seed=7) for i in range(count)], SAMPLED)]
+    return tokens_of(fleet.generate([Request([i], seed=7) for i in range(count)], SAMPLED))
 
 
 # --------------------------------------------------------------------------------------------------------
 # Requests
 
 
-def test_completions_come_in_order_and_prompts_stay_together(start):
+def test_completions_come_in_order_and_prompts_stay_together(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", streaming())
     fleet, _ = start(num_engines=3)
     fleet.start(version=1, fresh=True)
     requests = [Request([p, p + 1], seed=j) for j in range(4) for p in range(7)]
     completions = fleet.generate(requests, SAMPLED)
-    assert [c.token_ids for c in completions] == [[*r.prompt_token_ids, r.seed, 0] for r in requests]
+    assert tokens_of(completions) == [[*r.prompt_token_ids, r.seed, 0] for r in requests]
     homes: dict[float, set[tuple]] = {}
     for request, completion in zip(requests, completions, strict=True):
         homes.setdefault(completion.logprobs[0], set()).add(tuple(request.prompt_token_ids))
@@ -70,12 +76,49 @@ def test_completions_come_in_order_and_prompts_stay_together(start):
         answers(fleet)
 
 
-def test_split_balances_tokens():
-    long, short = list(range(300)), [[i] for i in range(6)]
-    requests = [Request(long, 0), *(Request(prompt, 0) for prompt in short)]
-    shares = split(requests, 2, max_tokens=60)
-    assert sorted(map(len, shares)) == [1, 6]
-    assert split(requests[:1], 3, max_tokens=60) == [[0], [], []]
+def streaming(engine: str = "StreamingEngine") -> EngineSpec:
+    return dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:{engine}", streaming=True)
+
+
+def batched() -> EngineSpec:
+    return dataclasses.replace(streaming("PatientEngine"), streaming=False)
+
+
+@pytest.mark.parametrize(("spec", "waits"), [(streaming(), 0), (batched(), 11)], ids=["streaming", "batched"])
+def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, spec, waits):
+    """An engine holds two requests, and answers one of them after the ten that it does not hold."""
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    fleet, _ = start("cuda", num_engines=2, max_num_seqs=2)
+    fleet.start(version=1, fresh=True)
+    requests = [Request([i, 0], seed=i) for i in range(12)]
+    requests[waits] = Request([plain_engine.WAITS, 10], seed=waits)
+    parts = list(fleet.stream(requests, SAMPLED))
+    assert len(parts) > 2, "completions come while others are generated"
+    completions = {place: one for part in parts for place, one in part.items()}
+    expected = [[*request.prompt_token_ids, request.seed, 0] for request in requests]
+    assert tokens_of([completions[i] for i in range(12)]) == expected
+    shares = Counter(one.logprobs[0] for one in completions.values())
+    assert sorted(shares.values()) == [2, 10]
+
+
+def test_an_engine_that_never_answers_is_named(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", streaming())
+    monkeypatch.setattr(groups, "_LOOK_S", 0.1)
+    fleet, _ = start(num_engines=2, call_timeout_s=2.0)
+    fleet.start(version=1, fresh=True)
+    requests = [Request([i, 0], seed=i) for i in range(3)] + [Request([plain_engine.WAITS, 99], seed=0)]
+    with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.call_timeout_s\)"):
+        fleet.generate(requests, SAMPLED)
+
+
+def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
+    fleet, ranks = start("cuda", share_gpus=True)
+    fleet.start(version=1, fresh=True)
+    with fleet.awake():
+        assert answers(fleet, 1) == answers(fleet, 1) == [[0, 7, 0]]
+        with pytest.raises(WorkerError, match="no memory"):
+            ranks.call("policy", "compute")  # the engine was not put to sleep in between
+    ranks.call("policy", "compute")
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_a_batch_of_two_prompts_with_three_completions_each():
     assert found["lengths"].tolist() == [5, 3, 4, 5, 6, 5]
     assert found["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     types = {name: array.dtype.name for name, array in found.items()}
-    assert types == {"input_ids": "int64", "mask": "float32", "rollout_logprobs": "float32",
+    assert types == {"input_ids": "int32", "mask": "float32", "rollout_logprobs": "float32",
                      "lengths": "int64", "group_ids": "int64"}  # fmt: skip
 
 

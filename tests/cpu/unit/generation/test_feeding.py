@@ -1,0 +1,69 @@
+"""Which engine generates which requests."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+
+from trainer.generation.engine import Completion, Request
+from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
+
+
+def requests_of(*lengths: int) -> list[Request]:
+    """Requests with different prompts of these lengths."""
+    return [Request([i] * length, seed=0) for i, length in enumerate(lengths)]
+
+
+def feed(pieces: list[list[int]], costs: list[float], engines: int = 2, room: int | None = None) -> Feed:
+    return Feed(pieces, costs, engines, room)
+
+
+def test_a_request_costs_its_limit_and_its_part_of_the_prompt():
+    requests = [Request([1] * 12, seed) for seed in range(3)] + [Request([2] * 5, 0)]
+    assert request_costs(requests, max_tokens=100) == [104, 104, 104, 105]
+
+
+def test_completions_of_a_prompt_stay_together_and_the_longest_come_first():
+    requests = [requests_of(2, 9, 5)[i] for i in (0, 1, 2, 2, 1, 0)]
+    assert by_prompt(requests, max_tokens=10) == [[1, 4], [2, 3], [0, 5]]
+    assert by_prompt(requests, max_tokens=10, most=1) == [[1], [4], [2], [3], [0], [5]]
+    assert by_prompt([*requests, requests[0]], max_tokens=10)[0] == [0, 5, 6], "more completions are more work"
+    assert by_prompt([], max_tokens=10) == []
+
+
+def test_batches_hold_prompts_of_similar_length_as_many_for_each_engine():
+    requests = requests_of(3, 1, 9, 5, 7)
+    assert by_length(requests, engines=1, most=8) == [[1, 0, 3, 4, 2]]
+    assert by_length(requests, engines=1, most=4) == [[4, 2], [1, 0, 3]]
+    assert by_length(requests, engines=2, most=2) == [[2], [3, 4], [1, 0]]
+    assert by_length(requests[:1], engines=3, most=8) == [[0]]
+    assert by_length([], engines=2, most=8) == []
+
+
+def test_the_load_is_balanced():
+    one_long = feed([[0], [1], [2], [3]], [100, 20, 30, 40])
+    assert one_long.take([0, 1]) == {0: [0], 1: [1, 2, 3]}
+    assert feed([[0]], [1], engines=3).take([0, 1, 2]) == {0: [0]}
+    assert feed([], []).take([0, 1]) == {}
+
+
+def test_an_engine_gets_more_once_it_has_room():
+    two = feed([[0, 1], [2, 3], [4, 5], [6]], [1] * 7, room=3)
+    assert two.take([0, 1]) == {0: [0, 1], 1: [2, 3]}
+    assert two.take([0, 1]) == {}
+    assert two.complete(1, [2]) and two.take([1]) == {1: [4, 5]}
+    assert not two.complete(0, [0, 1]) and two.take([0]) == {0: [6]}
+    assert two.complete(1, [3, 4]) and two.take([1]) == {}
+
+
+def test_a_piece_larger_than_the_room_runs_alone():
+    assert feed([[0, 1, 2], [3]], [1] * 4, engines=1, room=2).take([0]) == {0: [0, 1, 2]}
+
+
+def test_completions_travel_as_arrays():
+    """Their bytes are neither pickled number by number nor copied, where the transport can avoid that."""
+    completion, buffers = Completion([7] * 1000, [-0.5] * 1000, "stop", 1), []
+    rest = pickle.dumps(completion, protocol=5, buffer_callback=buffers.append)
+    assert sorted(memoryview(buffer).nbytes for buffer in buffers) == [4000, 4000] and len(rest) < 1000
+    assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)

@@ -1,0 +1,95 @@
+"""Which engine generates which requests, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from trainer.generation.engine import Request
+
+
+class Feed:
+    """Shares out requests over engines. Each piece goes to the engine that has the least left to do.
+
+    Args:
+        pieces: requests, by their place, that one engine generates together; the most expensive ones first.
+        costs: of one request, by its place.
+        engines: number of engines.
+        room: most requests that an engine has at a time, unless one piece is larger. None: no limit.
+    """
+
+    def __init__(self, pieces: Iterable[list[int]], costs: Sequence[float], engines: int, room: int | None):
+        self._waiting = deque(pieces)
+        self._costs = costs
+        self._room = room
+        self._held = [0] * engines
+        self._load = [0.0] * engines
+
+    def take(self, engines: Iterable[int]) -> dict[int, list[int]]:
+        """Return the requests that `engines` get now. Engines that get nothing are left out."""
+        given: dict[int, list[int]] = {}
+        able = list(engines)
+        while self._waiting:
+            able = [engine for engine in able if self._fits(engine, self._waiting[0])]
+            if not able:
+                break
+            engine = min(able, key=lambda engine: self._load[engine])
+            piece = self._waiting.popleft()
+            given.setdefault(engine, []).extend(piece)
+            self._count(engine, piece, 1)
+        return given
+
+    def complete(self, engine: int, requests: Iterable[int]) -> bool:
+        """Note that an engine has generated `requests`. Return whether it has others left."""
+        self._count(engine, requests, -1)
+        return self._held[engine] > 0
+
+    def _fits(self, engine: int, piece: Sequence[int]) -> bool:
+        held = self._held[engine]
+        return self._room is None or held == 0 or held + len(piece) <= self._room
+
+    def _count(self, engine: int, requests: Iterable[int], sign: int) -> None:
+        for i in requests:
+            self._held[engine] += sign
+            self._load[engine] += sign * self._costs[i]
+
+
+def request_costs(requests: Sequence[Request], max_tokens: int) -> list[float]:
+    """Return the most tokens that each request can take. A prompt counts once for all its completions."""
+    counts: dict[bytes, int] = {}
+    for request in requests:
+        prompt = request.prompt_token_ids.tobytes()
+        counts[prompt] = counts.get(prompt, 0) + 1
+    return [max_tokens + len(r.prompt_token_ids) / counts[r.prompt_token_ids.tobytes()] for r in requests]
+
+
+def by_prompt(requests: Sequence[Request], max_tokens: int, most: int | None = None) -> list[list[int]]:
+    """Return the places of the requests, those of one prompt together: an engine computes the prompt once.
+
+    The most expensive prompts come first.
+
+    Args:
+        most: longest piece; a prompt with more completions is cut.
+    """
+    prompts: dict[bytes, list[int]] = {}
+    for i, request in enumerate(requests):
+        prompts.setdefault(request.prompt_token_ids.tobytes(), []).append(i)
+    longest_first = sorted(
+        prompts.values(), key=lambda rows: (-len(requests[rows[0]].prompt_token_ids) - len(rows) * max_tokens, rows[0])
+    )
+    size = most or max(1, len(requests))
+    return [rows[start : start + size] for rows in longest_first for start in range(0, len(rows), size)]
+
+
+def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list[int]]:
+    """Return batches of at most `most` requests with prompts of similar length, the longest first.
+
+    There are as many batches for each of `engines`, and of the same size as far as possible. Which requests share a
+    batch does not depend on how fast the engines are, because it can change the last bits of log-probs.
+    """
+    order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
+    if not order:
+        return []
+    rounds = -(-len(order) // (engines * most))
+    size = -(-len(order) // (engines * rounds))
+    return [order[start : start + size] for start in range(0, len(order), size)][::-1]
