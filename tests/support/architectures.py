@@ -20,7 +20,7 @@ from transformers import (
 VOCABULARY = 48
 WINDOW = 5  # tokens, of the layers with a sliding window
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,13 +38,13 @@ _SHAPE = {
 _LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 ARCHITECTURES: dict[str, PretrainedConfig] = {
-    "qwen2": Qwen2Config(**_SHAPE),
-    "qwen2 with a window": Qwen2Config(**_SHAPE, **_LAYERS, use_sliding_window=True),
-    "qwen3": Qwen3Config(**_SHAPE),
-    "llama": LlamaConfig(**_SHAPE),
-    "gemma": GemmaConfig(**_SHAPE),
-    "gemma2": Gemma2Config(**_SHAPE, **_LAYERS, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
-    "gemma3": Gemma3TextConfig(**_SHAPE, **_LAYERS, query_pre_attn_scalar=16),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2 with a window": Qwen2Config(**SHAPE, **_LAYERS, use_sliding_window=True),
+    "qwen3": Qwen3Config(**SHAPE),
+    "llama": LlamaConfig(**SHAPE),
+    "gemma": GemmaConfig(**SHAPE),
+    "gemma2": Gemma2Config(**SHAPE, **_LAYERS, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
+    "gemma3": Gemma3TextConfig(**SHAPE, **_LAYERS, query_pre_attn_scalar=16),
 }
 
 

@@ -118,6 +118,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.num_workers",
     "trainer.replicas",
     "trainer.context_parallel",
+    "trainer.tensor_parallel",
     "trainer.device",
     "trainer.colocate_roles",
     "trainer.ray_address",

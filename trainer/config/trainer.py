@@ -36,6 +36,9 @@ class TrainerConfig(Section):
     context_parallel: int = number(1, at_least=1)
     """Ranks that share the tokens of a micro-batch, for long sequences: each computes a part of the tokens and, in the
     attention, a part of the heads (Ulysses). It divides the number of attention heads."""
+    tensor_parallel: int = number(1, at_least=1)
+    """Ranks that share each matrix of a model, by the model's own Hugging Face plan. It divides the numbers of
+    attention heads, of key and value heads, and of tokens in the vocabulary."""
     device: str = choice("auto", ("auto", "cpu", "cuda"))
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has it and the installed vLLM can use it."""
     colocate_roles: bool = True
@@ -161,7 +164,7 @@ class TrainerConfig(Section):
             refuse(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
 
     def _check_layout(self, config: Config) -> None:
-        axes = ["replicas", "context_parallel"]
+        axes = ["replicas", "context_parallel", "tensor_parallel"]
         used = [axis for axis in axes if getattr(self, axis) > 1]
         if self.num_workers % math.prod(getattr(self, axis) for axis in used):
             product = " x ".join(f"trainer.{axis}={getattr(self, axis)}" for axis in used)

@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+COLWISE = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
+"""Styles of Hugging Face plans that split the outputs of a layer, and whether its result is put together again."""
+ROWWISE = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
+"""Styles that split the inputs of a layer, and whether it gets them whole."""
+PARTIAL = {"replicated_with_grad_allreduce"}
+"""Styles of parameters that are whole, of whose gradients each rank has a part."""
+
+
 def check_axes(cfg: Config, model_path: str) -> None:
     """Check that the models of a run can be split over the ranks as the config says, before they are loaded.
 
@@ -21,7 +29,7 @@ def check_axes(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: a model cannot be split.
     """
-    if cfg.trainer.context_parallel == 1:
+    if cfg.trainer.context_parallel == cfg.trainer.tensor_parallel == 1:
         return
     paths = [model_path, *([cfg.trainer.critic.path] if cfg.trainer.critic.path else [])]
     for path in map(resolve_model_path, paths):
@@ -30,10 +38,28 @@ def check_axes(cfg: Config, model_path: str) -> None:
 
 def check_model_axes(cfg: Config, model: PretrainedConfig | Any) -> None:
     """Check one model (see `check_axes`)."""
-    context = cfg.trainer.context_parallel
+    context, tensor = cfg.trainer.context_parallel, cfg.trainer.tensor_parallel
     heads = getattr(model, "num_attention_heads", None)
-    if context > 1 and (heads is None or heads % context):
-        refuse_axis("context_parallel", context, f"must divide the attention heads of the model, and it has {heads}")
+    if tensor > 1:
+        plan, kind = getattr(model, "base_model_tp_plan", None), f"models of the type {model.model_type}"
+        if not plan:
+            refuse_axis("tensor_parallel", tensor, f"{kind} have no tensor parallel plan in transformers")
+        unknown = sorted(set(plan.values()) - {*COLWISE, *ROWWISE, *PARTIAL})
+        if unknown:
+            refuse_axis(
+                "tensor_parallel", tensor, f"{kind} need the parallel style {unknown[0]}, which is not supported"
+            )
+        sizes = {"attention heads": heads, "tokens in the vocabulary": model.vocab_size}
+        sizes["key and value heads"] = getattr(model, "num_key_value_heads", None) or heads
+        for name, size in sizes.items():
+            if size is None or size % tensor:
+                refuse_axis("tensor_parallel", tensor, f"must divide the number of {name} of the model, {size}")
+    if context > 1 and (heads is None or heads // tensor % context):
+        on_each = " on each rank of trainer.tensor_parallel" if tensor > 1 else ""
+        share = heads and heads // tensor
+        refuse_axis(
+            "context_parallel", context, f"must divide the number of attention heads of the model{on_each}, {share}"
+        )
 
 
 def refuse_axis(axis: str, size: int, problem: str) -> None:

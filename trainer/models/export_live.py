@@ -8,6 +8,7 @@ weight sync through shared memory both use this writer.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -119,16 +120,13 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     try:
         for name, tensor in merged_tensors(module):
             slot = layout.slots[name]
-            part = _own_rows(tensor)
+            part = _own_block(tensor)
             if part is None:
                 continue
-            first_row, rows = part
+            first, block = part
             if slot.file not in open_files:
                 open_files[slot.file] = _open_no_link(os.path.join(directory, slot.file), os.O_WRONLY)
-            row_bytes = slot.dtype.itemsize * (rows[0].numel() if rows.dim() else 1)
-            rows = rows.to(slot.dtype)  # on the device: a copy that also casts would move float32 and cast on the CPU
-            data = rows.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-            _write_all(open_files[slot.file], memoryview(data), slot.offset + first_row * row_bytes)
+            _write_block(open_files[slot.file], slot, first, block)
     finally:
         for handle in open_files.values():
             os.close(handle)
@@ -136,22 +134,36 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     return sorted(layout.headers)
 
 
-def _own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
-    """Return this rank's rows and the index of the first; None: another rank writes them, or there are no rows."""
+def _own_block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+    """Return the part that this rank has and the indices of its first entry.
+
+    It has some rows, or some columns of some rows. None: another rank writes it, or it is empty.
+    """
     if not isinstance(tensor, DTensor):
-        return (0, tensor) if dist.get_rank() == 0 else None
+        return ((0,) * tensor.dim(), tensor) if dist.get_rank() == 0 else None
     mesh = tensor.device_mesh
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            if mesh.get_local_rank(axis) != 0:  # the first replica writes
-                return None
-        else:
-            assert placement.is_shard(0), f"rows are written whole, but the tensor is placed as {placement}"
+        if isinstance(placement, Replicate) and mesh.get_local_rank(axis) != 0:  # the first replica writes
+            return None
     local = tensor.to_local()
+    assert local.shape[2:] == tensor.shape[2:], f"a tensor of shape {tensor.shape} is placed as {tensor.placements}"
     if local.numel() == 0:
         return None
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    return offset[0] if offset else 0, local
+    return tuple(offset), local
+
+
+def _write_block(handle: int, slot: Slot, first: tuple[int, ...], block: Tensor) -> None:
+    """Write a part of a tensor, whose first entry has the indices `first`, to its place in the file."""
+    strides = [math.prod(slot.shape[axis + 1 :]) * slot.dtype.itemsize for axis in range(len(slot.shape))]
+    start = slot.offset + sum(index * stride for index, stride in zip(first, strides, strict=True))
+    block = block.to(slot.dtype)  # on the device: a copy that also casts would move float32 and cast on the CPU
+    data = memoryview(block.to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+    # A block of whole rows is one run of bytes in the file. Of other blocks, each row is.
+    runs = 1 if block.shape[1:] == slot.shape[1:] else len(block)
+    size = len(data) // runs
+    for run in range(runs):
+        _write_all(handle, data[run * size : (run + 1) * size], start + (run * strides[0] if run else 0))
 
 
 def _open_no_link(path: str, flags: int) -> int:

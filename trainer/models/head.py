@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from trainer.parallel.collectives import Peers
 
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
 """Tokens whose logits exist at the same time: enough for fast matrix products."""
@@ -34,6 +37,46 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """The part of the vocabulary whose logits this rank computes."""
+
+    first: int = 0
+    peers: Peers | None = None
+    """The ranks that have the other parts. None: this rank has the whole vocabulary."""
+
+    def highest(self, z: Tensor) -> Tensor:
+        """Return the highest of all logits `(n, 1)`, of those of this rank."""
+        highest = z.amax(dim=-1, keepdim=True)
+        return highest if self.peers is None else self.peers.highest(highest)
+
+    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Return sums `(n,)` over the whole vocabulary, of those of this rank."""
+        return sums if self.peers is None else tuple(self.peers.total(torch.stack(sums)))
+
+    def pick(self, z: Tensor, targets: Tensor) -> Tensor:
+        """Return the entries `(n,)` of the targets; 0 if another rank has the target."""
+        if self.peers is None:
+            return z.gather(-1, targets[:, None])[:, 0]
+        places, own = self._places(z, targets)
+        return z.gather(-1, places[:, None])[:, 0] * own
+
+    def add(self, z: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Add values `(n,)` to the entries of the targets that this rank has."""
+        if self.peers is not None:
+            targets, own = self._places(z, targets)
+            values = values * own
+        z.scatter_add_(-1, targets[:, None], values[:, None])
+
+    def _places(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        places = targets - self.first
+        own = (places >= 0) & (places < z.shape[1])
+        return places * own, own
+
+
+_WHOLE = Vocabulary()
+
+
+@dataclass(frozen=True)
 class Wanted:
     """The tokens of a row whose log-probs are wanted."""
 
@@ -47,29 +90,37 @@ class Wanted:
     """What to compute of the entropies: `value`, `grad` (the value, with gradients) or None (nothing)."""
 
 
-def set_head(lm: PreTrainedModel) -> None:
+def set_head(lm: PreTrainedModel) -> bool:
     """Replace the `forward` of `lm`, which will not return logits.
 
     It takes token ids `(1, N)`, `Wanted` and a dict of further arguments of the model. It returns the log-probs `(n,)`
     of the wanted tokens and the entropies `(n,)` of their distributions (or None), in nats, at least float32.
 
     A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
+
+    If the weight of the output layer is a DTensor, each rank of its mesh has the rows of a part of the vocabulary.
+
+    Returns:
+        whether logits are computed for some tokens at a time.
     """
     head = find_head(lm)
     if head is None:
         lm.forward = functools.partial(_whole_forward, lm, lm.forward)
     else:
         lm.forward = functools.partial(_chunked_forward, lm, head)
+    return head is not None
 
 
 def _chunked_forward(
     lm: PreTrainedModel, head: Head, input_ids: Tensor, wanted: Wanted, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
-    weight = lm.get_output_embeddings().weight
-    return _ChunkedScores.apply(
-        states[0, wanted.places], weight, wanted.targets, head, wanted.temperature, wanted.entropy
-    )
+    hidden, weight, part = states[0, wanted.places], lm.get_output_embeddings().weight, _WHOLE
+    if isinstance(weight, DTensor):
+        peers = Peers.along(weight.device_mesh)
+        hidden, weight = peers.shared(hidden), weight.to_local()
+        part = Vocabulary(peers.rank * len(weight), peers)
+    return _ChunkedScores.apply(hidden, weight, wanted.targets, head, wanted.temperature, wanted.entropy, part)
 
 
 def _whole_forward(
@@ -97,26 +148,33 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, temperature: float, entropy: str | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: Head,
+        temperature: float,
+        entropy: str | None,
+        part: Vocabulary = _WHOLE,
     ) -> tuple[Tensor, Tensor | None]:
         n = len(hidden)
         logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
         normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for chunk in _chunks(n, weight):
             z = _logits(hidden[chunk], weight, head, temperature)
-            highest = z.amax(dim=-1, keepdim=True)
+            highest = part.highest(z)
             z -= highest
-            chosen = z.gather(-1, targets[chunk, None])[:, 0]
+            chosen = part.pick(z, targets[chunk])
             if entropy is None:
-                total = z.exp_().sum(dim=-1)
+                chosen, total = part.total(chosen, z.exp_().sum(dim=-1))
             else:
                 p = z.exp()
-                total = p.sum(dim=-1)
-                entropies[chunk] = total.log() - torch.linalg.vecdot(p, z) / total
+                chosen, total, dot = part.total(chosen, p.sum(dim=-1), torch.linalg.vecdot(p, z))
+                entropies[chunk] = total.log() - dot / total
             logprobs[chunk] = chosen - total.log()
             normalizers[chunk] = total.log() + highest[:, 0]
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
-        ctx.options = head, temperature, entropy
+        ctx.options = part, head, temperature, entropy
         if entropy is None:
             return logprobs, None
         if entropy != "grad":
@@ -126,7 +184,7 @@ class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
-        head, temperature, entropy = ctx.options
+        part, head, temperature, entropy = ctx.options
         of_logprobs, of_entropies = grads
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if ctx.needs_input_grad[1] else None
@@ -144,7 +202,7 @@ class _ChunkedScores(torch.autograd.Function):
                 z.exp_()
                 z *= of_logprobs[chunk, None]
             # z is now minus the gradient, but for the term of the target.
-            z.scatter_add_(-1, targets[chunk, None], -of_logprobs[chunk, None])
+            part.add(z, targets[chunk], -of_logprobs[chunk])
             if slope is not None:
                 z *= slope
             z *= -head.scale / temperature
@@ -153,7 +211,7 @@ class _ChunkedScores(torch.autograd.Function):
                 d_hidden[chunk] = d_logits @ weight
             if d_weight is not None:
                 _add_product(d_weight, d_logits.T, hidden[chunk])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(n: int, weight: Tensor) -> list[slice]:

@@ -29,6 +29,7 @@ from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
 from trainer.models.head import set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
+from trainer.models.tensor import share_matrices
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model
 
@@ -56,7 +57,7 @@ def load_causal_lm(
     lm.requires_grad_(not frozen)
     if lora is not None and lora.rank is not None:
         add_adapters(lm, lora, "trainer.policy.lora")
-    return _shard_and_fill(lm, model, path, layout, fsdp, seed)
+    return _shard_and_fill(lm, lm.base_model_prefix, model, path, layout, fsdp, seed)
 
 
 def load_critic(
@@ -68,7 +69,7 @@ def load_critic(
         critic = CriticModel(lm.base_model, lm.base_model_prefix)
     if lora is not None and lora.rank is not None:
         add_adapters(critic, lora, "trainer.critic.lora", heads=("value_head.",))
-    return _shard_and_fill(critic, model, path, layout, fsdp, seed)
+    return _shard_and_fill(critic, lm.base_model_prefix, model, path, layout, fsdp, seed)
 
 
 def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module:
@@ -84,7 +85,10 @@ def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module
     set_attention(lm)
     if layout.context is not None and lm.config._attn_implementation != PACKED:
         refuse_axis("context_parallel", layout.context.size, f"{type(lm).__name__} needs all tokens on one rank")
-    set_head(lm)
+    has_linear_head = set_head(lm)
+    if layout.tensor_mesh is not None and not has_linear_head:
+        problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"
+        refuse_axis("tensor_parallel", layout.tensor_mesh.size(), problem)
     return lm
 
 
@@ -98,7 +102,7 @@ def _disable_dropout(lm: nn.Module) -> None:
 
 
 def _shard_and_fill(
-    module: nn.Module, model: ModelConfig, path: str, layout: Layout, fsdp: FSDPConfig, seed: int
+    module: nn.Module, backbone: str, model: ModelConfig, path: str, layout: Layout, fsdp: FSDPConfig, seed: int
 ) -> nn.Module:
     device = layout.device
     for parameter in module.parameters():
@@ -106,6 +110,8 @@ def _shard_and_fill(
             parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
     # Keep the buffers (rotary frequencies), which are not on the meta device: to_empty would leave them uninitialised.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    if layout.tensor_mesh is not None:
+        share_matrices(module, backbone, layout.tensor_mesh)
     shard_model(module, layout.fsdp_mesh, fsdp)
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():

@@ -38,12 +38,15 @@ class Adapter:
     scale: float
 
     def merged_into(self, weight: Tensor) -> Tensor:
-        """Return W + scale B A in float32, sharded like `weight`. A collective. B is sharded by rows, like W."""
+        """Return W + scale B A in float32, sharded like `weight`. A collective. B has the same rows as W."""
         a = full(self.a).float()
         if not isinstance(weight, DTensor):
             return weight.float() + self.scale * (self.b.float() @ a)
-        assert isinstance(self.b, DTensor) and self.b.placements == weight.placements, (self.b, weight)
+        assert isinstance(self.b, DTensor)
         rows, base = self.b.to_local().float(), weight.to_local().float()
+        assert len(rows) == len(base), (self.b, weight)
+        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        a = a[:, offset[1] : offset[1] + base.shape[1]]
         return DTensor.from_local(
             base + self.scale * (rows @ a.to(rows.device)),
             weight.device_mesh,

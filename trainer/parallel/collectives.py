@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Peers:
     rank: int
     """The number of this rank among them."""
     size: int
+
+    @classmethod
+    def along(cls, mesh: DeviceMesh) -> Peers:
+        """Return the ranks of a mesh with one axis."""
+        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of the parts of all peers.
@@ -32,6 +38,12 @@ class Peers:
         The gradients of all peers are added up.
         """
         return _Shared.apply(whole, self.group)
+
+    def highest(self, values: Tensor) -> Tensor:
+        """Return the highest value of all peers at each place, without gradients."""
+        highest = values.detach().clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+        return highest
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Send `parts[i]` to peer i; returns what came from each peer, in their order."""

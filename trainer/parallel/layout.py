@@ -18,20 +18,23 @@ class Layout:
 
     Args:
         device: `cpu` or `cuda`.
-        replicas, context: sizes of `replicate` and `context`; their product divides the number of ranks.
+        replicas, context, tensor: sizes of `replicate`, `context` and `tensor`; their product divides the number of
+            ranks.
     """
 
-    def __init__(self, device: str, replicas: int = 1, context: int = 1):
-        world_size, tensor = dist.get_world_size(), 1
+    def __init__(self, device: str, replicas: int = 1, context: int = 1, tensor: int = 1):
+        world_size = dist.get_world_size()
         assert world_size % (replicas * context * tensor) == 0, (world_size, replicas, context, tensor)
         self.device = device
         self.rank = dist.get_rank()
         shards = world_size // (replicas * context * tensor)
         self.sizes = {"replicate": replicas, "shard": shards, "context": context, "tensor": tensor}
 
-        axes = {"replicate": replicas, "shard": shards * context}
+        axes = {"replicate": replicas, "shard": shards * context, "tensor": tensor}
         axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
-        self.fsdp_mesh: DeviceMesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.tensor_mesh: DeviceMesh | None = mesh["tensor"] if tensor > 1 else None
+        self.fsdp_mesh: DeviceMesh = mesh[tuple(name for name in axes if name != "tensor")] if tensor > 1 else mesh
         self.context = self._context_peers() if context > 1 else None
 
     def _context_peers(self) -> Peers:

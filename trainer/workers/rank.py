@@ -61,10 +61,11 @@ class Rank:
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
-        self.layout = Layout(self.device, self.cfg.trainer.replicas, self.cfg.trainer.context_parallel)
+        t = self.cfg.trainer
+        self.layout = Layout(self.device, t.replicas, t.context_parallel, t.tensor_parallel)
         self.saver = BackgroundSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
-        seed = key(self.cfg.trainer.seed, "rank", self.layout.data_rank)
+        seed = key(t.seed, "rank", self.layout.data_rank)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

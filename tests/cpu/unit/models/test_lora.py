@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
@@ -16,7 +16,6 @@ from tests.support.training import (
     assembled,
     assert_close,
     config,
-    config_with_replicas,
     first_step,
     load_then_step,
     make_batch,
@@ -81,10 +80,14 @@ def logprobs_of(model) -> np.ndarray:
         return torch.nn.functional.pad(logprobs, (1, 0)).numpy()
 
 
-@pytest.mark.parametrize("ranks, replicas", [(2, 1), (4, 2)])
-def test_adapters_do_not_depend_on_ranks_or_replicas(model_path, single_rank, tmp_path, ranks, replicas):
+@pytest.mark.parametrize(
+    "ranks, axes",
+    [(2, {}), (4, {"replicas": 2}), (2, {"tensor_parallel": 2}), (4, {"tensor_parallel": 2, "context_parallel": 2})],
+    ids=str,
+)
+def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path, ranks, axes):
     expected, out = single_rank
-    results = run_ranks(ranks, train, model_path, str(tmp_path), cfg=lora_config(replicas=replicas))
+    results = run_ranks(ranks, train, model_path, str(tmp_path), cfg=lora_config(**axes))
     for ours, theirs in zip(results[0]["metrics"], expected["metrics"], strict=True):
         assert_close(ours, theirs)
     for name in ("logprobs", "values"):
@@ -94,7 +97,10 @@ def test_adapters_do_not_depend_on_ranks_or_replicas(model_path, single_rank, tm
     assert set(ours) == set(theirs)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
     assert all(torch.equal(results[1]["streamed"][name], ours[name]) for name in ours)
-    assert results[1]["adapter"][1] is None
+    assert results[0]["adapter"][0] == expected["adapter"][0] and results[1]["adapter"][1] is None
+    ours, theirs = (load(result["adapter"][1]) for result in (results[0], expected))
+    assert set(ours) == set(theirs)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
 
 
 def test_adapters_alone_are_trained_and_kept(model_path, single_rank):
@@ -125,12 +131,12 @@ def test_merged_weights_and_peft_equal_the_ranks(model_path, single_rank, tmp_pa
     assert np.abs(logprobs_of(PeftModel.from_pretrained(base, tmp_path)) - expected)[MASK].max() < 1e-5
 
 
-def test_adapters_resume_on_any_number_of_ranks(model_path, tmp_path):
+def test_adapters_resume_under_any_layout(model_path, tmp_path):
     directory, cfg = str(tmp_path), lora_config()
     uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
     assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
-    for ranks, replicas in ((1, 1), (4, 2)):
-        results = run_ranks(ranks, load_then_step, model_path, directory, cfg=config_with_replicas(cfg, replicas))[0]
+    for ranks, axes in ((1, {}), (4, {"replicas": 2}), (4, {"tensor_parallel": 2})):
+        results = run_ranks(ranks, load_then_step, model_path, directory, cfg=lora_config(**axes))[0]
         for ours, theirs in zip(results, uninterrupted, strict=True):
             assert_close(ours, theirs)
 

@@ -1,21 +1,35 @@
-"""Ranks that share the tokens of a micro-batch: gradients and losses are those of one rank."""
+"""Ranks that share the tokens of a micro-batch, or the matrices of a model, compute what one rank computes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
+from tests.support.architectures import ARCHITECTURES, SHAPE, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
-from tests.support.training import GROUPS, assembled, config, make_batch, update
-from trainer.config import Config
+from tests.support.training import (
+    GROUPS,
+    assembled,
+    assert_close,
+    config,
+    load_then_step,
+    make_batch,
+    save_then_step,
+    stream_and_write,
+    update,
+)
+from trainer.config import Config, TinyConfig
 from trainer.errors import UserError
 from trainer.models.axes import check_model_axes
+from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
 LAYOUTS = {
@@ -23,6 +37,10 @@ LAYOUTS = {
     "2 shares in 2 contexts each": (4, {"context_parallel": 2}),
     "2 replicas in 2 contexts each": (4, {"context_parallel": 2, "replicas": 2}),
     "more contexts than key and value heads": (4, {"context_parallel": 4}),
+    "2 tensor ranks": (2, {"tensor_parallel": 2}),
+    "2 shares on 2 tensor ranks each": (4, {"tensor_parallel": 2}),
+    "2 replicas on 2 tensor ranks each": (4, {"tensor_parallel": 2, "replicas": 2}),
+    "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
 
 
@@ -73,6 +91,15 @@ def model_path(request, tmp_path_factory) -> str:
     return path
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tiny_path(request, tmp_path_factory) -> str:
+    """Four heads of queries, keys and values each; layers whose parts no number of ranks divides evenly."""
+    path = str(tmp_path_factory.mktemp("tiny"))
+    shape = TinyConfig(hidden_size=60, intermediate_size=132, num_kv_heads=4, tie_word_embeddings=request.param, seed=3)
+    build_tiny(shape, path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def one_rank(model_path) -> dict:
     return run_ranks(1, gradients, model_path, cfg=settings())[0]
@@ -92,8 +119,44 @@ def test_gradients_do_not_depend_on_the_layout(model_path, one_rank, name):
     mask = make_batch()["mask"]
     for name in ("logprobs", "values"):
         ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [one_rank]))
-        difference = np.abs(ours - theirs) * mask
-        assert difference.max() < 1e-5, name
+        np.testing.assert_allclose(ours * mask, theirs * mask, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+WHOLE = (1, {})
+FOUR_SHARES = (4, {})
+TWO_BY_TWO = (4, {"tensor_parallel": 2})
+TWO_CONTEXTS = (4, {"context_parallel": 2})
+
+
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [
+        (TWO_BY_TWO, [FOUR_SHARES, TWO_CONTEXTS, WHOLE]),
+        (FOUR_SHARES, [TWO_BY_TWO]),
+        (TWO_CONTEXTS, [TWO_BY_TWO, WHOLE]),
+        (WHOLE, [(4, {"tensor_parallel": 2, "context_parallel": 2})]),
+    ],
+    ids=["tensor", "data", "context", "one rank"],
+)
+def test_a_state_continues_under_any_layout(tiny_path, saved, resumed, tmp_path):
+    cfg, directory = config(max_tokens_per_micro_batch=70), str(tmp_path)
+    undisturbed = run_ranks(saved[0], save_then_step, tiny_path, directory, cfg=of_layout(cfg, **saved[1]))[0]
+    again = run_ranks(saved[0], load_then_step, tiny_path, directory, cfg=of_layout(cfg, **saved[1]))[0]
+    assert again == undisturbed
+    for ranks, axes in resumed:
+        results = run_ranks(ranks, load_then_step, tiny_path, directory, cfg=of_layout(cfg, **axes))[0]
+        for ours, theirs in zip(results, undisturbed, strict=True):
+            assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("axes", [{"tensor_parallel": 2}, {"tensor_parallel": 4}, {"context_parallel": 2}], ids=str)
+def test_written_and_streamed_weights_do_not_depend_on_the_layout(tiny_path, tmp_path, axes):
+    streamed = run_ranks(4, stream_and_write, tiny_path, str(tmp_path), cfg=config(**axes))
+    written, start = load_file(f"{tmp_path}/model.safetensors"), load_file(f"{tiny_path}/model.safetensors")
+    assert set(start) == set(written) == set(streamed[3])
+    for name, tensor in written.items():
+        assert torch.equal(tensor, start[name].bfloat16()), name
+        assert torch.equal(tensor, streamed[3][name]), name
 
 
 def draws(rank: Rank) -> float:
@@ -105,7 +168,71 @@ def test_ranks_with_the_same_share_of_the_data_draw_the_same_numbers():
     assert first == second != third == fourth
 
 
-def test_heads_must_be_divisible_by_the_contexts():
-    cfg = of_layout(Config(), context_parallel=3)
-    with pytest.raises(UserError, match="trainer.context_parallel=3: must divide the attention heads .* it has 4$"):
-        check_model_axes(cfg, ARCHITECTURES["llama"])
+@pytest.mark.parametrize(
+    "axes, model, problem",
+    [
+        (
+            {"context_parallel": 3},
+            ARCHITECTURES["llama"],
+            "trainer.context_parallel=3: must divide the number of attention heads of the model, 4",
+        ),
+        (
+            {"context_parallel": 4, "tensor_parallel": 2},
+            ARCHITECTURES["llama"],
+            "trainer.context_parallel=4: must divide the number of attention heads of the model on each rank of "
+            "trainer.tensor_parallel, 2",
+        ),
+        (
+            {"tensor_parallel": 4},
+            ARCHITECTURES["llama"],
+            "trainer.tensor_parallel=4: must divide the number of key and value heads of the model, 2",
+        ),
+        (
+            {"tensor_parallel": 2},
+            LlamaConfig(vocab_size=49),
+            "trainer.tensor_parallel=2: must divide the number of tokens in the vocabulary of the model, 49",
+        ),
+        (
+            {"tensor_parallel": 2},
+            GPT2Config(),
+            "trainer.tensor_parallel=2: models of the type gpt2 have no tensor parallel plan in transformers",
+        ),
+        (
+            {"tensor_parallel": 2},
+            Qwen3MoeConfig(),
+            "trainer.tensor_parallel=2: models of the type qwen3_moe need the parallel style moe_tp_experts, which is "
+            "not supported",
+        ),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_by_its_config(axes, model, problem):
+    with pytest.raises(UserError, match=f"^{re.escape(problem)}$"):
+        check_model_axes(of_layout(Config(), **axes), model)
+
+
+def build(rank: Rank, path: str) -> None:
+    rank.build(["policy"], path)
+
+
+@pytest.mark.parametrize(
+    "axes, model, problem",
+    [
+        (
+            {"tensor_parallel": 2},
+            Qwen3Config(**SHAPE | {"intermediate_size": 65}),
+            "trainer.tensor_parallel=2: must divide the 65 outputs of layers.0.mlp.gate_proj",
+        ),
+        (
+            {"tensor_parallel": 2},
+            PhiConfig(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2),
+            "trainer.tensor_parallel=2: the output layer of PhiForCausalLM is more than one linear layer without a "
+            "bias",
+        ),
+    ],
+    ids=["layer", "head"],
+)
+def test_what_a_model_cannot_do_is_refused_before_it_is_loaded(axes, model, problem, tmp_path):
+    model.architectures = [type(AutoModelForCausalLM.from_config(model)).__name__]
+    model.save_pretrained(tmp_path)  # there are no weights to load
+    with pytest.raises(UserError, match=f"^{re.escape(problem)}$"):
+        run_ranks(2, build, str(tmp_path), cfg=config(**axes))
