@@ -1,8 +1,10 @@
 """Exceptions of the project, and errors as one line of text."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _LONGEST_TEXT = 200
+AGAIN = "restart the job with the same command"
 
 
 class UserError(ValueError):
@@ -15,7 +17,59 @@ class UserError(ValueError):
 
 
 class WorkerError(RuntimeError):
-    """A worker process died without raising an exception (killed, out of memory, node lost)."""
+    """A process of the job died, does not answer, takes too long, or has no memory left.
+
+    Args:
+        fact: what happened.
+        advice: what the user can do, if the job does not recover by itself.
+        cause: `killed`, `silent`, `late`, `memory`, or `cluster` (a part of Ray died). Empty: another cause.
+    """
+
+    def __init__(self, fact: str, advice: str = "", cause: str = ""):
+        super().__init__(f"{fact}; {advice}" if advice else fact)
+        self.fact = fact
+        self.cause = cause
+
+    def __reduce__(self) -> tuple:
+        return _as_it_was, (str(self), self.fact, self.cause)
+
+
+def _as_it_was(text: str, fact: str, cause: str) -> WorkerError:
+    error = WorkerError(text, cause=cause)
+    error.fact = fact
+    return error
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The process of the job in which an exception was raised, or whose death it reports."""
+
+    name: str
+    """Kind and number, such as `rank 1`."""
+    node: str = ""
+    """Address of its machine; empty if it is not known."""
+
+    @property
+    def role(self) -> str:
+        """Kind of the process: `rank`, `critic rank`, `engine`."""
+        return self.name.rstrip(" 0123456789")
+
+
+def set_origin(error: Exception, origin: Origin) -> None:
+    """Note in which process `error` was raised."""
+    error._origin = origin  # type: ignore[attr-defined]
+
+
+def origin_of(error: BaseException) -> Origin | None:
+    """Return the process in which `error` was raised; None: in the driver."""
+    return getattr(error, "_origin", None)
+
+
+class JobFault(RuntimeError):
+    """The run itself is at fault: it failed in the same way again when its step was repeated.
+
+    The command line exits with status 3. The same command would fail again.
+    """
 
 
 class NonFiniteError(RuntimeError):

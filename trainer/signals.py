@@ -128,6 +128,10 @@ class Signals:
             self._steps = "after"
             self._handled = max(self._handled, min(self._count, 1))  # the steps have handled the first signal
 
+    def restarting(self) -> None:
+        """Note that the steps are interrupted: until they begin again, a signal ends the run without a save."""
+        self._steps = "interrupted"
+
     def check(self) -> None:
         """Raise the exception that a signal asks for, once. A safe point. Does nothing on other threads.
 
@@ -167,6 +171,10 @@ class Signals:
             )
         if self._steps == "before":
             return Stopped(f"stopped by {self.first} before the first step of this start, so nothing is lost; {_AGAIN}")
+        if self._steps == "interrupted":
+            return Stopped(
+                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {_AGAIN}"
+            )
         return Stopped(f"stopped by {self.first} after the last step; {_AGAIN}")
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -38,6 +38,7 @@ from trainer.models.export import PolicyExporter, export_target
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
 from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
+from trainer.run.recovery import Recovery
 from trainer.run.replay import ReplayAudit, tolerance_on
 from trainer.run.saves import SaveResults
 from trainer.run.schedule import SaveSchedule
@@ -48,6 +49,7 @@ from trainer.stages import stage
 
 LOG = logging.getLogger(__name__)
 _LAST_SAVE_TRIES = 4
+_SETTLE_S = 60.0
 
 _STATE: dict[Any, Shape] = {
     "step": is_count,
@@ -112,7 +114,9 @@ class Trainer:
         self.state = TrainerState()
         self.audit: ReplayAudit | None = None
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
-        self.saves = SaveResults(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
+        self.saves = self._save_results()
+        optimizer = "sft.optimizer" if directory.supervised else "trainer.policy.optimizer"
+        self.recovery = Recovery(t, stop, optimizer)
         self.exporter = PolicyExporter(
             learner.ranks,
             model_path,
@@ -128,25 +132,46 @@ class Trainer:
     # The loop
 
     def fit(self) -> None:
-        """Train up to `trainer.total_steps`.
+        """Train up to `trainer.total_steps`. If ranks fail, start new ones and continue from the last commit.
 
         Raises:
             Stopped: a signal or deadline asked for it; everything is saved.
             NotSavedError: the last save failed.
         """
+        begin = self.learner.kl.state_dict(), self.source.state_dict(), capture_rng()
+        failed = False
+        with self.source:
+            while True:
+                try:
+                    if failed:
+                        self._restart(*begin)
+                    return self._train()
+                except Exception as error:
+                    SIGNALS.restarting()
+                    self.recovery.accept(error, self.saves.last_good)
+                    failed = True
+                except Stopped as reason:
+                    self.recovery.stopped(reason)
+                    raise
+
+    def _train(self) -> None:
+        """Train from the last commit up to the last step: the same at the start of a job and after its ranks died."""
         with stage("loading the checkpoint"):
             self.load_checkpoint()
-        with self.source, self._open_tracker() as self.tracker, self._open_progress() as self.progress:
+        with self._open_tracker() as self.tracker, self._open_progress() as self.progress:
             self.health = self._health()
             self._announce()
             with stage("starting what generates and rewards"):
-                self.source.start(version=self.state.step + 1, fresh=self.directory.resume is None)
+                fresh = self.directory.resume is None and not self.recovery.restarted
+                self.source.start(version=self.state.step + 1, fresh=fresh)
+            self.recovery.complete()
             with stage("evaluating the start weights"):
                 self._evaluate_start_weights()
             with SIGNALS.between_steps(), self._saves_completed():
                 while self.state.step < self.cfg.trainer.total_steps:
                     step = self.state.step + 1
-                    with self.timer("step"), self._not_finite_in_words(step):
+                    self.recovery.begin_step(step)
+                    with self.timer("step"):
                         episodes = self.source.next(step)
                         experience = self.learner.score(episodes)
                         metrics = self._update(experience, step)
@@ -196,6 +221,30 @@ class Trainer:
         if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
             self.export(export_target(self.cfg, step))
         return metrics
+
+    def _restart(self, kl: dict[str, Any], data: dict[str, Any], rng: dict[str, Any]) -> None:
+        """Start new ranks, and go back to the state in which the run began. `_train` then loads the last commit.
+
+        Args:
+            kl, data, rng: states of the KL controller, the source and the random generators at the beginning.
+        """
+        with stage("starting the ranks again"):
+            self.checkpoints.wait(_SETTLE_S)  # a save under way is good if its ranks live
+            self.learner.close()
+            self.checkpoints.wait()
+            self.saves.collect(self.checkpoints.outcomes(), last=True)
+            self.recovery.wait()
+            self.directory.find_again()
+            self.recovery.lost_s = self.directory.lost_seconds()
+            self.state, self.audit, self.saves = TrainerState(), None, self._save_results()
+            if self.directory.resume is not None:
+                self.saves.last_good = self.directory.resume.checkpoint.path
+            self._wandb_run_id = self._exported = None
+            self.timer.take()
+            self.learner.kl.load_state_dict(kl)
+            self.source.load_state_dict(data)
+            restore_rng(rng)
+            self.learner.restart(self.model_path)
 
     def _accept_mismatch(self, problem: str) -> bool:
         """Apply `trainer.on_resume_mismatch` to a replayed step that differs from the log.
@@ -395,24 +444,13 @@ class Trainer:
         """Complete the saves that are under way before a sentence to the user ends the run."""
         try:
             yield
-        except UserError:
+        except (UserError, NonFiniteError):
             self._wait_for_saves()
             raise
 
-    @contextmanager
-    def _not_finite_in_words(self, step: int) -> Iterator[None]:
-        """Turn a loss or gradient that is not finite into a sentence, once the state before this step is safe."""
-        try:
-            yield
-        except NonFiniteError as error:
-            self._wait_for_saves()
-            last = self.saves.last_good
-            kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-            optimizer = "sft.optimizer" if self.directory.supervised else "trainer.policy.optimizer"
-            raise UserError(
-                f"step {step}: {error}; nothing was overwritten, {kept}. A lower {optimizer}.lr or "
-                f"{optimizer}.max_grad_norm may help."
-            ) from error
+    def _save_results(self) -> SaveResults:
+        t = self.cfg.trainer
+        return SaveResults(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
 
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg

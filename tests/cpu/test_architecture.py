@@ -17,6 +17,7 @@ LEAVES = {
     "errors",
     "failpoints",
     "hub",
+    "incidents",
     "keyed",
     "output",
     "plugins",

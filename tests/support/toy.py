@@ -6,6 +6,7 @@ A step adds its episodes to the number. For tests of what a run saves, restores,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -66,6 +67,13 @@ class ToyLearner:
     def __init__(self) -> None:
         self.ranks = ToyRanks()
         self.kl = FixedKL(0.0)
+
+    def close(self) -> None:
+        """The ranks are gone, and their state with them."""
+        self.ranks.number = math.nan
+
+    def restart(self, model_path: str) -> None:
+        self.ranks.number = 0.0
 
     def score(self, episodes: Any) -> Experience:
         drawn = np.asarray([float(episode.samples[0].token_ids[0]) for episode in episodes])

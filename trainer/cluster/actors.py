@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from trainer.cluster.groups import Group, Patience, failure_of, prepare_process
-from trainer.errors import WorkerError, one_line
+from trainer.errors import AGAIN, WorkerError, one_line
+
+_END_S = 10.0
 
 
 class _Host:
@@ -29,9 +33,9 @@ class _Host:
         return getattr(self._object, method)(*args, **kwargs)
 
     @ray.method(concurrency_group="pulse")
-    def pulse(self, _: str) -> str:
-        """Return the id and the node of this process. Answers during a call too."""
-        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
+    def pulse(self, _: str) -> tuple[int, str]:
+        """Return the id of this process and the address of its node. Answers during a call too."""
+        return os.getpid(), ray.util.get_node_ip_address()
 
     def where(self, _: str) -> dict[str, Any]:
         """Return the address and the id of the node, and the GPU ids of this actor."""
@@ -55,8 +59,10 @@ class _Actors:
         except RayError as error:
             raise _as_itself(error, name) from None
 
-    def kill(self, process: Any) -> None:
+    def kill(self, process: Any, at: tuple[int, str] | None) -> None:
         ray.kill(process, no_restart=True)
+        if at is not None and at[1] == ray.util.get_node_ip_address():
+            _end_stopped(at[0])  # Ray asks the process to end, and a stopped process does not hear it
 
 
 def launch_actors(
@@ -82,14 +88,25 @@ def _as_itself(error: RayError, name: str) -> Exception:
     if isinstance(error, RayTaskError):
         return failure_of(error.cause, name, str(error))
     if isinstance(error, RayActorError) and error.actor_init_failed:  # the text holds its traceback
-        return WorkerError(f"{name} died: {str(error).strip()}")
+        return WorkerError(f"{name} died: {str(error).strip()}", cause="killed")
+    cause = "killed"
     if isinstance(error, OutOfMemoryError):
-        reason = "Ray ended it, because the memory of its machine ran low"
+        reason, cause = "Ray ended it, because the memory of its machine ran low", "memory"
     elif isinstance(error, RayActorError):
         reason = "its process was killed or crashed, perhaps because memory ran out"
     else:
         reason = one_line(str(error))
     return WorkerError(
-        f"{name} died: {reason}; restart the job with the same command (its last output is among Ray's logs, those "
-        f"of a Ray that the job has started are in ray_logs of the run directory)"
+        f"{name} died: {reason}",
+        f"{AGAIN} (its last output is among Ray's logs, those of a Ray that the job has started are in ray_logs of the "
+        "run directory)",
+        cause,
     )
+
+
+def _end_stopped(pid: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if "ray::" in "".join(process.cmdline()):  # the id may belong to another process by now
+            process.kill()
+            process.wait(_END_S)  # the next process may need its memory, above all on a GPU

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import psutil
 
-from trainer.errors import UserError, WorkerError, memory_ran_out, one_line
+from trainer.errors import AGAIN, Origin, UserError, WorkerError, memory_ran_out, one_line, set_origin
 from trainer.output import guard_output, show_messages
 from trainer.signals import SIGNALS, Stopped
 
@@ -82,8 +82,9 @@ class Backend(Protocol):
         """Begin a call and return its ticket. Calls on different channels run at the same time.
 
         Args:
-            channel: `call` and `aside` run `method` of the object that the process hosts. `pulse` returns the id and
-                the node of the process, once its object is built. `where` returns its host, its node and its GPU ids.
+            channel: `call` and `aside` run `method` of the object that the process hosts. `pulse` returns the id of
+                the process and the address of its node, once its object is built. `where` returns its host, its node
+                and its GPU ids.
         """
         ...
 
@@ -99,8 +100,12 @@ class Backend(Protocol):
         """
         ...
 
-    def kill(self, process: Any) -> None:
-        """End the process."""
+    def kill(self, process: Any, at: tuple[int, str] | None) -> None:
+        """End the process, even if it is stopped.
+
+        Args:
+            at: the id of the process and the address of its node; None: not known.
+        """
         ...
 
 
@@ -122,7 +127,7 @@ class Patience:
             WorkerError: a part has died.
         """
         if part := self.lost():
-            raise WorkerError(f"{part} died, and the job with it; restart it with the same command")
+            raise WorkerError(f"{part} died, and the job with it", "restart it with the same command", "cluster")
 
 
 class _Member:
@@ -135,12 +140,17 @@ class _Member:
         # The first pulse begins now: its answer tells that the process has started.
         self._pulse: Any = self._begin_pulse()
         self._asked = time.monotonic()
-        self._who: str | None = None
+        self.at: tuple[int, str] | None = None
+        """The id of the process and the address of its node, once it has answered."""
         self._said = False
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        return f"{self.name} ({self._who})" if self._who else self.name
+        return f"{self.name} (process {self.at[0]} on {self.at[1]})" if self.at else self.name
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.name, self.at[1] if self.at else "")
 
     def silence_s(self) -> float:
         """Return the seconds that a pulse has waited for its answer; 0 while the process starts."""
@@ -150,14 +160,14 @@ class _Member:
                 self._hear()
             if self._pulse is None and now - self._asked > _PULSE_S:
                 self._pulse, self._asked = self._begin_pulse(), now
-            return now - self._asked if self._pulse is not None and self._who is not None else 0.0
+            return now - self._asked if self._pulse is not None and self.at is not None else 0.0
 
     def _begin_pulse(self) -> Any:
         return self._backend.begin(self.process, "pulse", "", (), {})
 
     def _hear(self) -> None:
         try:
-            self._who = self._backend.take(self._pulse, self.name)
+            self.at = self._backend.take(self._pulse, self.name)
         except Exception:
             pass  # it died: the running call raises the reason
         else:
@@ -168,7 +178,7 @@ class _Member:
     @property
     def starts(self) -> bool:
         """Whether it has not answered yet. It cannot answer until it has built its object."""
-        return self._who is None
+        return self.at is None
 
     def say_silent(self, silence_s: float, limit_s: float) -> None:
         """Log a warning, once for each silence."""
@@ -225,7 +235,7 @@ class Group:
     def kill(self) -> None:
         """End the members' processes."""
         for member in self.members:
-            self.backend.kill(member.process)
+            self.backend.kill(member.process, member.at)
         self.members = []
 
     def _start(self, channel: str, method: str, *args: Any, **kwargs: Any) -> Pending:
@@ -297,6 +307,7 @@ class Pending:
                     with SIGNALS.held():
                         value = backend.take(ticket, call.member.name)
                 except Exception as error:
+                    set_origin(error, call.member.origin)
                     failures.append(error)
                     deadline = min(deadline, time.monotonic() + _ECHO_S)
                 else:
@@ -319,9 +330,12 @@ class Pending:
                     "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
                 )
             if silence_s > patience.silence_s:
-                raise WorkerError(
+                raise _blamed(
+                    member,
                     f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or its "
-                    "machine stands still; restart the job with the same command"
+                    "machine stands still",
+                    AGAIN,
+                    "silent",
                 )
             if silence_s > _SAY_S:
                 member.say_silent(silence_s, patience.silence_s)
@@ -329,10 +343,19 @@ class Pending:
                 member.say_starting(elapsed_s, patience.call_s)
         late = [call for call in calls if now - call.begun > patience.call_s]
         if late:
-            raise WorkerError(
+            raise _blamed(
+                late[0].member,
                 f"{', '.join(str(call.member) for call in late)}: no result after {now - late[0].begun:.0f} s "
-                "(trainer.call_timeout_s); restart the job with the same command, or raise the limit"
+                "(trainer.call_timeout_s)",
+                f"{AGAIN}, or raise the limit",
+                "late",
             )
+
+
+def _blamed(member: _Member, fact: str, advice: str, cause: str) -> WorkerError:
+    error = WorkerError(fact, advice, cause)
+    set_origin(error, member.origin)
+    return error
 
 
 def prepare_process(address: str) -> None:
@@ -365,9 +388,9 @@ def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
         return WorkerError(f"{name} failed: {trace}")
     if memory_ran_out(cause):
         return WorkerError(
-            f"{name} has no memory left ({one_line(str(cause)) or 'MemoryError'}); lower "
-            "trainer.max_tokens_per_micro_batch or rollout.max_num_seqs, or use more devices, and restart the "
-            "job with the same command"
+            f"{name} has no memory left ({one_line(str(cause)) or 'MemoryError'})",
+            f"lower trainer.max_tokens_per_micro_batch or rollout.max_num_seqs, or use more devices, and {AGAIN}",
+            "memory",
         )
     cause.add_note(f"in {name}; its own traceback:\n{trace}")
     return cause

@@ -239,9 +239,9 @@ class _Host:
         with self._sending:
             self._driver.send((number, has_failed, payload))
 
-    def say(self) -> str:
-        """Return the id and the node of this process."""
-        return f"process {os.getpid()} on {HOST}"
+    def say(self) -> tuple[int, str]:
+        """Return the id of this process and the address of its node."""
+        return os.getpid(), HOST
 
     def where(self) -> dict[str, Any]:
         """Return the address of the node, its name and the GPU ids of this process."""

@@ -18,7 +18,7 @@ from trainer.cluster.groups import Group, Patience, failure_of
 from trainer.cluster.launcher import BUILD, HOST, Launcher
 from trainer.cluster.resources import check_gpus
 from trainer.config import Config
-from trainer.errors import WorkerError
+from trainer.errors import AGAIN, WorkerError
 from trainer.shared_memory import PrivateDirectory
 from trainer.signals import SIGNALS
 
@@ -217,11 +217,10 @@ class _Processes:
             cause, trace = pickle.loads(payload)
             raise failure_of(cause, name, trace)
         raise WorkerError(
-            f"{name} died: its process was killed or crashed, perhaps because memory ran out; restart the job with "
-            "the same command"
+            f"{name} died: its process was killed or crashed, perhaps because memory ran out", AGAIN, "killed"
         )
 
-    def kill(self, process: _Process) -> None:
+    def kill(self, process: _Process, at: tuple[int, str] | None) -> None:
         process.kill()
 
 

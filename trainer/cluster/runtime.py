@@ -23,7 +23,7 @@ from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.resources import check_gpus, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
-from trainer.errors import UserError, WorkerError, one_line
+from trainer.errors import AGAIN, UserError, WorkerError, one_line
 from trainer.signals import SIGNALS, Stopped
 from trainer.stages import stage
 
@@ -202,7 +202,7 @@ class RayCluster:
         except RayError as error:
             self._patience.check_cluster()  # it may have died since
             reason = f"Ray cannot store a batch: {one_line(str(error))}"
-            raise WorkerError(f"{reason}; restart the job with the same command") from error
+            raise WorkerError(reason, AGAIN) from error
 
     def _keep(self, group: Group, placement: PlacementGroup | None) -> Group:
         self._groups.append((group, placement))

@@ -15,7 +15,7 @@ from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.hydra import conf_dir, register, register_plugins, to_config
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.suggestions import did_you_mean
-from trainer.errors import NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
+from trainer.errors import JobFault, NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
 from trainer.signals import EXIT_STATUS, SIGNALS, Stopped
 
@@ -47,7 +47,8 @@ class Outcome:
     """How a job ended."""
 
     status: int
-    """Exit status: 0 done, 2 the user must change something, 1 any other error, 75 stopped early."""
+    """Exit status: 0 done, 2 the user must change something, 3 the run itself is at fault, 1 any other error, 75
+    stopped early."""
     text: str = ""
     """One sentence."""
     trace: str = ""
@@ -278,6 +279,9 @@ def _outcome(error: BaseException) -> Outcome:
         return Outcome(EXIT_STATUS, str(stop) or "stopped by an interrupt; the last checkpoint is as it was")
     if isinstance(error, SystemExit):
         return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
+    if isinstance(error, JobFault):
+        is_told = isinstance(error.__cause__, (WorkerError, NonFiniteError))
+        return Outcome(3, str(error), "" if is_told else "".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
         return Outcome(1, str(error))
     if isinstance(error, Exception) and memory_ran_out(error):

@@ -52,11 +52,17 @@ class TrainerConfig(Section):
     worker_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)
     """Seconds that one collective may take before the ranks give up."""
     silence_timeout_s: float = number(300.0, at_least=0.001)
-    """Seconds without any sign of life from a rank or an engine before the job ends with status 1. A stopped process,
-    or a process on a frozen machine, is silent; a process that computes is not."""
+    """Seconds without any sign of life from a rank or an engine after which it counts as dead. A stopped process, or a
+    process on a frozen machine, is silent; a process that computes is not."""
     call_timeout_s: float = number(14400.0, at_least=0.001)
     """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
-    update) before the job ends with status 1."""
+    update) before they count as dead."""
+    max_restarts: int = number(3, at_least=0)
+    """Number of times within `restart_window_minutes` that the job starts its ranks again after one of them died, hung,
+    ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the
+    job."""
+    restart_window_minutes: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
+    """Length of the time in which restarts count."""
     train_batch_size: int = number(64, at_least=1)
     """Prompts per step."""
     mini_batch_size: int = number(32, at_least=1)

@@ -169,6 +169,11 @@ class Learner:
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
         return self.ranks.call("policy", "loss", self.cluster.put(batch))
 
+    def restart(self, model_path: str) -> None:
+        """Start new ranks after `close`, with the start weights of every role."""
+        self.ranks.launch()
+        self.build(model_path)
+
     def close(self) -> None:
         """End the ranks, and give their place back."""
         self.ranks.release()

@@ -34,12 +34,16 @@ class Ranks:
         self.cluster = cluster
         self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
         self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
-        env = rank_environment(cluster.device, os.environ)
-        hosts = [tuple(self.roles)] if cfg.trainer.colocate_roles else [(role,) for role in self.roles]
         self._groups: dict[str, Group] = {}
+        self.launch()
+
+    def launch(self) -> None:
+        """Begin to start the processes. `connect` and `build` wait for them."""
+        env = rank_environment(self.cluster.device, os.environ)
+        hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
-            group = cluster.launch_ranks(name, functools.partial(_build_rank, cfg), env)
+            group = self.cluster.launch_ranks(name, functools.partial(_build_rank, self.cfg), env)
             self._groups.update(dict.fromkeys(hosted, group))
 
     @property
@@ -155,8 +159,9 @@ class Ranks:
         return self.call_one("policy", "num_parameters")
 
     def release(self) -> None:
-        """End the processes, and give their place back."""
-        for group, _ in self._hosts():
+        """End the processes, and give their place back. `launch` starts new ones."""
+        groups, self._groups = dict.fromkeys(self._groups.values()), {}
+        for group in groups:
             self.cluster.release(group)
 
     def _hosts(self) -> list[tuple[Group, list[str]]]:

@@ -55,6 +55,8 @@ HARMLESS = (
     "trainer.master_port",
     "trainer.worker_timeout_s",
     "trainer.silence_timeout_s",
+    "trainer.max_restarts",
+    "trainer.restart_window_minutes",
     "trainer.call_timeout_s",
     "trainer.max_tokens_per_micro_batch",
     "trainer.*.fsdp.reshard_after_forward",

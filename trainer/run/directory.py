@@ -13,7 +13,8 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import LocalStore
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step
+from trainer.incidents import INCIDENTS
+from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.output import LOG_FILE
 from trainer.run import lineage, record
 from trainer.run.best import instead_of
@@ -50,6 +51,7 @@ class RunDirectory:
             fence=self.claim.check,
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
         )
+        self._incidents: str | None = None  # the file of an outer run
         self.resume: Resume | None = None
         self.lineage: dict[str, Any] = {}
         """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
@@ -69,6 +71,7 @@ class RunDirectory:
             with stage("looking for a checkpoint to resume from"):
                 self.claim.acquire(wait)
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
+                self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
                 self.checkpoints.clean_up()
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
                 self.lineage = lineage.read(self.cfg.trainer.run_dir)
@@ -79,6 +82,24 @@ class RunDirectory:
             self.close()
             raise
         return self
+
+    def find_again(self) -> None:
+        """Find the newest checkpoint of this run, after the ranks have died. Without one, `resume` stays as it is.
+
+        Raises:
+            UserError: the checkpoints of this run are gone, or none is valid.
+        """
+        self.checkpoints.clean_up()
+        newest = find_newest(self.cfg, self.checkpoints)
+        if newest is not None:
+            self.resume = compare(self.cfg, newest, False, self.supervised)
+
+    def lost_seconds(self) -> float:
+        """Return the seconds of the logged steps that `resume` trains again."""
+        resume = self.resume
+        first = 0 if resume is None or resume.restore.fork else resume.checkpoint.step + 1
+        rows = read_metrics(self.metrics_file)
+        return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
 
     def _complete_record(self, resume: Resume) -> None:
         """Record the commit of the resumed checkpoint if there is no record.
@@ -139,6 +160,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the locks."""
+        INCIDENTS.close(self._incidents)
         self.claim.release()
 
     def __enter__(self) -> RunDirectory:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_run, toy_trainer
-from trainer.errors import NonFiniteError, NotSavedError, UserError
+from trainer.errors import JobFault, NonFiniteError, NotSavedError, Origin, UserError, WorkerError, set_origin
+from trainer.incidents import INFRASTRUCTURE, JOB, read_incidents
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.signals import Stopped
+from trainer.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -176,22 +181,125 @@ def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplo
     assert went_back == (choice == "fallback")
 
 
-def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_path, model):
-    cfg = toy_config(tmp_path)
+@contextmanager
+def failing(root: Path, model: Path, failures: dict[int, list[Exception]], **settings: Any) -> Iterator[Trainer]:
+    """A trainer whose updates raise the exceptions of `failures`, by step, one after another."""
+    cfg = toy_config(root, **settings)
     with RunDirectory(cfg, supervised=True).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         update = trainer.learner.update
 
-        def overflow(experience, step):
-            if step == 3:
-                raise NonFiniteError("the policy's loss is nan")
+        def fail(experience, step):
+            if failures.get(step):
+                raise failures[step].pop(0)
             return update(experience, step)
 
-        trainer.learner.update = overflow
-        with pytest.raises(
-            UserError, match="step 3: the policy's loss is nan; nothing was overwritten, .*global_step_2"
-        ):
+        trainer.learner.update = fail
+        yield trainer
+
+
+def lost(cause: str = "killed", member: str = "policy rank 1") -> WorkerError:
+    error = WorkerError(f"{member} died", "restart", cause)
+    set_origin(error, Origin(member, "10.0.0.7"))
+    return error
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 100])
+def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, caplog, interval):
+    """Twice at one step, and at another: without a commit, the run starts again from its start weights."""
+    caplog.set_level("INFO")
+    failures = {2: [lost()], 4: [lost("silent"), lost("late")]}
+    with failing(tmp_path, model, failures, ckpt_interval=interval) as trainer:
+        trainer.recovery.wait = lambda: None
+        trainer.fit()
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+    assert (tmp_path / "checkpoints/global_step_5/manifest.json").exists()
+    incidents = read_incidents(str(tmp_path))
+    assert [(one.step, one.cause, one.kind, one.action) for one in incidents] == [
+        (2, "killed process", INFRASTRUCTURE, "restarted the ranks"),
+        (4, "silent process", INFRASTRUCTURE, "restarted the ranks"),
+        (4, "hanging call", INFRASTRUCTURE, "restarted the ranks"),
+    ]
+    assert all((one.name, one.role, one.node) == ("policy rank 1", "policy rank", "10.0.0.7") for one in incidents)
+    verified = [line for line in caplog.messages if line.startswith("resume verified")]
+    assert len(verified) == {1: 0, 2: 2, 3: 0, 100: 0}[interval] or interval == 3
+
+
+def test_a_restart_continues_a_fork_from_its_parent(tmp_path, model, whole):
+    toy_run(toy_config(tmp_path / "parent", total_steps=2), model)
+    parent = str(tmp_path / "parent/checkpoints/global_step_2")
+    fork = {"resume_mode": "from_path", "resume_path": parent, "ckpt_interval": 100}
+    with failing(tmp_path / "fork", model, {4: [lost()]}, **fork) as trainer:
+        trainer.fit()
+    assert comparable(metrics(tmp_path / "fork")) == whole[0][2:]
+    assert trainer.learner.ranks.number == whole[1]
+
+
+def test_too_many_restarts_end_the_run(tmp_path, model, caplog):
+    with failing(tmp_path, model, {3: [lost(), lost(), lost()]}, max_restarts=2) as trainer:
+        trainer.recovery.wait = lambda: None
+        with pytest.raises(WorkerError, match="policy rank 1 died; restart"):
             trainer.fit()
+    assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"] * 2 + ["ended the run"]
+    assert "2 restarts within 60 minutes are enough" in caplog.messages[-1]
+
+
+def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, model, whole):
+    with failing(tmp_path, model, {2: [lost("memory")], 4: [lost("memory"), lost("memory")]}) as trainer:
+        trainer.recovery.wait = lambda: None
+        with pytest.raises(JobFault, match="step 4 failed in the same way when it was repeated: .*died"):
+            trainer.fit()
+    assert [one.kind for one in read_incidents(str(tmp_path))] == [JOB] * 3
+    trainer = toy_run(toy_config(tmp_path), model)
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+
+
+@pytest.mark.parametrize("error", [UserError("choose another"), lost(member="engine 0"), lost("cluster"), KeyError()])
+def test_what_new_ranks_cannot_cure_ends_the_run(tmp_path, model, error):
+    with failing(tmp_path, model, {2: [error]}) as trainer, pytest.raises(type(error)):
+        trainer.fit()
+    assert [one.action for one in read_incidents(str(tmp_path))] == ["ended the run"]
+
+
+def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model, whole):
+    with failing(tmp_path, model, {3: [lost()]}) as trainer:
+        trainer.recovery.wait = lambda: None
+        restart, deaths = trainer.learner.restart, [lost()]
+
+        def die(path):
+            if deaths:
+                raise deaths.pop()
+            restart(path)
+
+        trainer.learner.restart = die
+        trainer.fit()
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+    actions = [one.action for one in read_incidents(str(tmp_path))]
+    assert actions == ["restarted the ranks, in vain", "restarted the ranks"]
+
+
+def test_a_run_that_was_asked_to_stop_does_not_start_its_ranks_again(tmp_path, model):
+    cfg, stop = toy_config(tmp_path), StopRequest(None)
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        trainer = toy_trainer(cfg, directory, model, stop)
+
+        def die(experience, step):
+            stop.ask("SIGTERM")
+            raise lost()
+
+        trainer.learner.update = die
+        with pytest.raises(WorkerError):
+            trainer.fit()
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_path, model, restarts):
+    failures = {3: [NonFiniteError("the policy's loss is nan") for _ in range(2)]}
+    with failing(tmp_path, model, failures, max_restarts=restarts) as trainer:
+        trainer.recovery.wait = lambda: None
+        with pytest.raises(JobFault, match="step 3: the policy's loss is nan; nothing was overwritten, .*step_2"):
+            trainer.fit()
+    assert len(failures[3]) == (restarts == 0)
 
 
 def test_the_state_of_an_older_supervised_run_is_read(tmp_path, model):

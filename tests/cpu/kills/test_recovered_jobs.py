@@ -1,0 +1,75 @@
+"""Jobs that lose processes and continue: the driver stays, and the result is that of an undisturbed job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import comparable, metrics
+from tests.support.killed_jobs import STEPS, KilledJobs
+from trainer.config import TinyConfig
+from trainer.incidents import read_incidents
+from trainer.models.tiny import build_tiny
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[KilledJobs]:
+    server = KilledJobs()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> tuple[str, ...]:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(
+        TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
+    )
+    return (
+        f"model.path={path}",
+        "trainer.num_workers=2",
+        "trainer.silence_timeout_s=4",
+        "trainer.max_restarts=5",
+        "algorithm.policy_loss=tests.support.faults:faulty_clip",
+    )
+
+
+def outcome(run: Path) -> tuple[list[dict], bytes]:
+    """The metrics of a finished run, and the bytes of its final weights."""
+    weights = run / f"exports/global_step_{STEPS}/policy/model.safetensors"
+    return comparable(metrics(run)), weights.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(jobs, overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert jobs.run(directory / "log", f"trainer.run_dir={directory}/run", *overrides)
+    return outcome(directory / "run")
+
+
+def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_not(
+    jobs, overrides, undisturbed, tmp_path
+):
+    """A step calls the loss twice. The last commit is of step 2 or 4; before it, the run starts from step 0."""
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    for name in ("kill,3,1", "stop,6,0", "memory,7,1", "kill,8,0"):
+        (faults / name).touch()
+    run, log = tmp_path / "run", tmp_path / "log"
+    assert jobs.run(log, f"trainer.run_dir={run}", *overrides, env={"TEST_FAULTS": str(faults)})
+    text = log.read_text()
+    assert os.listdir(faults) == [], text
+    assert outcome(run) == undisturbed
+    assert [one.cause for one in read_incidents(str(run))] == [
+        "killed process",
+        "silent process",
+        "out of memory",
+        "killed process",
+    ]
+    assert "resume verified" in text and "WARNING: resumed from" not in text
+    assert text.count("finished step") == 1 and len((run / "starts.jsonl").read_text().splitlines()) == 1

@@ -1,0 +1,164 @@
+"""What went wrong in a run: one line of `incidents.jsonl` for each incident, and the class of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from dataclasses import asdict, dataclass
+
+from trainer.documents import is_count, is_number, parse_object
+from trainer.errors import NonFiniteError, Origin, UserError, WorkerError, describe_error, memory_ran_out, origin_of
+from trainer.signals import Stopped
+
+INCIDENTS_FILE = "incidents.jsonl"
+
+INFRASTRUCTURE = "infrastructure"
+"""The machines failed. The same step succeeds elsewhere, or later."""
+JOB = "job"
+"""The run itself may be at fault. The same step may fail again."""
+PREEMPTION = "pre-emption"
+"""Somebody asked the run to stop."""
+
+_CAUSES = {
+    "killed": (INFRASTRUCTURE, "killed process"),
+    "silent": (INFRASTRUCTURE, "silent process"),
+    "late": (INFRASTRUCTURE, "hanging call"),
+    "cluster": (INFRASTRUCTURE, "Ray died"),
+    "memory": (JOB, "out of memory"),
+}
+"""Class and name of the causes of a `WorkerError`."""
+
+_XID = re.compile(r"\bXid\b[^\n]*?:\s*(\d{1,3})\b")
+_XIDS_OF_JOBS = frozenset({8, 13, 31, 43, 45, 68, 69, 109})
+"""The GPU error codes (NVIDIA's Xid catalogue) that a faulty program causes. All others are the machine's."""
+
+_SIGNS: tuple[tuple[str, str, str], ...] = (
+    (r"uncorrectable ECC|fallen off the bus|GPU is lost|hardware error|NVLink error", INFRASTRUCTURE, "GPU error"),
+    (r"illegal memory access|device-side assert", JOB, "CUDA error"),
+    (r"timed? ?out|Timeout", INFRASTRUCTURE, "collective timeout"),
+    (r"NCCL|gloo|Connection (closed|reset|refused)|recvBytes|Broken pipe|process group", INFRASTRUCTURE, "network"),
+    (r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota", INFRASTRUCTURE, "storage"),
+)
+"""Patterns in the texts of exceptions of libraries, with the class and the name of the cause."""
+_COLLECTIVE = re.compile(r"NCCL|gloo|collective|process group|c10d|TCPStore|recvBytes|Connection", re.IGNORECASE)
+
+
+def classify(error: BaseException) -> tuple[str, str]:
+    """Return the class of a failure (`INFRASTRUCTURE`, `JOB` or `PREEMPTION`), and its cause in few words."""
+    if isinstance(error, (Stopped, KeyboardInterrupt)):
+        return PREEMPTION, "stop request"
+    if isinstance(error, NonFiniteError):
+        return JOB, "non-finite number"
+    if isinstance(error, UserError):
+        return JOB, "refused"
+    if isinstance(error, WorkerError):
+        return _CAUSES.get(error.cause, (INFRASTRUCTURE, "process"))
+    if memory_ran_out(error):
+        return _CAUSES["memory"]
+    text = f"{type(error).__name__}: {error}"
+    if (code := xid_in(text)) is not None:
+        return (JOB if code in _XIDS_OF_JOBS else INFRASTRUCTURE), f"GPU error (Xid {code})"
+    for pattern, kind, cause in _SIGNS:
+        if re.search(pattern, text) and (cause != "collective timeout" or _COLLECTIVE.search(text)):
+            return kind, cause
+    return (INFRASTRUCTURE, "storage") if isinstance(error, OSError) else (JOB, "exception")
+
+
+def xid_in(text: str) -> int | None:
+    """Return the GPU error code that a line of the kernel or of a library names; None if it names none."""
+    found = _XID.search(text)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One incident, as a line of `incidents.jsonl` has it."""
+
+    step: int
+    """The step that was under way."""
+    role: str
+    """Kind of the process: `driver`, `rank`, `engine`, `environment`, `reward`."""
+    name: str
+    """The process, such as `rank 1`."""
+    node: str
+    kind: str
+    """`INFRASTRUCTURE`, `JOB` or `PREEMPTION`; `class` in the file."""
+    cause: str
+    action: str
+    """What the job did: `restarted the ranks`, `ended`, …"""
+    cost_s: float
+    """Seconds of training that it cost: waiting, and steps that are trained again."""
+    text: str
+    """One sentence."""
+    time: str = ""
+    """ISO 8601, of the end of the action; set when it is recorded."""
+
+
+def describe(error: BaseException, step: int, action: str, cost_s: float) -> Incident:
+    """Return the incident that `error` reports."""
+    kind, cause = classify(error)
+    origin = origin_of(error) or Origin("driver", socket.gethostname())
+    text = error.fact if isinstance(error, WorkerError) else str(error)
+    if not isinstance(error, (WorkerError, NonFiniteError, UserError, Stopped)):
+        text = describe_error(error)
+    text = " ".join(text.split())
+    return Incident(step, origin.role, origin.name, origin.node, kind, cause, action, round(cost_s, 3), text)
+
+
+class IncidentLog:
+    """Appends to `incidents.jsonl` of the run that is open. One object serves the process: `INCIDENTS`."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+        self.step = 0
+        """The step that is under way, for incidents of rooms that do not know it."""
+
+    def open(self, run_dir: str) -> str | None:
+        """Append to the file in `run_dir` from now on; returns the file before, for `close`."""
+        before, self._path = self._path, os.path.join(run_dir, INCIDENTS_FILE)
+        return before
+
+    def close(self, before: str | None) -> None:
+        """Append to the file `before` again, that of an outer run; None: drop later incidents."""
+        self._path = before
+
+    def record(self, incident: Incident) -> None:
+        """Append a line. A file that cannot be written does not disturb training."""
+        if self._path is None:
+            return
+        content = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asdict(incident)}
+        content = {**content, "time": incident.time or content["time"], "class": content.pop("kind")}
+        with contextlib.suppress(OSError):
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with open(handle, "ab", buffering=0) as file:
+                file.write(json.dumps(content).encode() + b"\n")
+
+
+INCIDENTS = IncidentLog()
+
+_SHAPE = {
+    **dict.fromkeys(("time", "role", "name", "node", "class", "cause", "action", "text"), str),
+    "step": is_count,
+    "cost_s": is_number,
+}
+
+
+def read_incidents(run_dir: str) -> list[Incident]:
+    """Return the incidents of a run in file order. Lines that cannot be read are left out."""
+    path = os.path.join(run_dir, INCIDENTS_FILE)
+    if not os.path.exists(path):
+        return []
+    found = []
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = parse_object(line, _SHAPE)
+            except ValueError:
+                continue
+            row["kind"] = row.pop("class")
+            found.append(Incident(**{name: row[name] for name in Incident.__dataclass_fields__}))
+    return found

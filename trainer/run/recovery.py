@@ -1,0 +1,123 @@
+"""What a run does after a failure of its ranks: record it, decide, wait, and say how the run ends if it must."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from trainer.config import TrainerConfig
+from trainer.errors import JobFault, NonFiniteError, WorkerError, describe_error
+from trainer.incidents import INCIDENTS, describe
+from trainer.run.restarts import Decision, Restarts
+from trainer.run.stopping import StopRequest
+from trainer.signals import SIGNALS, Stopped
+
+LOG = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+class Recovery:
+    """The failures of this process's run, and the restarts of its ranks.
+
+    Args:
+        optimizer: config section of the optimizer, for advice.
+    """
+
+    def __init__(self, t: TrainerConfig, stop: StopRequest, optimizer: str):
+        self._limit = t.max_restarts
+        self._restarts = Restarts(t.max_restarts, 60 * t.restart_window_minutes)
+        self._stop = stop
+        self._optimizer = optimizer
+        self._failure: Exception | None = None
+        self._delay_s = 0.0
+        self._step = 0
+        self._step_began = time.monotonic()
+        self.lost_s = 0.0
+        """Seconds of the finished steps that are trained again."""
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the ranks were started again at least once."""
+        return self._restarts.count > 0
+
+    def begin_step(self, step: int) -> None:
+        """Note that `step` is under way."""
+        self._step, self._step_began = step, time.monotonic()
+        INCIDENTS.step = step
+
+    def accept(self, error: Exception, last_good: str) -> None:
+        """Accept a failure that a restart of the ranks may cure; record and raise any other.
+
+        Args:
+            last_good: path of the newest checkpoint; empty: none yet.
+
+        Raises:
+            JobFault: the run itself is at fault.
+            Exception: `error`.
+        """
+        if self._failure is not None:
+            self._record(self._failure, "restarted the ranks, in vain")
+        self._failure = None
+        if self._stop.reason is not None:
+            self._record(error, "ended the run, which was asked to stop")
+            raise error
+        decision = self._restarts.decide(error, self._step, time.monotonic())
+        if decision.refusal:
+            self._record(error, "ended the run")
+            raise self._ending(error, decision, last_good)
+        self._failure, self._delay_s = error, decision.delay_s
+        fact = error.fact if isinstance(error, WorkerError) else describe_error(error)
+        origin = last_good or "the start weights"
+        after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
+        LOG.warning(
+            "%s; the ranks start again%s, from %s (restart %d; trainer.max_restarts=%d)",
+            fact,
+            after,
+            origin,
+            self._restarts.count,
+            self._limit,
+        )
+
+    def wait(self) -> None:
+        """Wait for the time that the next restart is put off.
+
+        Raises:
+            Stopped: a signal arrived.
+        """
+        end = time.monotonic() + self._delay_s
+        while (left := end - time.monotonic()) > 0:
+            SIGNALS.check()
+            time.sleep(min(left, _LOOK_S))
+
+    def complete(self) -> None:
+        """Record the failure that is cured, if there is one: the ranks run, with the state of the last commit."""
+        if self._failure is not None:
+            self._record(self._failure, "restarted the ranks")
+            self._failure = None
+
+    def stopped(self, reason: Stopped) -> None:
+        """Record that the run ends early because it was asked to."""
+        self._record(reason, "stopped")
+
+    def _record(self, error: BaseException, action: str) -> None:
+        ended = action.startswith(("ended", "stopped"))
+        cost_s = 0.0 if ended else self.lost_s + time.monotonic() - self._step_began
+        INCIDENTS.record(describe(error, self._step, action, cost_s))
+
+    def _ending(self, error: Exception, decision: Decision, last_good: str) -> Exception:
+        """Return the exception that ends the run."""
+        if isinstance(error, NonFiniteError):
+            kept = f"the last good checkpoint is {last_good}" if last_good else "there is no checkpoint yet"
+            ending: Exception = JobFault(
+                f"step {self._step}: {error}; nothing was overwritten, {kept}. A lower {self._optimizer}.lr or "
+                f"{self._optimizer}.max_grad_norm may help."
+            )
+        elif decision.repeated:
+            ending = JobFault(f"{decision.refusal}: {error}")
+        else:
+            if self.restarted:
+                LOG.warning("the ranks do not start again: %s", decision.refusal)
+            return error
+        ending.__cause__ = error
+        return ending

@@ -1,0 +1,70 @@
+"""Whether a run restarts its ranks after a failure, or ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.errors import NonFiniteError, UserError, WorkerError, origin_of
+from trainer.incidents import JOB, classify
+
+_FIRST_DELAY_S = 2.0
+_LONGEST_DELAY_S = 300.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do after a failure."""
+
+    delay_s: float = 0.0
+    """Seconds to wait before the restart."""
+    refusal: str = ""
+    """Why there is no restart; empty: restart."""
+    repeated: bool = False
+    """The run itself is at fault: its step failed in the same way again."""
+
+
+class Restarts:
+    """Counts the restarts of a run. Knows neither processes nor clocks.
+
+    Args:
+        limit: largest number of restarts within the window (`trainer.max_restarts`).
+        window_s: length of the window.
+    """
+
+    def __init__(self, limit: int, window_s: float):
+        self._limit = limit
+        self._window_s = window_s
+        self._times: list[float] = []
+        self._faults: set[tuple[int, str]] = set()
+        self.count = 0
+        """Restarts so far."""
+
+    def decide(self, error: Exception, step: int, now: float) -> Decision:
+        """Decide what to do after `error`. A restart counts from now on.
+
+        Args:
+            step: the step that was under way.
+            now: seconds on any clock that only rises.
+        """
+        if not can_recover(error):
+            return Decision(refusal="a restart of the ranks does not help")
+        kind, cause = classify(error)
+        if kind == JOB and (step, cause) in self._faults:
+            return Decision(refusal=f"step {step} failed in the same way when it was repeated", repeated=True)
+        self._times = [time for time in self._times if now - time < self._window_s]
+        if len(self._times) >= self._limit:
+            return Decision(refusal=f"{len(self._times)} restarts within {self._window_s / 60:g} minutes are enough")
+        if kind == JOB:
+            self._faults.add((step, cause))
+        delay = _FIRST_DELAY_S * 2 ** (len(self._times) - 1) if self._times else 0.0
+        self._times.append(now)
+        self.count += 1
+        return Decision(min(delay, _LONGEST_DELAY_S))
+
+
+def can_recover(error: Exception) -> bool:
+    """Return whether new ranks can help: the failure came from a rank. The state of the driver is not in doubt."""
+    if isinstance(error, UserError) or isinstance(error, WorkerError) and error.cause == "cluster":
+        return False
+    origin = origin_of(error)
+    return isinstance(error, NonFiniteError) or origin is not None and origin.role.endswith("rank")
