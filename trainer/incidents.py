@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from trainer.documents import is_count, is_number, parse_object
 from trainer.errors import NonFiniteError, Origin, UserError, WorkerError, describe_error, memory_ran_out, origin_of
@@ -32,14 +32,14 @@ _CAUSES = {
 }
 """Class and name of the causes of a `WorkerError`."""
 
-_XID = re.compile(r"\bXid\b[^\n]*?:\s*(\d{1,3})\b")
+_XID = re.compile(r"\bXid\b(?: \([^)]*\))?:?\s*(\d{1,3})\b")
 _XIDS_OF_JOBS = frozenset({8, 13, 31, 43, 45, 68, 69, 109})
 """The GPU error codes (NVIDIA's Xid catalogue) that a faulty program causes. All others are the machine's."""
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (
     (r"uncorrectable ECC|fallen off the bus|GPU is lost|hardware error|NVLink error", INFRASTRUCTURE, "GPU error"),
     (r"illegal memory access|device-side assert", JOB, "CUDA error"),
-    (r"timed? ?out|Timeout", INFRASTRUCTURE, "collective timeout"),
+    (r"timed? ?out", INFRASTRUCTURE, "collective timeout"),
     (r"NCCL|gloo|Connection (closed|reset|refused)|recvBytes|Broken pipe|process group", INFRASTRUCTURE, "network"),
     (r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota", INFRASTRUCTURE, "storage"),
 )
@@ -63,9 +63,10 @@ def classify(error: BaseException) -> tuple[str, str]:
     if (code := xid_in(text)) is not None:
         return (JOB if code in _XIDS_OF_JOBS else INFRASTRUCTURE), f"GPU error (Xid {code})"
     for pattern, kind, cause in _SIGNS:
-        if re.search(pattern, text) and (cause != "collective timeout" or _COLLECTIVE.search(text)):
+        if re.search(pattern, text, re.IGNORECASE) and (cause != "collective timeout" or _COLLECTIVE.search(text)):
             return kind, cause
-    return (INFRASTRUCTURE, "storage") if isinstance(error, OSError) else (JOB, "exception")
+    from_system = isinstance(error, OSError) and error.errno is not None
+    return (INFRASTRUCTURE, "storage") if from_system else (JOB, "exception")
 
 
 def xid_in(text: str) -> int | None:
@@ -94,8 +95,8 @@ class Incident:
     """Seconds of training that it cost: waiting, and steps that are trained again."""
     text: str
     """One sentence."""
-    time: str = ""
-    """ISO 8601, of the end of the action; set when it is recorded."""
+    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    """ISO 8601, of the end of the action."""
 
 
 def describe(error: BaseException, step: int, action: str, cost_s: float) -> Incident:
@@ -130,8 +131,8 @@ class IncidentLog:
         """Append a line. A file that cannot be written does not disturb training."""
         if self._path is None:
             return
-        content = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asdict(incident)}
-        content = {**content, "time": incident.time or content["time"], "class": content.pop("kind")}
+        content = {"time": incident.time, **asdict(incident)}  # first
+        content["class"] = content.pop("kind")
         with contextlib.suppress(OSError):
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with open(handle, "ab", buffering=0) as file:

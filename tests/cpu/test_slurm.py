@@ -37,6 +37,7 @@ def requeued(tmp_path: Path) -> bool:
         ("exit 0", 0, False),
         ("exit 2", 2, False),
         ("exit 1", 1, False),
+        ("exit 3", 3, False),
         ("exit 75", 75, True),
         ("kill -KILL $$", 128 + signal.SIGKILL, True),
         ("kill -USR1 $$", 128 + signal.SIGUSR1, True),

@@ -210,16 +210,18 @@ def tool(*args: str, status: int = 0):
 
 
 def test_a_nan_stops_the_run_and_names_the_step_and_the_last_checkpoint(tmp_path, marker):
+    """The step is tried once more, with new ranks."""
     done = run_job("rollout=transformers", "trainer.policy.optimizer.lr=1e30", "trainer.val_interval=-1", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == 3, done.stdout + done.stderr
     sentence = done.stderr.strip().splitlines()[-1]
     assert "policy" in sentence and "step" in sentence and "checkpoint" in sentence
     assert "Traceback" not in done.stderr
     assert left_running(marker) == []
 
 
-def test_a_killed_rank_ends_the_job_and_leaves_nothing(tmp_path, marker):
-    job = start_job("rollout=transformers", "trainer.num_workers=2", "trainer.total_steps=500", cwd=tmp_path)
+def test_a_killed_rank_ends_a_job_without_restarts_and_leaves_nothing(tmp_path, marker):
+    base = ["rollout=transformers", "trainer.num_workers=2", "trainer.max_restarts=0", "trainer.total_steps=500"]
+    job = start_job(*base, cwd=tmp_path)
     try:
         for line in job.stdout:
             if line.startswith("step   2/500") or "step 2/500" in " ".join(line.split()):
@@ -285,9 +287,10 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
     burst = run_job(on, f"model.path={model}", "trainer.run_name=burst", "sft.optimizer.lr=1e30",
-                    "sft.optimizer.warmup_steps=0", module="trainer.sft", cwd=tmp_path)  # fmt: skip
+                    "sft.optimizer.warmup_steps=0", "trainer.max_restarts=0", module="trainer.sft",
+                    cwd=tmp_path)  # fmt: skip
     sentence = burst.stderr.strip().splitlines()[-1]
-    assert burst.returncode == 2 and "the last good checkpoint is" in sentence and "sft.optimizer.lr" in sentence
+    assert burst.returncode == 3 and "the last good checkpoint is" in sentence and "sft.optimizer.lr" in sentence
 
 
 @pytest.mark.slow
