@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": {"sources", "learner", "run", "checkpoint", "metrics", "models", "parallel"},
     "jobs": {"trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "data", "rewards", "models",
              "cluster"},
+    "diagnose": {"run", "checkpoint", "metrics"},
     "compare": {"run", "checkpoint", "metrics"},
     "sweeps": {"compare", "metrics"},
     "main": {"jobs", "metrics", "algorithms", "parallel"},
@@ -127,7 +128,9 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["trainer.config", "trainer.main", "trainer.sft", "trainer.api.running"])
+@pytest.mark.parametrize(
+    "module", ["trainer.config", "trainer.main", "trainer.sft", "trainer.api.running", "trainer.diagnose"]
+)
 def test_help_needs_no_torch(module):
     """And signals are heard before it is imported, which takes seconds."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -33,6 +33,7 @@ _OWNER: dict[Any, Shape] = {
     "since": str,
 }
 _GUARD_TRIES = 10
+_YOUNG_S = 120.0
 
 
 class RunLock:
@@ -210,6 +211,24 @@ class RunLock:
                 if current or attempt == _GUARD_TRIES - 1:
                     yield
                     return
+
+
+def holder(directory: str) -> tuple[str | None, str | None]:
+    """Return the process that holds the lock of `directory`, and the dead process that has left it; None: neither.
+
+    A process on another machine counts as alive if its heartbeat is younger than two minutes by the clock of the file
+    system. Changes nothing.
+    """
+    lock = RunLock(directory, _YOUNG_S)
+    try:
+        owner = lock._read()
+        if owner is None:
+            return None, None
+        age_s = time.time() - os.stat(lock.path).st_mtime
+    except OSError:
+        return None, None
+    dead = lock._dead(owner, age_s)
+    return (_describe(owner), None) if dead is None else (None, _describe(owner))
 
 
 class _Watch:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
+from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.output import guard_output
@@ -43,6 +44,7 @@ def write_report(run_dir: str) -> str:
     if not os.path.exists(source):
         raise UserError(f"{source} does not exist; give the directory of a run")
     rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
+    incidents = read_incidents(run_dir)
     panels = [panel for name, panel in _PANELS if any(row.get(name) is not None for row in rows)]
     if not panels:
         raise UserError(f"{source} has nothing to draw yet")
@@ -61,13 +63,15 @@ def write_report(run_dir: str) -> str:
             cell = spec[row, column:] if i == len(panels) - 1 else spec[row, column]
             axes = figure.add_subplot(cell)
             panel(axes, rows)
+            _draw_incidents(axes, incidents)
             first = min([rows[0]["step"], *_draw_parent(axes, parent)])
             axes.set_xlabel("step")
             axes.set_xlim(first - 0.5, rows[-1]["step"] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True)
         name = os.path.basename(os.path.abspath(run_dir)).encode(errors="backslashreplace").decode()
         origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
-        figure.suptitle(f"{name} after step {rows[-1]['step']}{origin}", fontweight="bold")
+        marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
+        figure.suptitle(f"{name} after step {rows[-1]['step']}{origin}{marks}", fontweight="bold")
         path = os.path.join(run_dir, "report.png")
         figure.savefig(path + ".tmp", format="png", dpi=130)
     os.replace(path + ".tmp", path)
@@ -129,6 +133,13 @@ def _draw_parent(axes: Axes, parent: Rows) -> list[int]:
             axes.set_ylim(min(bottom, min(known) - margin), max(top, max(known) + margin))
             drawn += steps
     return drawn
+
+
+def _draw_incidents(axes: Axes, incidents: Sequence[Incident]) -> None:
+    """Draw a dotted line before the step of each incident."""
+    colours = {JOB: _RED, INFRASTRUCTURE: "black"}
+    for step, kind in sorted({(one.step, one.kind) for one in incidents}):
+        axes.axvline(step - 0.5, color=colours.get(kind, _GREY), linestyle=":", linewidth=1.0, gid=f"incident {step}")
 
 
 def _smooth(values: list[float], window: int) -> list[float]:

@@ -18,6 +18,8 @@ class Claim:
 
     def __init__(self, run_dir: str, ckpt_path: str, timeout_s: float):
         self._ckpt_path = ckpt_path
+        self.taken_over = ""
+        """A line about the dead process that held the run directory before; empty if there was none."""
         self.run_dir = RunLock(run_dir, timeout_s)
         self._locks = [self.run_dir]
         if os.path.realpath(ckpt_path) != os.path.realpath(run_dir):
@@ -50,6 +52,7 @@ class Claim:
         for line in taken_over:
             if line is not None:
                 LOG.info("%s", line)
+        self.taken_over = taken_over[0] or ""
 
     def check(self) -> None:
         """Check that this process still holds both locks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import LocalStore
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.incidents import INCIDENTS
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.output import LOG_FILE
 from trainer.run import lineage, record
@@ -78,10 +79,20 @@ class RunDirectory:
                 if self.resume is not None and not self.resume.restore.fork:
                     self._complete_record(self.resume)
                 self._check_metrics()
+                if self.claim.taken_over:
+                    self._record_death(self.claim.taken_over)
         except BaseException:
             self.close()
             raise
         return self
+
+    def _record_death(self, text: str) -> None:
+        """Record that the driver of the last start died."""
+        rows = read_metrics(self.metrics_file)
+        step = rows[-1]["step"] + 1 if rows else 0
+        node, cost_s = socket.gethostname(), round(self.lost_seconds(), 3)
+        cause, action = "killed process", "started again with the same command"
+        INCIDENTS.record(Incident(step, "driver", "driver", node, INFRASTRUCTURE, cause, action, cost_s, text))
 
     def find_again(self) -> None:
         """Find the newest checkpoint of this run, after the ranks have died. Without one, `resume` stays as it is.

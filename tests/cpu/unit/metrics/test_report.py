@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.metrics import make_tracker, step_metrics
 from trainer.errors import UserError
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, JOB, Incident
 from trainer.metrics.report import write_report
 from trainer.metrics.tracker import PARENT_FILE
 
@@ -55,6 +56,20 @@ def test_the_report_takes_what_there_is(tmp_path):
     holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
     report_of(tmp_path / "holes", holes)
     report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
+
+
+def test_the_report_marks_incidents(tmp_path):
+    rows = [step_metrics(step) for step in range(1, 6)]
+    plain = report_of(tmp_path / "plain" / "run", rows)
+    drawn = []
+    for kind in (INFRASTRUCTURE, JOB):
+        run = tmp_path / kind / "run"
+        report_of(run, rows)
+        before = INCIDENTS.open(str(run))
+        INCIDENTS.record(Incident(3, "rank", "rank 1", "10.0.0.7", kind, "killed process", "restarted", 9.0, "died"))
+        INCIDENTS.close(before)
+        drawn.append(Path(write_report(str(run))).read_bytes())
+    assert len({plain, *drawn}) == 3
 
 
 def test_a_report_of_nothing_says_so(tmp_path):

@@ -1,0 +1,97 @@
+"""What `python -m trainer.diagnose` says of a run, in each of the states that it can be in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import OpenRun, settings
+from trainer.checkpoint.lock import NAME as LOCK_NAME
+from trainer.diagnose import main
+from trainer.errors import WorkerError
+from trainer.incidents import INCIDENTS, describe
+from trainer.run.starts import record_start
+
+COMMAND = ["/usr/bin/python3", "-m", "trainer.main", "trainer.run_name=a b", "trainer.total_steps=9"]
+
+
+def said(run: Path, capsys, status: int = 0) -> list[str]:
+    assert main([str(run)]) == status
+    output = capsys.readouterr()
+    return (output.out + output.err).splitlines()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Path:
+    """A run of 9 steps that has logged four, saved one and restarted its ranks once."""
+    monkeypatch.setattr(sys, "orig_argv", COMMAND)
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "run"
+    cfg = settings(directory, total_steps=9)
+    with OpenRun(cfg, {"step": 2}) as held:
+        record_start(str(directory), cfg)
+        held.save(2)
+        error = WorkerError("rank 1 died", "restart the job", "killed")
+        INCIDENTS.record(describe(error, 3, "restarted the ranks", 12.0))
+    rows = [{"step": step, "time/step": 1.0} for step in (1, 2, 3, 4)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "log.txt").write_text("2026-11-22 04:00:00 error: rank 1 died; restart the job\n")
+    return directory
+
+
+def test_a_run_that_failed(run, capsys, tmp_path):
+    lines = said(run, capsys)
+    assert lines[0].endswith("step 4 of 9 is logged")
+    assert lines[1] == "ended      error: rank 1 died; restart the job"
+    assert lines[2] == "incidents  1 infrastructure; they cost 12 s"
+    assert "step 3  driver" in lines[3] and "restarted the ranks; rank 1 died" in lines[3]
+    assert f"{run}/checkpoints/global_step_2, saved at" in lines[5]
+    command = "python -m trainer.main 'trainer.run_name=a b' trainer.total_steps=9 trainer.resume_mode=latest"
+    assert lines[-1] == f"next       cd {tmp_path} && {command}"
+
+
+def test_a_damaged_checkpoint_is_not_good(run, capsys):
+    (run / "checkpoints/global_step_2/trainer_state.json").write_text("{}")
+    text = "\n".join(said(run, capsys))
+    assert "global_step_2: DAMAGED (trainer_state.json has 2 bytes" in text and "start weights" not in text
+
+
+def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
+    sleeper = subprocess.Popen(["sleep", "60"])
+    with OpenRun(settings(run, total_steps=9, resume_mode="latest")):
+        owner = json.loads((run / LOCK_NAME).read_text())
+        lines = said(run, capsys)
+        assert lines[1].startswith(f"now        it is running: process {os.getpid()} on ")
+        assert lines[-1].startswith("next       nothing: wait for it")
+    sleeper.kill()
+    sleeper.wait()
+    (run / LOCK_NAME).write_text(json.dumps(owner | {"pid": sleeper.pid}))
+    lines = said(run, capsys)
+    assert lines[1].startswith(f"ended      without a word: process {sleeper.pid} on ") and "was killed" in lines[1]
+    with OpenRun(settings(run, total_steps=9, resume_mode="latest")):
+        pass
+    last = said(run, capsys)[4]
+    assert "driver" in last and "killed process (infrastructure); started again with the same command" in last
+
+
+def test_a_run_that_is_finished(run, capsys):
+    with OpenRun(settings(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
+        held.save(9)
+    assert said(run, capsys)[-1] == "next       nothing: the last step is saved"
+
+
+def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
+    before = INCIDENTS.open(str(run))
+    INCIDENTS.record(describe(WorkerError("no memory", "use more", "memory"), 5, "ended the run", 0.0))
+    INCIDENTS.close(before)
+    assert said(run, capsys)[-1].startswith("next       change what the sentence above names, then: cd ")
+
+
+def test_a_directory_without_a_run(tmp_path, capsys):
+    (line,) = said(tmp_path, capsys, status=2)
+    assert line == f"error: {tmp_path}: holds no run (starts.jsonl is missing or damaged)"

@@ -1,0 +1,168 @@
+"""`python -m trainer.diagnose RUN_DIR`: what happened to a run, what is known to be good, and the next command.
+
+It needs no torch, no Ray and no GPU, and changes nothing, so it may be used on a login node while the job runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections import Counter
+from typing import Any
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.lock import holder
+from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.store import LocalStore
+from trainer.documents import is_count, parse_object
+from trainer.errors import UserError
+from trainer.incidents import JOB, Incident, read_incidents
+from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.output import guard_output
+from trainer.run import record
+from trainer.run.starts import LOG_NAME, STARTS_FILE
+
+_SHOWN = 10
+_RESUME = "trainer.resume_mode="
+_START = {"command": [str], "directory": str, "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}}}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what is known about a run; returns 0, or 2 if the directory holds no run."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.diagnose", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
+    run_dir = parser.parse_args(argv).run_dir
+    guard_output()
+    try:
+        lines = diagnose(run_dir)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
+
+
+def diagnose(run_dir: str) -> list[str]:
+    """Return lines for people.
+
+    Raises:
+        UserError: there is no run in `run_dir`, or its metrics are damaged.
+    """
+    start = _last_start(run_dir)
+    if start is None:
+        raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
+    rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
+    step = rows[-1]["step"] if rows else 0
+    total, supervised = _total_steps(start)
+    good, checkpoints = _checkpoints(run_dir, start)
+    running, gone = holder(run_dir)
+    last_words = _last_words(run_dir)
+    lines = [f"run        {run_dir}: step {step} of {total} is logged", *_ending(running, gone, last_words)]
+    lines += ["incidents  none" if not incidents else f"incidents  {_counts(incidents)}"]
+    lines += [f"           {_line(one)}" for one in incidents[-_SHOWN:]]
+    lines += ["known good", *(f"           {line}" for line in checkpoints)]
+    finished = good == total and not running
+    lines += ["next       " + _advice(start, running, finished, incidents, supervised, last_words)]
+    return lines
+
+
+def _last_start(run_dir: str) -> dict[str, Any] | None:
+    try:
+        with open(os.path.join(run_dir, STARTS_FILE), "rb") as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            return parse_object(line, _START)
+        except ValueError:
+            continue
+    return None
+
+
+def _total_steps(start: dict[str, Any]) -> tuple[int, bool]:
+    """Return the steps of the run, and whether it is supervised training."""
+    supervised = "trainer.sft" in start["command"]
+    sft = start["config"].get("sft", {}).get("steps")
+    return (sft if supervised and is_count(sft) else start["config"]["trainer"]["total_steps"]), supervised
+
+
+def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
+    place = record.read(run_dir) or os.path.join(start["directory"], start["config"]["trainer"]["ckpt_path"])
+    store = LocalStore(place)
+    newest, lines = 0, []
+    for step in reversed(store.steps() if os.path.isdir(place) else []):
+        path = store.path(step)
+        try:
+            saved_at = manifests.verify(path, "size").manifest["saved_at"]
+        except DamagedError as error:
+            lines.append(f"{path}: DAMAGED ({str(error).removeprefix(f'{path}: ')})")
+            continue
+        newest = step
+        lines.append(
+            f"{path}, saved at {saved_at} (sizes agree; `python -m trainer.checkpoint verify` reads all bytes)"
+        )
+        break
+    return newest, lines or [f"no checkpoint in {place}: the run would start again from its start weights"]
+
+
+def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]:
+    if running:
+        return [f"now        it is running: {running}"]
+    if gone:
+        return [f"ended      without a word: {gone} was killed, or its machine went down", f"last line  {last_words}"]
+    return [f"ended      {last_words}"]
+
+
+def _last_words(run_dir: str) -> str:
+    """Return the last line of the log, without its time."""
+    try:
+        with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
+            lines = [line for line in file.read().splitlines() if line.strip()]
+    except FileNotFoundError:
+        return "nothing was logged"
+    return lines[-1].split(" ", 2)[-1] if lines else "nothing was logged"
+
+
+def _counts(incidents: list[Incident]) -> str:
+    kinds = Counter(one.kind for one in incidents)
+    cost = sum(one.cost_s for one in incidents)
+    return f"{', '.join(f'{count} {kind}' for kind, count in kinds.items())}; they cost {cost:.0f} s"
+
+
+def _line(one: Incident) -> str:
+    where = f" on {one.node}" if one.node else ""
+    return f"{one.time[:19]}  step {one.step}  {one.name}{where}: {one.cause} ({one.kind}); {one.action}; {one.text}"
+
+
+def _advice(
+    start: dict[str, Any],
+    running: str | None,
+    finished: bool,
+    incidents: list[Incident],
+    supervised: bool,
+    last_words: str,
+) -> str:
+    if running:
+        return "nothing: wait for it, or stop it with a signal (SIGTERM: it saves and exits with 75)"
+    if finished:
+        return "nothing: the last step is saved"
+    at_fault = incidents and incidents[-1].kind == JOB and incidents[-1].action == "ended the run"
+    if at_fault and last_words.startswith("error"):
+        again = "change what the sentence above names, then: "
+    else:
+        again = ""
+    module = "trainer.sft" if supervised else "trainer.main"
+    arguments = start["command"]
+    if module in arguments:
+        arguments = ["python", "-m", module, *arguments[arguments.index(module) + 1 :]]
+    if not any(argument.lstrip("+").startswith(_RESUME) for argument in arguments):
+        arguments = [*arguments, f"{_RESUME}latest"]
+    return f"{again}cd {shlex.quote(start['directory'])} && {shlex.join(arguments)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
