@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class ToyLearner:
 
     def __init__(self) -> None:
         self.ranks = ToyRanks()
+        self.cluster = SimpleNamespace(device="cpu")
         self.kl = FixedKL(0.0)
 
     def close(self) -> None:
