@@ -17,6 +17,7 @@ from tests.support.training import (
     save_then_step,
     step_into_nan,
     stream_and_write,
+    train_on_axes_of_one_rank,
     train_two_steps,
 )
 from trainer.config import Config, FSDPConfig, TinyConfig
@@ -52,6 +53,28 @@ def test_training_does_not_depend_on_gpus_offload_or_recomputation(model_path, w
     results = run_ranks(
         world_size, train_two_steps, model_path, cfg=in_float32(config(max_tokens_per_micro_batch=70), **fsdp)
     )
+    for ours, theirs in zip(results[0]["metrics"], expected[0]["metrics"], strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_axes_of_one_rank_change_nothing(model_path, dtype):
+    """What context and tensor parallelism call of torch exists and works on CUDA."""
+    cfg = config(mini_batch_size=6)
+    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
+        role.fsdp.param_dtype = dtype
+    expected = run_ranks(1, train_two_steps, model_path, cfg=cfg)[0]
+    result = run_ranks(1, train_on_axes_of_one_rank, model_path, cfg=cfg)[0]
+    for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4 if dtype == "float32" else 0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize("axes", [{"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
+@pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
+def test_axes_of_two_ranks_change_nothing(model_path, axes):
+    cfg, split = in_float32(config()), in_float32(config(**axes))
+    expected = run_ranks(1, train_two_steps, model_path, cfg=cfg)
+    results = run_ranks(2, train_two_steps, model_path, cfg=split)
     for ours, theirs in zip(results[0]["metrics"], expected[0]["metrics"], strict=True):
         assert_close(ours, theirs)
 

@@ -18,6 +18,8 @@ ROWWISE = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
 """Styles that split the inputs of a layer, and whether it gets them whole."""
 PARTIAL = {"replicated_with_grad_allreduce"}
 """Styles of parameters that are whole, of whose gradients each rank has a part."""
+EMBEDDING = {"embedding_rowwise"}
+"""Styles of embeddings that are split by the vocabulary; they are, whether a plan says it or not."""
 
 
 def check_axes(cfg: Config, model_path: str) -> None:
@@ -44,7 +46,7 @@ def check_model_axes(cfg: Config, model: PretrainedConfig | Any) -> None:
         plan, kind = getattr(model, "base_model_tp_plan", None), f"models of the type {model.model_type}"
         if not plan:
             refuse_axis("tensor_parallel", tensor, f"{kind} have no tensor parallel plan in transformers")
-        unknown = sorted(set(plan.values()) - {*COLWISE, *ROWWISE, *PARTIAL})
+        unknown = sorted(set(plan.values()) - {*COLWISE, *ROWWISE, *PARTIAL, *EMBEDDING})
         if unknown:
             refuse_axis(
                 "tensor_parallel", tensor, f"{kind} need the parallel style {unknown[0]}, which is not supported"

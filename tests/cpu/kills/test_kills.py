@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, KilledJobs
@@ -117,6 +119,29 @@ def _passes(place: str) -> tuple[int, int]:
     if place in ("save:staged", "save:shards_written"):
         return 1, 4  # policy and critic pass it, once each in a save
     return 1, 2
+
+
+def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(jobs, tmp_path):
+    """Killed with its data split over two ranks, then with its matrices, it ends with its tokens split."""
+    model = str(tmp_path / "model")
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
+    common = (f"model.path={model}", "trainer.num_workers=2", "algorithm.policy_loss=clip")
+    undisturbed = Job(jobs, tmp_path / "undisturbed", common)
+    assert undisturbed.run()
+    for axis in ((), ("trainer.tensor_parallel=2",)):
+        reached = tmp_path / f"reached{len(axis)}"
+        job = Job(jobs, tmp_path / "job", (*common, *axis))
+        env = {"TRAINER_FAILPOINT": f"save:hinted,1,{reached}"}
+        assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists())
+    job = Job(jobs, tmp_path / "job", (*common, "trainer.context_parallel=2"))
+    assert job.run()
+    log = (job.directory / "log").read_text()
+    assert "global_step_2, step 2 of" in log and "global_step_4, step 4 of" in log
+    (found, weights), (expected, start) = job.outcome(), undisturbed.outcome()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    ours, theirs = load(weights), load(start)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
 @pytest.mark.parametrize("trial", range(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +25,13 @@ from tests.support.training import (
     make_batch,
     save_then_step,
     stream_and_write,
+    train_on_axes_of_one_rank,
+    train_two_steps,
     update,
 )
-from trainer.config import Config, TinyConfig
+from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.errors import UserError
+from trainer.jobs import rollout_trainer, supervised_trainer
 from trainer.models.axes import check_model_axes
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
@@ -41,6 +45,7 @@ LAYOUTS = {
     "2 shares on 2 tensor ranks each": (4, {"tensor_parallel": 2}),
     "2 replicas on 2 tensor ranks each": (4, {"tensor_parallel": 2, "replicas": 2}),
     "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel": 2, "context_parallel": 2}),
+    "the same with recomputation and offload": (4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
 
 
@@ -108,7 +113,11 @@ def one_rank(model_path) -> dict:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_do_not_depend_on_the_layout(model_path, one_rank, name):
     ranks, axes = LAYOUTS[name]
-    results = run_ranks(ranks, gradients, model_path, cfg=settings(**axes))
+    cfg = settings(**axes)
+    if "recomputation" in name:
+        options = {"activation_checkpointing": "selective", "cpu_offload": True, "reshard_after_forward": False}
+        cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**options), FSDPConfig(**options)
+    results = run_ranks(ranks, gradients, model_path, cfg=cfg)
     for result in results:
         for role, metrics in one_rank["metrics"].items():
             assert result["metrics"][role] == pytest.approx(metrics, rel=1e-5, abs=1e-6)
@@ -120,6 +129,14 @@ def test_gradients_do_not_depend_on_the_layout(model_path, one_rank, name):
     for name in ("logprobs", "values"):
         ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [one_rank]))
         np.testing.assert_allclose(ours * mask, theirs * mask, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_axes_of_one_rank_change_nothing(tiny_path):
+    """As tests/gpu_ci checks it on one GPU."""
+    expected = run_ranks(1, train_two_steps, tiny_path, cfg=config())[0]
+    result = run_ranks(1, train_on_axes_of_one_rank, tiny_path, cfg=config())[0]
+    for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+        assert_close(ours, theirs)
 
 
 WHOLE = (1, {})
@@ -208,6 +225,14 @@ def test_ranks_with_the_same_share_of_the_data_draw_the_same_numbers():
 def test_what_a_model_cannot_do_is_refused_by_its_config(axes, model, problem):
     with pytest.raises(UserError, match=f"^{re.escape(problem)}$"):
         check_model_axes(of_layout(Config(), **axes), model)
+
+
+@pytest.mark.parametrize("make", [rollout_trainer, supervised_trainer])
+def test_a_run_refuses_before_it_starts_ranks(make, tmp_path):
+    build_tiny(TinyConfig(), str(tmp_path))
+    no_cluster: Any = None
+    with pytest.raises(UserError, match="trainer.tensor_parallel=4: must divide the number of key and value heads"):
+        make(of_layout(Config(), tensor_parallel=4), no_cluster, None, str(tmp_path), None)
 
 
 def build(rank: Rank, path: str) -> None:
