@@ -11,7 +11,7 @@ from typing import Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.parts import CONFIG_FILE, read_config
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import open_store
 from trainer.config import Config
 from trainer.documents import parse_yaml
 from trainer.errors import UserError
@@ -67,7 +67,7 @@ def _config_of(path: str) -> dict[str, Any]:
                 return parse_yaml(handle.read(), {str: dict})
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
-    store = LocalStore(record.read(path) or os.path.join(path, "checkpoints"))
+    store = open_store(record.read(path) or os.path.join(path, "checkpoints"))
     for step in reversed(store.steps()):
         try:
             return read_config(manifests.read(store.path(step)))

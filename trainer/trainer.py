@@ -285,6 +285,7 @@ class Trainer:
             json_part("data", self.source.state_dict, self.source.load_state_dict),
             models_part(self.learner.ranks),
             assets_part(self.model_path, self.tokenizer, self.cfg.model.trust_remote_code, adapters),
+            *([self.directory.carried.part()] if self.checkpoints.store.keeps_record else []),
         ]
 
     def save_if_due(self, metrics: dict[str, float]) -> None:

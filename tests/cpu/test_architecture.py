@@ -20,6 +20,7 @@ LEAVES = {
     "incidents",
     "keyed",
     "output",
+    "places",
     "plugins",
     "shared_memory",
     "signals",

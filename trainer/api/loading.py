@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.names import step_in
 from trainer.checkpoint.parts import read_config
-from trainer.checkpoint.store import LocalStore, step_in
+from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.run import record
 
@@ -106,6 +107,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 def _newest(path: str) -> Checkpoint:
     for directory in (os.path.join(path, "checkpoints"), path, record.read(path)):
-        if directory and (newest := CheckpointManager(LocalStore(directory)).latest()) is not None:
+        if directory and (newest := CheckpointManager(open_store(directory)).latest()) is not None:
             return newest
     raise UserError(f"{path}: no checkpoint is there or in its checkpoints directory")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from glob import escape, glob
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.metrics import tracker
 from trainer.metrics.best import Best, find_best
@@ -50,7 +50,7 @@ def describe_result(places: dict[str, str], status: str) -> RunResult:
     """
     run_dir = places["run_dir"]
     rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
-    checkpoints = LocalStore(places["ckpt_path"])
+    checkpoints = open_store(places["ckpt_path"])
     exports = glob(os.path.join(escape(places["export_path"]), "global_step_*", "policy"))
     report = os.path.join(run_dir, "report.png")
     return RunResult(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import posixpath
 import sys
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import NAME as LOCK_NAME
-from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint, DamagedError
+from trainer.checkpoint.names import MANIFEST, step_in
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import MANIFEST, LocalStore, files_at, step_in
+from trainer.checkpoint.store import files_at, is_there, open_store
 from trainer.errors import UserError
 from trainer.output import guard_output
 
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
-            if path is not None and not os.path.isdir(path):
+            if path is not None and not is_there(path):
                 raise UserError(f"{path}: no such directory")
         result, lines, status = _COMMANDS[args.command](args)
     except (UserError, OSError) as error:
@@ -224,7 +223,7 @@ _COMMANDS = {
 
 def _open(root: str) -> CheckpointManager:
     for directory in (posixpath.join(root, "checkpoints"), root):
-        store = LocalStore(directory)
+        store = open_store(directory)
         if any("global_step_" in name for name in store.names()):
             return CheckpointManager(store)
     raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
@@ -237,7 +236,7 @@ def _one(path: str, level: str) -> Checkpoint:
         UserError: there is none.
     """
     path = path.rstrip("/")
-    if step_in(path) is not None or os.path.lexists(os.path.join(path, MANIFEST)):
+    if step_in(path) is not None or MANIFEST in open_store(path).names():
         return manifests.verify(path, level)
     checkpoints = _open(path)
     for step in reversed(checkpoints.steps()):
@@ -263,7 +262,7 @@ def _printable(text: str) -> str:
 @contextlib.contextmanager
 def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
     """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
-    with RunLock(checkpoints.store.root, _LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
+    with checkpoints.store.lock(_LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
         lock.acquire()
         yield
 

@@ -24,7 +24,7 @@ from trainer.signals import SIGNALS
 LOG = logging.getLogger(__name__)
 
 NAME = ".lock"
-_OWNER: dict[Any, Shape] = {
+OWNER: dict[Any, Shape] = {
     "token": str,
     "host": str,
     "machine": str,
@@ -79,13 +79,12 @@ class RunLock:
         """
         taken_from = None
         watch = _Watch()
-        os.makedirs(os.path.dirname(os.path.abspath(self.directory)), exist_ok=True)
+        self._prepare()
         while True:
             try:
                 self._make()
                 with self._guarded():
-                    owner = self._read()
-                    beat = None if owner is None else (owner.get("token"), os.stat(self.path).st_mtime_ns)
+                    owner, beat = self._look()
                     silent_s = watch.silent_for(beat)
                     if owner is None or (death := self._dead(owner, silent_s)) is not None:
                         if owner is not None:
@@ -95,7 +94,7 @@ class RunLock:
             except FileNotFoundError:  # the last owner is removing the directory
                 continue
             except OSError as error:
-                if not (_is_foreign(self.path) or _is_foreign(f"{self.path}.guard")):
+                if not self._is_blocked():
                     raise
                 raise UserError(
                     f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove that path, or "
@@ -145,8 +144,7 @@ class RunLock:
                 return
             with self._guarded():
                 if (self._read() or {}).get("token") == self._token:
-                    os.remove(self.path)
-                    os.remove(f"{self.path}.guard")
+                    self._remove()
 
     def __enter__(self) -> RunLock:
         return self
@@ -155,8 +153,14 @@ class RunLock:
         self.release()
 
     # ---------------------------------------------------------------------------------------------------
+    # What follows depends on where the lock is. A lock elsewhere replaces these methods.
+
+    def _prepare(self) -> None:
+        """Make the directories above the locked one."""
+        os.makedirs(os.path.dirname(os.path.abspath(self.directory)), exist_ok=True)
 
     def _make(self) -> None:
+        """Make the directory."""
         # makedirs would fail if the last owner removed the directory at the same moment.
         if os.path.islink(self.directory) and not os.path.exists(self.directory):
             raise FileExistsError(errno.EEXIST, "a link to a missing directory", self.directory)
@@ -169,10 +173,11 @@ class RunLock:
                 owner = self._read()
                 if owner is not None and owner.get("token") != self._token:
                     return  # `check` raises before the next write
-                os.utime(self.path)
+                self._renew()
 
-    def _write(self) -> None:
-        owner = {
+    def _owner(self) -> dict[str, Any]:
+        """Return what this process writes into the lock."""
+        return {
             "token": self._token,
             "host": socket.gethostname(),
             "machine": _machine(),
@@ -180,11 +185,32 @@ class RunLock:
             "started": _started(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        write_file(self.path, json.dumps(owner))
+
+    def _write(self) -> None:
+        """Take the lock, within `_guarded`."""
+        write_file(self.path, json.dumps(self._owner()))
+
+    def _renew(self) -> None:
+        """Show that this owner lives."""
+        os.utime(self.path)
+
+    def _remove(self) -> None:
+        """Free the lock, within `_guarded`."""
+        os.remove(self.path)
+        os.remove(f"{self.path}.guard")
+
+    def _is_blocked(self) -> bool:
+        """Return whether something that no job creates is in the place of the lock."""
+        return _is_foreign(self.path) or _is_foreign(f"{self.path}.guard")
+
+    def _look(self) -> tuple[dict[str, Any] | None, object]:
+        """Return the owner, and a value that changes with every heartbeat."""
+        owner = self._read()
+        return owner, None if owner is None else (owner.get("token"), os.stat(self.path).st_mtime_ns)
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            return parse_object(read_file(self.path), _OWNER)
+            return parse_object(read_file(self.path), OWNER)
         except FileNotFoundError:
             return None
         except ValueError:

@@ -151,6 +151,7 @@ class CheckpointManager:
             "python_version": sys.version.split()[0],
             "versions": {name: version(name) for name in ("torch", "transformers")},
             "parent_step": max(self.steps(), default=None),
+            **({"folder": draft.folder} if draft.folder else {}),
             **description,
         }
         data = manifests.dump(content, files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,13 @@ from datetime import datetime
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.store import MANIFEST, CheckpointFiles, files_at, step_in
+from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.names import MANIFEST, step_in
+from trainer.checkpoint.store import CheckpointFiles, files_at
 from trainer.documents import Shape, is_count, is_number, mismatch, parse_object
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.places import below
 
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
@@ -40,7 +44,7 @@ class Checkpoint:
     @property
     def files(self) -> CheckpointFiles:
         """The files of the checkpoint."""
-        return files_at(self.path)
+        return files_at(below(self.path, self.manifest.get("folder", "")))
 
     @property
     def entries(self) -> list[FileEntry]:
@@ -75,6 +79,10 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
+def _is_name(value: Any) -> bool:
+    return _is_path(value) and "/" not in value and value not in (".", "..")
+
+
 LINEAGE: dict[Any, Shape] = {"forked_from": str, "step": is_count, "manifest": str}
 """The origin of a fork: a checkpoint, its step, and the hash of its manifest."""
 
@@ -97,7 +105,7 @@ _RUN_FIELDS: dict[Any, Shape] = {
     "parent": (NoneType, LINEAGE),
 }
 # Fields that a run adds and that older checkpoints lack.
-_LATER_FIELDS: dict[Any, Shape] = {"score_metric": str, "metrics_from": (is_count, NoneType)}
+_LATER_FIELDS: dict[Any, Shape] = {"folder": _is_name, "score_metric": str, "metrics_from": (is_count, NoneType)}
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
@@ -127,6 +135,8 @@ def read(path: str) -> Checkpoint:
         data = files_at(path).read(MANIFEST)
     except FileNotFoundError:
         raise DamagedError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
+    except StoreError:
+        raise
     except OSError as error:
         raise DamagedError(f"{path}: {MANIFEST} cannot be read ({error.strerror or error})") from error
     try:
@@ -156,6 +166,8 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
     """
     try:
         return parse_object(checkpoint.files.read(name), shape)
+    except StoreError:
+        raise
     except OSError as error:
         raise DamagedError(f"{checkpoint.path}: {name} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
@@ -185,15 +197,13 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
             raise DamagedError(f"{path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint")
     if level == "off":
         return
-    sizes = files.sizes()
-    for entry in entries:
-        size = sizes.get(entry.path)
-        if size is None:
-            raise DamagedError(f"{path}: {entry.path} is missing")
-        if size != entry.bytes:
-            raise DamagedError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
-    if level == "hash":
-        with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
+    with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
+        for entry, size in zip(entries, pool.map(lambda e: _size_or_none(files, e), entries), strict=True):
+            if size is None:
+                raise DamagedError(f"{path}: {entry.path} is missing")
+            if size != entry.bytes:
+                raise DamagedError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
+        if level == "hash":
             for entry, digest in zip(entries, pool.map(lambda e: _digest_or_error(files, e), entries), strict=True):
                 if digest != entry.hash:
                     raise DamagedError(
@@ -202,9 +212,17 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
                     )
 
 
+def _size_or_none(files: CheckpointFiles, entry: FileEntry) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return files.size(entry.path)
+    return None
+
+
 def _digest_or_error(files: CheckpointFiles, entry: FileEntry) -> str:
     try:
         return files.digest(entry.path)
+    except StoreError:
+        raise
     except OSError as error:
         return f"unreadable: {error.strerror}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.checkpoint.bucket import StoreError
 from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_object
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles
@@ -122,6 +122,8 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     try:
         return with_new_names(parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict}))
+    except StoreError:
+        raise
     except OSError as error:
         raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
@@ -147,7 +149,7 @@ def models_part(ranks: SavingRanks) -> Part:
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        files = ShardedFiles(os.path.abspath(checkpoint.path))  # the ranks may have another working directory
+        files = ShardedFiles(checkpoint.files.path)
         kinds = set(restore.kinds & {"weights", "optimizer", "rng"})
         for role in ranks.saved_roles:
             if role not in checkpoint.manifest["roles"] and restore.fork:

@@ -47,15 +47,13 @@ class ShardedFiles:
             if rank == 0:
                 for file, text in extra.items():
                     files.write(f"{name}/{file}", text.encode())
-            own = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
-            written = [file for file in files.names(name) if file.startswith(own)]
-            written += list(extra) if rank == 0 else []
+            written = files.own(name, rank)
+            written += [file for file in extra if file not in written] if rank == 0 else []
             files.sync(name, written)
         except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
             failed, (cause, _) = next(iter(error.failures.items()))
             # torch's own message does not say that the disk is full.
-            free = files.free_bytes() / 1e9
-            raise OSError(f"rank {failed} could not write {name}: {cause} ({free:.2f} GB are free)") from None
+            raise OSError(f"rank {failed} could not write {name}: {cause}{files.space()}") from None
         paths = [f"{name}/{file}" for file in written]
         return [asdict(FileEntry(path, files.size(path), files.digest(path))) for path in paths]
 

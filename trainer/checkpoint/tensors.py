@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from trainer.checkpoint.bucket import StoreError
 from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.names import MANIFEST
 from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
-from trainer.checkpoint.store import MANIFEST
 from trainer.documents import Shape, parse_object
 from trainer.durable import digest_bytes
 from trainer.errors import UserError
@@ -50,6 +51,8 @@ class NamedFiles:
         """
         try:
             data = self.checkpoint.files.read(path)
+        except StoreError:
+            raise
         except OSError as error:
             raise DamagedError(f"{self.path}: {path} cannot be read ({error.strerror})") from error
         if digest_bytes(data) != self.entries[path].hash:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from trainer.config.fields import LARGEST_SEED, LONGEST_TIME, Section, choice, choices, number, refuse, value_of
 from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
+from trainer.errors import UserError
+from trainer.places import is_url, problem_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -78,7 +80,9 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     """Validate the start weights, as step 0."""
     ckpt_path: str = "${trainer.run_dir}/checkpoints"
-    """Directory of the checkpoints."""
+    """Directory of the checkpoints, or a prefix in an object store: `s3://bucket/run` (needs the extra `s3`),
+    `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
+    read them."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1)
     """Steps between checkpoints; the last step is always saved. -1: do not save by steps. `auto`: save by time, at
     the interval that loses least, given the measured cost of a save and `mean_time_between_failures` (Young, 1974;
@@ -191,9 +195,10 @@ class TrainerConfig(Section):
         for key in ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_path"):
             if (value_of(config, key) or "").startswith("~"):
                 refuse(config, key, "begins with ~, which only a shell replaces; write the whole path")
-        if "://" in self.ckpt_path:
-            problem = "must be a directory that all ranks see; object stores are not supported yet"
-            refuse(config, "trainer.ckpt_path", problem)
+        for key in ("trainer.ckpt_path", "trainer.resume_path"):
+            path = value_of(config, key) or ""
+            if is_url(path) and (problem := problem_of(path)):
+                raise UserError(f"{key}: {problem}")  # without the value, which may hold a password
 
     def _check_saving(self, config: Config) -> None:
         if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":

@@ -6,8 +6,9 @@ import logging
 import os
 
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import UserError
+from trainer.places import is_same, is_url
 from trainer.run import record
 
 LOG = logging.getLogger(__name__)
@@ -16,15 +17,16 @@ LOG = logging.getLogger(__name__)
 class Claim:
     """The locks of this process on a run's directory and its checkpoint directory, which several runs could name."""
 
-    def __init__(self, run_dir: str, ckpt_path: str, timeout_s: float):
+    def __init__(self, run_dir: str, ckpt_path: str, store: CheckpointStore, timeout_s: float):
         self._ckpt_path = ckpt_path
         self.taken_over = ""
         """A line about the dead process that held the run directory before; empty if there was none."""
+        self._store = store
         self.run_dir = RunLock(run_dir, timeout_s)
         self._locks = [self.run_dir]
-        if os.path.realpath(ckpt_path) != os.path.realpath(run_dir):
+        if not is_same(ckpt_path, run_dir):
             remedy = "choose another trainer.ckpt_path, or end that job"
-            self._locks.append(RunLock(ckpt_path, timeout_s, "checkpoint directory", remedy))
+            self._locks.append(store.lock(timeout_s, "checkpoint directory", remedy))
 
     def acquire(self, wait: bool) -> None:
         """Lock both directories, and test that a save can write to the checkpoint directory.
@@ -39,11 +41,11 @@ class Claim:
                 this run has committed are missing.
         """
         taken_over = [self.run_dir.acquire(wait)]
-        if not os.path.isdir(self._ckpt_path):  # do not create the directory if its disk is not mounted
+        if not self._store.exists():  # do not create the directory if its disk is not mounted
             record.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
         try:
             taken_over += [lock.acquire(wait) for lock in self._locks[1:]]
-            LocalStore(self._ckpt_path).probe()
+            self._store.probe()
         except OSError as error:
             raise UserError(
                 f"trainer.ckpt_path={self._ckpt_path}: checkpoints cannot be written there "
@@ -70,6 +72,8 @@ class Claim:
 
 
 def _reason(path: str, error: OSError) -> str:
+    if is_url(path):
+        return error.strerror or str(error)
     if os.path.islink(path) and not os.path.exists(path):
         return f"it is a link to {os.readlink(path)}, which is not there"
     return "it is not a directory" if os.path.exists(path) and not os.path.isdir(path) else error.strerror or str(error)

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import open_store
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
@@ -19,6 +21,7 @@ from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_s
 from trainer.output import LOG_FILE
 from trainer.run import lineage, record
 from trainer.run.best import instead_of
+from trainer.run.carried import CarriedFiles
 from trainer.run.claim import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
 from trainer.run.starts import LOG_NAME
@@ -41,10 +44,11 @@ class RunDirectory:
         self.cfg = cfg
         self.supervised = supervised
         t = cfg.trainer
-        self.claim = Claim(t.run_dir, t.ckpt_path, t.lock_timeout_s)
+        store = open_store(t.ckpt_path)
+        self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_timeout_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
-            LocalStore(t.ckpt_path),
+            store,
             Retention(
                 t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric, instead_of(t.best_metric)
             ),
@@ -53,6 +57,8 @@ class RunDirectory:
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
         )
         self._incidents: str | None = None  # the file of an outer run
+        self.carried = CarriedFiles(t.run_dir, store)
+        """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
         self.lineage: dict[str, Any] = {}
         """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
@@ -72,8 +78,9 @@ class RunDirectory:
             with stage("looking for a checkpoint to resume from"):
                 self.claim.acquire(wait)
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
-                self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
                 self.checkpoints.clean_up()
+                self._restore_carried()
+                self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
                 self.lineage = lineage.read(self.cfg.trainer.run_dir)
                 if self.resume is not None and not self.resume.restore.fork:
@@ -111,6 +118,17 @@ class RunDirectory:
         first = 0 if resume is None or resume.restore.fork else resume.checkpoint.step + 1
         rows = read_metrics(self.metrics_file)
         return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
+
+    def _restore_carried(self) -> None:
+        """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""
+        if self.cfg.trainer.resume_mode in (None, "none"):
+            return
+        for step in reversed(self.checkpoints.steps()):
+            try:
+                self.carried.restore(manifests.read(self.checkpoints.store.path(step)))
+                return
+            except DamagedError as error:
+                LOG.warning("the files of the run directory are not restored from a damaged checkpoint: %s", error)
 
     def _complete_record(self, resume: Resume) -> None:
         """Record the commit of the resumed checkpoint if there is no record.

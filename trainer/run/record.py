@@ -9,6 +9,7 @@ import os
 from trainer.documents import is_count, parse_object
 from trainer.durable import read_file, write_file
 from trainer.errors import UserError, one_line
+from trainer.places import absolute
 
 NAME = "committed.json"
 _SHAPE = {"step": is_count, "ckpt_path": str}
@@ -16,7 +17,7 @@ _SHAPE = {"step": is_count, "ckpt_path": str}
 
 def write(run_dir: str, step: int, ckpt_path: str) -> None:
     """Record that `global_step_{step}` was committed in `ckpt_path`."""
-    write_file(os.path.join(run_dir, NAME), json.dumps({"step": step, "ckpt_path": os.path.abspath(ckpt_path)}))
+    write_file(os.path.join(run_dir, NAME), json.dumps({"step": step, "ckpt_path": absolute(ckpt_path)}))
 
 
 def exists(run_dir: str) -> bool:

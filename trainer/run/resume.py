@@ -11,11 +11,12 @@ from trainer import __version__
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.names import step_in
 from trainer.checkpoint.parts import Restore, read_config
-from trainer.checkpoint.store import step_in
 from trainer.config import RESUME_LOAD, Config
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
+from trainer.places import absolute, is_same
 from trainer.run import compatibility, lineage, record
 
 LOG = logging.getLogger(__name__)
@@ -106,10 +107,10 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
     """
     t = cfg.trainer
     assert t.resume_path is not None
-    path = os.path.abspath(t.resume_path)
+    path = absolute(t.resume_path)
     if step_in(path) is None:
         raise UserError(f"trainer.resume_path={t.resume_path}: must be a global_step_N directory")
-    if os.path.realpath(os.path.dirname(path)) == os.path.realpath(t.ckpt_path):
+    if is_same(os.path.dirname(path), t.ckpt_path):
         return _verify_newest(cfg, checkpoints, path), False
     forked = lineage.read(t.run_dir)
     if forked and (holds_run or forked["forked_from"] == path):  # else no fork was ever trained here

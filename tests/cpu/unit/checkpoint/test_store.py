@@ -7,7 +7,8 @@ import os
 import pytest
 
 from tests.support.checkpoints import hidden
-from trainer.checkpoint.store import LocalStore, files_at, step_in
+from trainer.checkpoint.names import step_in
+from trainer.checkpoint.store import LocalStore, files_at
 
 
 def nothing() -> None:

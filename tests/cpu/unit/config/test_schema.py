@@ -48,7 +48,9 @@ TRAINER = [
         "trainer.keep_best=1: trainer.best_metric=val/accuracy is never measured",
     ),
     (["trainer.run_dir='~/runs'"], "trainer.run_dir=~/runs: begins with ~"),
-    (["trainer.ckpt_path=s3://bucket/x"], "trainer.ckpt_path=s3://bucket/x: .*object stores are not supported"),
+    (["trainer.ckpt_path=ftp://host/x"], "trainer.ckpt_path: must be a directory that all ranks see, or begin with s3"),
+    (["trainer.ckpt_path=s3://key:secret@bucket/x"], "^trainer.ckpt_path: must not contain credentials: [^@]*$"),
+    (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain empty parts"),
     (["trainer.stop_at=0001-01-01"], "trainer.stop_at=0001-01-01: must be a time"),
     (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
 ]

@@ -1,0 +1,129 @@
+"""Checkpoints in an object store, on a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.checkpoints import parts_of, save
+from tests.support.ranks import run_ranks
+from tests.support.toy import toy_config, toy_run
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import DamagedError, FileEntry
+from trainer.checkpoint.parts import Part
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import CheckpointFiles, open_store
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def root(server, monkeypatch, request) -> str:
+    """An empty prefix."""
+    use_s3(monkeypatch, server)
+    bucket = f"bucket-{abs(hash(request.node.name))}"
+    return make_bucket(bucket) + "/some/run"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tmp_path_factory.mktemp("start")
+
+
+def test_a_checkpoint_is_committed_by_its_manifest_alone(root):
+    store = open_store(root)
+    draft = store.begin(3)
+    draft.write("folder/file", b"abc")
+    assert store.steps() == [] and list(store.leftovers().values()) == ["an interrupted save or deletion"]
+    content = json.dumps({"folder": draft.folder}).encode()
+    seen = []
+    store.publish(draft, 3, content, lambda: seen.append(store.steps()))
+    assert seen == [[]], "asked when all is written and nothing is committed"
+    assert store.steps() == [3] and store.leftovers() == {}
+
+
+def test_a_run_of_saves_is_listed_verified_pruned_and_rolled_back(root):
+    checkpoints = CheckpointManager(open_store(root), Retention(newest=2))
+    state = {"n": 0, "bytes": b""}
+    for step in (1, 2, 3):
+        state |= {"n": step, "bytes": bytes([step]) * 100}
+        save(checkpoints, step, parts_of(state))
+    assert checkpoints.steps() == [2, 3], "retention has deleted the oldest"
+    checkpoints.load(checkpoints.latest(), parts_of(state))
+    assert state["n"] == 3 and state["bytes"] == b"\3" * 100
+    (aside,) = checkpoints.set_aside(after=2)
+    assert checkpoints.steps() == [2] and checkpoints.store.asides(3) == [aside]
+    checkpoints.clean_up()
+    state["n"] = 30
+    save(checkpoints, 3, parts_of(state))
+    assert checkpoints.steps() == [2, 3] and checkpoints.store.asides(3) == [], "the old step 3 is deleted"
+    checkpoints.clean_up()
+    assert manifests.verify(checkpoints.store.path(3)).step == 3
+
+
+def test_damage_in_the_store_is_noticed(root):
+    checkpoints = CheckpointManager(open_store(root))
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    newest = manifests.read(checkpoints.store.path(2))
+    newest.files.write("weights/shard", b"abd")
+    with pytest.raises(DamagedError, match="weights/shard does not have the content"):
+        manifests.verify(newest.path)
+    assert checkpoints.latest().step == 1
+
+
+def test_a_run_continues_on_a_machine_with_an_empty_disk(root, tmp_path, model):
+    whole = toy_run(toy_config(tmp_path / "whole"), model)
+    first = tmp_path / "first"
+    toy_run(toy_config(first, ckpt_path=root), model, stop_after=3)
+    lines = (first / "metrics.jsonl").read_bytes()
+    shutil.rmtree(first)
+    continued = toy_run(toy_config(tmp_path / "second", ckpt_path=root), model)
+    assert continued.learner.ranks.number == whole.learner.ranks.number
+    assert (tmp_path / "second" / "metrics.jsonl").read_bytes().startswith(lines), "byte for byte"
+    rows = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, server, monkeypatch):
+    environment = use_s3(monkeypatch, server)
+    checkpoints = CheckpointManager(open_store(root))
+
+    def write(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        written = run_ranks(2, write_sharded, draft.path, environment)
+        return lambda: [FileEntry(**entry) for entries in written for entry in entries]
+
+    checkpoint = manifests.verify(save(checkpoints, 1, [Part("models", write)]))
+    shards = [entry.path for entry in checkpoint.entries if entry.path.endswith(".distcp")]
+    assert shards == ["policy/__0_0.distcp", "policy/__1_0.distcp"]
+    (one,) = run_ranks(1, read_sharded, checkpoint.files.path, environment)
+    assert one == (list(range(1000)), 0.5)
+
+
+def write_sharded(rank, directory: str, environment: dict[str, str]) -> list[dict]:
+    os.environ.update(environment)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)]), "lr": 0.5}
+    return ShardedFiles(directory).write("policy", state, {"extra.json": "{}"}, dist.group.WORLD)
+
+
+def read_sharded(rank, directory: str, environment: dict[str, str]) -> tuple[list[float], float]:
+    os.environ.update(environment)
+    state = {"w": torch.zeros(1000), "lr": 0.0}
+    ShardedFiles(directory).read("policy", state, dist.group.WORLD)
+    return state["w"].tolist(), state["lr"]

@@ -1,0 +1,141 @@
+"""Write and read sharded states in an object store with DCP: each rank its own objects, in parts, and its own bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import posixpath
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from trainer.checkpoint.object_store import ObjectFiles
+from trainer.checkpoint.safe_dcp import SafeReader
+
+_PARALLEL = 8
+_GAP_BYTES = 1 << 20
+"""Two ranges that are closer than this are read as one."""
+_RANGE_BYTES = 64 << 20
+"""A range that reaches this size takes no other in."""
+
+
+class _Objects(FileSystemBase):
+    """What DCP needs of a file system. It writes `.metadata` under another name and renames it: here it is put once."""
+
+    def __init__(self, files: ObjectFiles):
+        self._files = files
+        self._unnamed: dict[str, bytes] = {}
+        self.fetched: IO[bytes] | None = None
+        """The bytes that the next stream reads; None: the whole object."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        name = str(path)
+        if mode == "rb":
+            yield self.fetched or io.BytesIO(self._files.read(name))
+        elif name.endswith(".tmp"):
+            buffer = io.BytesIO()
+            yield buffer
+            self._unnamed[name] = buffer.getvalue()
+        else:
+            with self._files.stream(name) as stream:
+                yield stream
+
+    def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
+        return posixpath.join(str(path), suffix)
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        self._files.write(str(new_path), self._unnamed.pop(str(path)))
+
+    def init_path(self, path: str | os.PathLike) -> str:
+        return str(path)
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False  # a draft is new
+
+    def rm_file(self, path: str | os.PathLike) -> None:
+        raise NotImplementedError
+
+
+class ObjectWriter(FileSystemWriter):
+    """Writes one object a rank below a folder of `files`."""
+
+    def __init__(self, files: ObjectFiles, folder: str):
+        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        self.fs, self.path = _Objects(files), folder  # type: ignore[assignment]
+
+
+class ObjectReader(SafeReader):
+    """Reads the ranges of bytes that this rank needs, several at a time."""
+
+    def __init__(self, files: ObjectFiles, folder: str):
+        super().__init__(folder)
+        self._files = files
+        self.fs, self.path = _Objects(files), folder  # type: ignore[assignment]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        ranges = list(self._ranges(plan.items))
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for first in range(0, len(ranges), _PARALLEL):  # a batch at a time, to bound the memory
+                batch = ranges[first : first + _PARALLEL]
+                for wanted, data in zip(batch, pool.map(self._fetch, batch), strict=True):
+                    self.fs.fetched = _At(data, wanted.start)  # type: ignore[attr-defined]
+                    super().read_data(LoadPlan(wanted.items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fetch(self, wanted: _Range) -> bytes:
+        return self._files.read_range(f"{self.path}/{wanted.name}", wanted.start, wanted.end)
+
+    def _ranges(self, items: list[ReadItem]) -> Iterator[_Range]:
+        """Yield ranges of bytes that cover these items; neighbours are joined."""
+        places = [(self.storage_data[item.storage_index], item) for item in items]
+        open_range: _Range | None = None
+        for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
+            end = place.offset + place.length
+            if open_range is not None and open_range.takes(place.relative_path, place.offset):
+                open_range.end = max(open_range.end, end)
+                open_range.items.append(item)
+            else:
+                if open_range is not None:
+                    yield open_range
+                open_range = _Range(place.relative_path, place.offset, end, [item])
+        if open_range is not None:
+            yield open_range
+
+
+class _Range:
+    def __init__(self, name: str, start: int, end: int, items: list[ReadItem]):
+        self.name, self.start, self.end, self.items = name, start, end, items
+
+    def takes(self, name: str, start: int) -> bool:
+        near = start <= self.end + _GAP_BYTES
+        return name == self.name and (start < self.end or near and self.end - self.start < _RANGE_BYTES)
+
+
+class _At(io.BytesIO):
+    """Bytes of an object, at the positions that they have in the object."""
+
+    def __init__(self, data: bytes, start: int):
+        super().__init__(data)
+        self._start = start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return super().seek(offset - self._start if whence == os.SEEK_SET else offset, whence) + self._start
+
+    def tell(self) -> int:
+        return super().tell() + self._start
