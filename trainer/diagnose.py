@@ -15,12 +15,13 @@ from typing import Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import open_store
 from trainer.documents import is_count, parse_object
 from trainer.errors import UserError
 from trainer.incidents import JOB, Incident, read_incidents
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import guard_output
+from trainer.places import inside
 from trainer.run import record
 from trainer.run.starts import LOG_NAME, STARTS_FILE
 
@@ -91,10 +92,10 @@ def _total_steps(start: dict[str, Any]) -> tuple[int, bool]:
 
 def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
-    place = record.read(run_dir) or os.path.join(start["directory"], start["config"]["trainer"]["ckpt_path"])
-    store = LocalStore(place)
+    place = record.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
+    store = open_store(place)
     newest, lines = 0, []
-    for step in reversed(store.steps() if os.path.isdir(place) else []):
+    for step in reversed(store.steps()):
         path = store.path(step)
         try:
             saved_at = manifests.verify(path, "size").manifest["saved_at"]

@@ -51,3 +51,8 @@ def is_same(a: str, b: str) -> bool:
 def below(path: str, *names: str) -> str:
     """Return the path of something below a directory or prefix."""
     return posixpath.join(path, *(name for name in names if name))
+
+
+def inside(directory: str, path: str) -> str:
+    """Return a path that was given in `directory`, as it is to be given elsewhere."""
+    return path if is_url(path) else os.path.join(directory, path)
