@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from trainer.cluster.groups import Group
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config
@@ -24,22 +25,39 @@ def launcher() -> Launcher:
     return Launcher(_MODULES)
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, cfg: Config | None = None) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    cfg: Config | None = None,
+    device: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """`function(rank: Rank, *args)` on `world_size` connected ranks; their results in rank order.
 
     `function` must be importable. An exception on any rank is raised here.
+
+    Args:
+        device: `cuda` or `cpu`; None: CUDA if there is a GPU.
+        env: further variables of the processes.
     """
-    with local_cluster(world_size, cfg or Config()) as cluster:
-        group = cluster.launch_ranks("rank", functools.partial(ConnectedRank, cluster.cfg), {"OMP_NUM_THREADS": "1"})
+    with local_cluster(world_size, cfg or Config(), device) as cluster:
+        group = start_ranks(cluster, env)
         return group.call("run", cluster.meeting_place(group), function, args)
 
 
-def local_cluster(world_size: int, cfg: Config) -> LocalCluster:
+def start_ranks(cluster: LocalCluster, env: Mapping[str, str] | None = None) -> Group:
+    """Start the processes of `cluster.cfg.trainer.num_workers` ranks, which host a `ConnectedRank` each."""
+    factory = functools.partial(ConnectedRank, cluster.cfg)
+    return cluster.launch_ranks("rank", factory, {"OMP_NUM_THREADS": "1", **(env or {})})
+
+
+def local_cluster(world_size: int, cfg: Config, device: str | None = None) -> LocalCluster:
     """A cluster for `world_size` ranks, which use GPUs where there are some."""
     # A rank whose peer has failed waits for it no longer than this.
     trainer = dataclasses.replace(cfg.trainer, num_workers=world_size, worker_timeout_s=60.0)
     cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, share_gpus=True))
-    return LocalCluster(cfg, "cuda" if torch.cuda.is_available() else "cpu", launcher())
+    return LocalCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher())
 
 
 class ConnectedRank:

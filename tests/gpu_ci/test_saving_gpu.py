@@ -1,0 +1,127 @@
+"""Checkpoints that are copied while the GPU computes, random states, and a kill in the middle of a save."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from tests.support.ranks import local_cluster, run_ranks, start_ranks
+from tests.support.training import config, load_then_step, make_batch, save_then_step, update
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.config import Config, FSDPConfig
+from trainer.workers.policy import PolicyWorker
+from trainer.workers.rank import Rank
+
+
+def in_float32(cfg: Config, **fsdp: Any) -> Config:
+    for role in (cfg.trainer.policy, cfg.trainer.critic):
+        role.fsdp = FSDPConfig(param_dtype="float32", **fsdp)
+    return cfg
+
+
+def weights(worker: PolicyWorker) -> dict[str, Tensor]:
+    """A copy of this rank's shards, on their device. The copy waits for nothing but the kernels before it."""
+    shards = get_model_state_dict(worker.module)
+    return {name: shard.to_local().detach().clone() for name, shard in shards.items()}
+
+
+def keep_busy(device: str) -> None:
+    """Queue kernels for about a second."""
+    if device == "cuda":
+        torch.cuda._sleep(2_000_000_000)
+
+
+def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
+    rank.build(["policy"], path)
+    worker = rank.roles["policy"]
+    assert isinstance(worker, PolicyWorker)
+    batch = make_batch()
+    update(rank, "policy", batch, 1)
+    for number in (1, 2):  # the second save writes into the pinned memory of the first
+        keep_busy(rank.device)
+        for parameter in worker.module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        worker.optimizer.step()  # queued behind the busy kernel, and not waited for
+        worker.optimizer.zero_grad()
+        expected = weights(worker)
+        files = ShardedFiles(f"{directory}/{number}")
+        rank.begin_save(["policy"], files)
+        worker.logprobs(batch)
+        update(rank, "policy", batch, 2)
+        rank.finish_save()
+        after = weights(worker)
+        assert any(not torch.equal(after[name], expected[name]) for name in expected)
+        rank.call("policy", "load", files)
+        restored = weights(worker)
+        for name, tensor in expected.items():
+            assert torch.equal(restored[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "fsdp", [{}, {"cpu_offload": True}, {"param_dtype": "bfloat16"}], ids=["plain", "offload", "bfloat16"]
+)
+def test_a_save_has_the_state_of_its_moment_while_kernels_run(device, wide_path, tmp_path, fsdp):
+    cfg = config()
+    cfg.trainer.policy.fsdp = FSDPConfig(**{"param_dtype": "float32", **fsdp})
+    run_ranks(1, save_twice_under_load, wide_path, str(tmp_path), cfg=cfg, device=device)
+
+
+def draw_after_load(rank: Rank, path: str, directory: str) -> None:
+    rank.build(["policy"], path)
+    files = ShardedFiles(directory)
+    rank.begin_save(["policy"], files)
+    rank.finish_save()
+    drawn = torch.rand(8, device=rank.device), torch.rand(8)
+    rank.call("policy", "load", files, ("rng",))
+    again = torch.rand(8, device=rank.device), torch.rand(8)
+    assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+
+def test_random_states_of_the_gpu_are_restored(device, tiny_path, tmp_path):
+    run_ranks(1, draw_after_load, tiny_path, str(tmp_path), cfg=config(), device=device)
+
+
+@pytest.mark.parametrize("direction", ["from the cpu", "to the cpu"])
+def test_a_checkpoint_moves_between_cpu_and_gpu(device, tiny_path, tmp_path, direction):
+    first, second = ("cpu", device) if direction == "from the cpu" else (device, "cpu")
+    cfg = in_float32(config())
+    expected = run_ranks(1, save_then_step, tiny_path, str(tmp_path), cfg=cfg, device=first)[0]
+    found = run_ranks(1, load_then_step, tiny_path, str(tmp_path), cfg=cfg, device=second)[0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def begin_second_save(rank: Rank, path: str, directory: str) -> None:
+    load_then_step(rank, path, f"{directory}/1")
+    rank.begin_save(["policy", "critic"], ShardedFiles(f"{directory}/2"))
+    rank.finish_save()
+
+
+@pytest.mark.parametrize("place", ["save:staging", "save:shards_written"])
+def test_a_kill_in_a_save_leaves_the_checkpoint_before(device, tiny_path, tmp_path, place):
+    cfg, reached = in_float32(config()), tmp_path / "reached"
+    (expected,) = run_ranks(1, save_then_step, tiny_path, f"{tmp_path}/1", cfg=cfg, device=device)
+    with local_cluster(1, cfg, device) as cluster:
+        group = start_ranks(cluster, {"TRAINER_FAILPOINT": f"{place},1,{reached}"})
+        group.start("run", cluster.meeting_place(group), begin_second_save, (tiny_path, str(tmp_path)))
+        wait_for(reached)
+        group.kill()
+        assert not os.path.exists(tmp_path / "2" / "policy" / "fsdp_config.json")
+        group = start_ranks(cluster)
+        (found,) = group.call("run", cluster.meeting_place(group), load_then_step, (tiny_path, f"{tmp_path}/1"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < end, f"nobody has made {file}"
+        time.sleep(0.05)
