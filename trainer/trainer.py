@@ -392,7 +392,7 @@ class Trainer:
             "best": state.best,
             "tracker": self.tracker.state_dict(),
             "weight_version": state.step + 1,
-            "rng": rng_as_text(capture_rng()),
+            "rng": rng_as_text(capture_rng(with_gpu=False)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -92,6 +92,8 @@ class PlainEngine:
         self._asleep = False
 
     def shutdown(self) -> None:
+        if (self._directory / "fails at its end").exists():
+            raise RuntimeError("CUDA Error: invalid argument")
         self._asleep = True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainer.cluster.groups import Pending
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import UserError
+from trainer.errors import UserError, describe_error
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
 from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
 
 if TYPE_CHECKING:
     from trainer.cluster.groups import Cluster, Group
+
+LOG = logging.getLogger(__name__)
 
 
 class PolicyRanks(Protocol):
@@ -181,8 +184,11 @@ class Fleet:
         self._version = version
 
     def shutdown(self) -> None:
-        """End the engines."""
-        self._engines.call("shutdown")
+        """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
+        try:
+            self._engines.call("shutdown")
+        except RuntimeError as error:  # a dead process, or CUDA in an engine that sleeps
+            LOG.info("an engine has failed at its end: %s", describe_error(error))
 
     def _choose_transport(self) -> str:
         if self._cfg.syncs_adapter:

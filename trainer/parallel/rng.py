@@ -16,8 +16,13 @@ from trainer.errors import UserError
 _TEXT_BYTES = 32768  # every state has this size, because DCP loads into existing tensors
 
 
-def capture_rng() -> dict[str, Tensor]:
-    """Return the states of this process's generators as byte tensors, so that loading them unpickles nothing."""
+def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
+    """Return the states of this process's generators as byte tensors, so that loading them unpickles nothing.
+
+    Args:
+        with_gpu: include the generator of the current GPU, if there is one. A process that only drives others leaves it
+            out, or CUDA would start in it.
+    """
     name, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     others = {
@@ -27,7 +32,7 @@ def capture_rng() -> dict[str, Tensor]:
     text = np.frombuffer(json.dumps(others).ljust(_TEXT_BYTES).encode(), dtype=np.uint8)
     assert len(text) == _TEXT_BYTES, len(text)
     state = {"torch": torch.get_rng_state(), "others": torch.from_numpy(text.copy())}
-    if torch.cuda.is_available():
+    if with_gpu and torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

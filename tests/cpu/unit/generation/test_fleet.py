@@ -121,6 +121,13 @@ def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
     ranks.call("policy", "compute")
 
 
+def test_an_engine_that_fails_at_its_end_does_not_fail_the_run(start, tmp_path):
+    fleet, _ = start()
+    fleet.start(version=1, fresh=True)
+    (tmp_path / "fails at its end").touch()
+    fleet.shutdown()
+
+
 # --------------------------------------------------------------------------------------------------------
 # Weights
 

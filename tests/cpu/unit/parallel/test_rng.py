@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from trainer.errors import UserError
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
@@ -14,3 +15,10 @@ def test_states_of_random_generators_that_cannot_be_are_refused():
     for bad in ({}, good | {"torch": ""}, good | {"torch": "AAAA"}, good | {"others": "e30="}, good | {"others": "x"}):
         with pytest.raises(UserError, match="random generators are damaged"):
             restore_rng(rng_from_text(bad))
+
+
+def test_the_driver_leaves_the_generator_of_its_gpu_alone(monkeypatch):
+    """Asking for the state of a GPU's generator starts CUDA, for which the driver has no use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("CUDA has started"))
+    assert set(capture_rng(with_gpu=False)) == {"torch", "others"}
