@@ -3,12 +3,13 @@
 EXTRA ?= $(if $(wildcard .venv/.installed-gpu)$(filter test-gpu,$(MAKECMDGOALS)),gpu,cpu)
 PYTHON ?= python3
 ARGS ?=
+BENCH ?= packing logprob step_time scaling checkpoint vs_trl
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu lint lock docs
+.PHONY: setup demo test test-gpu bench lint lock docs
 
 setup: $(STAMP)  ## .venv with the locked packages; EXTRA=gpu for the GPU set
 
@@ -23,6 +24,9 @@ test: setup  ## the CPU tests
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)
+
+bench: setup  ## every benchmark for two cores, about an hour; BENCH="packing logprob" for some
+	set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 lint: setup
 	$(BIN)/ruff check .

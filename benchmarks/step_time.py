@@ -3,6 +3,9 @@
 Runs the embedded default as a user would, for GRPO and PPO on one and two ranks, without validation and
 checkpoints. Prints, from each run's own metrics, the median step and each phase's share of it, the step
 relative to GRPO on one rank, and the seconds from the command to the end of the first step.
+
+Then, for models of 17M and 100M parameters, the log-prob pass and the update of one rank on GSM8K lengths: the FLOPs
+that they need, as a share of what products of large matrices reach on the same core (`--models`; none: leave this out).
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import tempfile
 import time
 from statistics import median
 
+from benchmarks.models import DATA, SHAPES, make_model
+from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, matmul_flops, one_policy
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
@@ -39,12 +44,54 @@ def run(algorithm: str, ranks: int, steps: int, run_dir: str) -> float:
     return first
 
 
+def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) -> None:
+    """Print the share of the matmul limit that the log-prob pass and the update of one rank reach."""
+    shape = SHAPES[name]
+    lengths = gsm8k_lengths(rows)
+    batch = make_batch(lengths, shape.vocabulary)
+    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths")}
+    limit = matmul_flops(dtype)
+    with one_policy(path, directory, dtype) as worker:
+        head = shape.vocabulary * shape.hidden
+        blocks = worker.num_parameters()[0] - head
+        attention = 2 * shape.layers * 64 * shape.heads * float((lengths.astype(float) ** 2).sum())
+        flops = 2 * blocks * lengths.sum() + 2 * head * batch["mask"].sum() + attention
+        for phase, factor, run in (
+            ("log-probs", 1, lambda: worker.logprobs(scored)),
+            ("update", 3, lambda: worker.update(batch, 1)),
+        ):
+            seconds = cpu_seconds(run)
+            print(
+                f"| {name} | {dtype} | {phase} | {lengths.sum():,} | {seconds:.2f} s | {limit / 1e9:,.0f} GFLOP/s | "
+                f"{factor * flops / seconds / limit:.0%} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps a job, the first not counted (default: 10)")
-    steps = parser.parse_args().steps
-    if steps < 2:
+    parser.add_argument("--models", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a rank in the second part (default: 16)")
+    parser.add_argument("--data", default=DATA, help=f"train.jsonl of GSM8K (default: {DATA})")
+    parser.add_argument("--no-jobs", action="store_true", help="only the second part")
+    args = parser.parse_args()
+    if args.steps < 2:
         parser.error("--steps must be at least 2: the first step warms up and is not counted")
+    if not args.no_jobs:
+        print_jobs(args.steps)
+    if args.models:
+        print("\n| model | dtype | phase | tokens | CPU | matmul | share |\n" + "|---" * 7 + "|", flush=True)
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, name)
+            make_model(SHAPES[name], args.data, path)
+            for dtype in ("float32", "bfloat16"):
+                print_shares(name, dtype, args.rows, path, directory)
+
+
+def print_jobs(steps: int) -> None:
+    """Print where the steps of the embedded default spend their time."""
     with tempfile.TemporaryDirectory() as run_dir:  # so that no job below has to warm-start the embedded model
         run("grpo", 1, 1, run_dir)
     phases = [phase for phase in PHASES if phase != "checkpoint_blocked"]

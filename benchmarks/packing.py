@@ -1,0 +1,51 @@
+"""What packing saves: `python -m benchmarks.packing [--rows 64] [--dtype float32]`.
+
+The update of a policy on sequences with the lengths of GSM8K prompts and their completions: packed as in training, one
+sequence at a time, and padded to the longest of the batch (by computing on sequences of that length). Prints CPU
+seconds on one thread, and ratios to the packed update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+
+import numpy as np
+
+from benchmarks.models import DATA, SHAPES, make_model
+from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, one_policy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--model", choices=list(SHAPES), default="17M")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--data", default=DATA, help=f"train.jsonl of GSM8K (default: {DATA})")
+    args = parser.parse_args()
+    lengths = gsm8k_lengths(args.rows)
+    padded = np.full_like(lengths, lengths.max())
+    print("| update of | real tokens | computed tokens | CPU | to packed |\n" + "|---" * 5 + "|", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "model")
+        make_model(SHAPES[args.model], args.data, path)
+        with one_policy(path, directory, args.dtype) as worker:
+            base = None
+            for name, sizes, most in (
+                ("packed rows", lengths, 16384),
+                ("one row at a time", lengths, 1),
+                ("padded rows", padded, 16384),
+            ):
+                worker.max_tokens = most
+                batch = make_batch(sizes, SHAPES[args.model].vocabulary)
+                seconds = cpu_seconds(lambda batch=batch: worker.update(batch, 1))
+                base = base or seconds
+                print(
+                    f"| {name} | {lengths.sum():,} | {sizes.sum():,} | {seconds:.2f} s | {seconds / base:.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Batches of a step, and a rank in this process, for benchmarks of the workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config import Config
+from trainer.parallel.batching import Batch
+from trainer.parallel.mesh import destroy_process_group
+from trainer.workers.policy import PolicyWorker
+from trainer.workers.rank import Rank
+
+
+def gsm8k_lengths(rows: int, completion: int = 64, seed: int = 0) -> np.ndarray:
+    """Return lengths like those of GSM8K prompts of about 77 tokens, in groups of 8, each with its completion."""
+    prompts = np.random.default_rng(seed).lognormal(4.26, 0.38, -(-rows // 8))
+    return np.clip(prompts, 20, 250).astype(int).repeat(8)[:rows] + completion
+
+
+def make_batch(lengths: np.ndarray, vocabulary: int, completion: int = 64) -> Batch:
+    """Return rows of random tokens with these lengths; the last `completion` tokens of each are learnt."""
+    rng = np.random.default_rng(0)
+    shape = len(lengths), int(lengths.max())
+    columns = np.arange(shape[1])
+    sampled = (columns >= lengths[:, None] - completion) & (columns < lengths[:, None]) & (columns > 0)
+    mask = sampled.astype(np.float32)
+    return {
+        "input_ids": rng.integers(5, vocabulary, shape),
+        "mask": mask,
+        "lengths": np.asarray(lengths),
+        "group_ids": np.arange(len(lengths)) // 8,
+        "advantages": rng.normal(size=shape).astype(np.float32) * mask,
+        "old_logprobs": -9 * mask,
+        "rollout_logprobs": -9 * mask,
+    }
+
+
+@contextmanager
+def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterator[PolicyWorker]:
+    """The policy on one rank in this process, which computes with one thread. `trainer`: settings of that section."""
+    cfg = Config()
+    cfg.model.path = path
+    cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
+    cfg.trainer.policy.fsdp.param_dtype = dtype
+    for name, value in trainer.items():
+        setattr(cfg.trainer, name, value)
+    rank = Rank(cfg, 0, 1, "cpu")
+    store = os.path.join(directory, f"store-{time.monotonic_ns()}")
+    rank.connect(f"file://{store}")
+    try:
+        rank.build(["policy"], path)
+        worker = rank.roles["policy"]
+        assert isinstance(worker, PolicyWorker)
+        yield worker
+    finally:
+        rank.roles.clear()
+        destroy_process_group()
+
+
+def cpu_seconds(function: Callable[[], Any], repeat: int = 2) -> float:
+    """Return the smallest CPU time of `function`, after one run that is not counted.
+
+    With one thread it is the time on an idle machine; on a busy one it is much steadier than the time on the clock.
+    """
+    function()
+    times = []
+    for _ in range(repeat):
+        begin = time.process_time()
+        function()
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+def matmul_flops(dtype: str, size: int = 2048) -> float:
+    """Return the FLOP/s of products of square matrices on one thread."""
+    a = torch.randn(size, size, dtype=getattr(torch, dtype))
+    return 2 * size**3 / cpu_seconds(lambda: a @ a, repeat=5)
