@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.generation import ROLLOUT, SAMPLED, make_requests
 from tests.support.ranks import run_ranks
 from tests.support.training import config, make_batch, update
-from trainer.config import FSDPConfig, ModelConfig
+from trainer.config import FSDPConfig
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Broadcast, Channel, SharedMemory
-from trainer.models.loading import load_causal_lm
 from trainer.parallel.batching import stack_padded
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
 
 def broadcast_alone(rank: Rank, directory: str) -> None:
-    channel = Channel(Broadcast(f"file://{directory}/store", 0, rank.device, 60.0), sender=True)
+    channel = Channel(
+        Broadcast(address=f"file://{directory}/store", receivers=0, device=rank.device, timeout_s=60.0), sender=True
+    )
     for _ in range(2):  # names are announced once
         tensor = torch.arange(8.0, device=rank.device)
         channel.send(iter([("a", tensor), ("b", tensor.bfloat16()[::2])]))
@@ -46,22 +46,6 @@ def reduce_on_both(rank: Rank) -> list[float]:
 
 def test_tensors_of_host_and_gpu_share_one_process_group(device):
     assert set(run_ranks(1, reduce_on_both, device=device)[0]) == {3.0}
-
-
-def logprobs_on_mesh(rank: Rank, path: str) -> np.ndarray:
-    rank.build(["policy"], path)
-    _, expected = rank.call("policy", "logprobs", make_batch())
-    mesh = init_device_mesh(rank.device, (1, 1), mesh_dim_names=("replicate", "shard"))
-    module = load_causal_lm(ModelConfig(), path, mesh, FSDPConfig(param_dtype="float32"))
-    rank.roles["policy"].module = module
-    _, found = rank.call("policy", "logprobs", make_batch())
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def test_a_mesh_of_one_replica_computes_the_same(device, tiny_path):
-    cfg = config()
-    cfg.trainer.policy.fsdp = FSDPConfig(param_dtype="float32")
-    run_ranks(1, logprobs_on_mesh, tiny_path, cfg=cfg, device=device)
 
 
 def take_turns(rank: Rank, path: str) -> None:
