@@ -84,7 +84,8 @@ def memory_ran_out(error: BaseException) -> bool:
     """Return whether `error` says that the machine or the GPU is out of memory."""
     # By name, because this module does not import torch.
     from_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
-    return isinstance(error, MemoryError) or from_torch
+    from_vllm = "CUDA Error: out of memory" in str(error)  # an engine that shares its GPU wakes up
+    return isinstance(error, MemoryError) or from_torch or from_vllm
 
 
 def as_list(headline: str, sentences: Sequence[str]) -> str:

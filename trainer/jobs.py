@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+from typing import Any
 
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.cluster.groups import Cluster
@@ -103,7 +104,7 @@ def rollout_trainer(
     learner = Learner(cfg, cluster, timer)
     fleet = Fleet(cfg, cluster, learner.ranks, path)
     with stage("reading the data"):
-        tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        tokenizer = _load_tokenizer(cfg, path)
         source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
     with stage("loading the model into the ranks"):
         learner.build(path)
@@ -119,7 +120,7 @@ def supervised_trainer(
     loop = loop_config(cfg)
     learner = Learner(loop, cluster, timer)
     with stage("reading the data"):
-        tokenizer = load_tokenizer(path, cfg.model.chat_template, cfg.model.trust_remote_code)
+        tokenizer = _load_tokenizer(cfg, path)
         vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
         parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
         held_out = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
@@ -127,6 +128,11 @@ def supervised_trainer(
     with stage("loading the model into the ranks"):
         learner.build(path)
     return Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+
+
+def _load_tokenizer(cfg: Config, path: str) -> Any:
+    model = cfg.model
+    return load_tokenizer(path, model.chat_template, model.trust_remote_code, model.chat_template_kwargs)
 
 
 def _cluster(cfg: Config, device: str) -> Cluster:
@@ -155,7 +161,7 @@ def _check_inputs(cfg: Config) -> None:
         check_files(cfg.data, validation=cfg.trainer.val_interval > 0, as_rows=cfg.environment.name is not None)
     if cfg.model.path is not None:
         with stage(f"fetching the model {cfg.model.path}"):
-            load_tokenizer(resolve_model_path(cfg.model.path), cfg.model.chat_template, cfg.model.trust_remote_code)
+            _load_tokenizer(cfg, resolve_model_path(cfg.model.path))
     else:
         _check_cache(cfg)
     if cfg.environment.name is None:

@@ -15,7 +15,7 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
 from trainer.durable import write_file
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
+from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
 SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "broadcast"), max_lora_rank=8,
                   environment={"PLAIN": "1"}, cpu_environment={"PLAIN_CPU": "1"})  # fmt: skip
@@ -71,7 +71,7 @@ class PlainEngine:
             case Adapter(config, weights):
                 assert self._lora_rank is not None and config == str(self._directory)
                 self._weights = int(weights)
-            case Broadcast():
+            case Broadcast() | Ipc():
                 while not (self._directory / "sent").exists():
                     threading.Event().wait(0.01)
                 self._weights = int((self._directory / "sent").read_text())
@@ -155,6 +155,12 @@ class PlainRank:
     def release_memory(self) -> None:
         self._gpu.hold(20)
 
+    def weight_bytes(self, dtype: str) -> int:
+        return 1000
+
+    def find_address(self, host: str, port: int) -> str:
+        return f"{host}:{port}"
+
     def write_weights(self) -> str:
         (self._directory / "weights").write_text(str(self._weights))
         return str(self._directory)
@@ -165,7 +171,7 @@ class PlainRank:
     def call(self, role: str, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
-    def send_weights(self, group: Broadcast, dtype: str) -> None:
+    def send_weights(self, group: Broadcast | Ipc, dtype: str) -> None:
         if self._weights > 1:
             raise ValueError("cannot be sent")
         write_file(str(self._directory / "sent"), str(self._weights))

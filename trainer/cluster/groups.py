@@ -389,7 +389,8 @@ def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
     if memory_ran_out(cause):
         return WorkerError(
             f"{name} has no memory left ({one_line(str(cause)) or 'MemoryError'})",
-            f"lower trainer.max_tokens_per_micro_batch or rollout.max_num_seqs, or use more devices, and {AGAIN}",
+            "lower trainer.max_tokens_per_micro_batch, rollout.max_num_seqs or (on shared GPUs) "
+            f"rollout.gpu_memory_utilization, or use more devices, and {AGAIN}",
             "memory",
         )
     cause.add_note(f"in {name}; its own traceback:\n{trace}")

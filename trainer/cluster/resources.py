@@ -36,6 +36,20 @@ def check_gpus(cfg: Config, available: int) -> None:
         )
 
 
+def by_node(nodes: Mapping[int, str]) -> list[int]:
+    """Return the places in an order in which those of one node follow one another.
+
+    Ranks that shard together, and the GPUs of one engine, must be neighbours.
+
+    Args:
+        nodes: the node of each place. Ray does not promise any order.
+    """
+    first: dict[str, int] = {}
+    for place in sorted(nodes):
+        first.setdefault(nodes[place], place)
+    return sorted(nodes, key=lambda place: (first[nodes[place]], place))
+
+
 _FORWARDED = ("CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 

@@ -14,13 +14,13 @@ import ray
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.groups import Group, Patience
 from trainer.cluster.local_ray import LocalRay
-from trainer.cluster.resources import check_gpus, forwarded_variables, rank_groups
+from trainer.cluster.resources import by_node, check_gpus, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import AGAIN, UserError, WorkerError, one_line
@@ -132,7 +132,7 @@ class RayCluster:
                 "num_gpus": gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
             }
-            for i in range(count)
+            for i in _by_node(placement)
         ]
         args = [(rank, count, self.device) for rank in range(count)]
         return self._keep(self._launch(name, factory, args, options, env), placement)
@@ -155,7 +155,7 @@ class RayCluster:
                     "num_gpus": gpus,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
                 }
-                for i in range(r.num_engines)
+                for i in _by_node(placement)
             ]
         return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), placement)
 
@@ -238,6 +238,11 @@ class RayCluster:
                 f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
                 f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
             )
+
+
+def _by_node(placement: PlacementGroup) -> list[int]:
+    with SIGNALS.held():
+        return by_node(placement_group_table(placement)["bundles_to_node_id"])
 
 
 def _held() -> str:

@@ -44,7 +44,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
         path="trainer.generation.vllm_engine:VLLMEngine",
-        transports=("shared_memory", "broadcast"),
+        transports=("shared_memory", "broadcast", "ipc"),
         max_lora_rank=512,
         tensor_parallel=True,
         streaming=True,
@@ -63,7 +63,9 @@ ENGINES: dict[str, EngineSpec] = {
         },
     ),
     "transformers": EngineSpec(
-        path="trainer.generation.transformers_engine:TransformersEngine", cpu_environment=_ONE_THREAD
+        path="trainer.generation.transformers_engine:TransformersEngine",
+        transports=("shared_memory", "broadcast", "ipc"),
+        cpu_environment=_ONE_THREAD,
     ),
 }
 

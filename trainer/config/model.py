@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import LARGEST_SEED, Section, choice, number, refuse
+from trainer.config.fields import LARGEST_SEED, Section, choice, number, open_section, refuse
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -56,8 +56,14 @@ class ModelConfig(Section):
     """Allow the model directory to run its own Python code."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, Any] = open_section()
+    """Variables of the chat template. Qwen3: `{enable_thinking: false}` lets the model answer without thinking first.
+    Exported models keep them in their chat template."""
 
     def check(self, config: Config, name: str) -> None:
+        for variable in self.chat_template_kwargs:
+            if not variable.isidentifier():
+                refuse(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
         if self.path is not None:
             return
         longest, rollout = self.tiny.max_position_embeddings, config.rollout

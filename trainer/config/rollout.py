@@ -48,10 +48,12 @@ class RolloutConfig(Section):
     """Share of a GPU's memory that a vLLM engine takes for weights and KV cache."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs. On CPU it always runs without."""
-    weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast"))
+    weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast", "ipc"))
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
-    over ranks and engines) or `auto`: shared memory on one node, broadcast across nodes and to engines with GPUs of
-    their own."""
+    over ranks and engines), `ipc` (from rank to engine within the GPU that they share) or `auto`: ipc on shared GPUs,
+    broadcast across nodes and to engines with GPUs of their own, else shared memory."""
+    weight_sync_bucket_mb: int = number(256, at_least=1)
+    """Size of the parts, in MiB, in which weights travel by broadcast and ipc. Two of them are in memory at a time."""
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"))
     """What engines get of a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the engine
     can serve it, else merged weights."""

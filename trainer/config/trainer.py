@@ -50,7 +50,8 @@ class TrainerConfig(Section):
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
     master_port: int = number(0, at_least=0, at_most=65535)
-    """Port on rank 0's machine at which the ranks meet. 0: any free port."""
+    """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
+    broadcasts, meet. 0: any free ports."""
     worker_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)
     """Seconds that one collective may take before the ranks give up."""
     silence_timeout_s: float = number(300.0, at_least=0.001)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.cluster.groups import Pending
+from trainer.cluster.resources import rank_groups
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import UserError, describe_error
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
-from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
+from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
 if TYPE_CHECKING:
     from trainer.cluster.groups import Cluster, Group
@@ -63,9 +65,12 @@ class Fleet:
         self._version = 0
         self._transports = {
             "adapter": self._offer_adapter,
-            "broadcast": self._offer_broadcast,
+            "broadcast": self._offer_channel,
+            "ipc": self._offer_channel,
             "shared_memory": self._offer_shared_memory,
         }
+        self.synced_bytes = 0
+        """Size of the weights or adapters of the last sync."""
         self._is_awake = False
         self._spec = spec = ENGINES[cfg.rollout.engine]
         build = functools.partial(
@@ -79,8 +84,10 @@ class Fleet:
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
-        self._engines = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
         self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
+        if self._shares_gpus:  # what cannot work is refused before the engines load
+            self._transport = self._choose_transport(ranks.policy.where())
+        self._engines = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
         if self._shares_gpus:
             # An engine measures what is free while it starts, and takes its share: the ranks must not load
             # anything before it is done, and need the room afterwards.
@@ -96,15 +103,14 @@ class Fleet:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
-        self._transport = self._choose_transport()
+        if not self._shares_gpus:
+            self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.where()])
         if self._transport == "broadcast":
-            r = self._cfg.rollout
-            self._broadcast = Broadcast(
-                self._cluster.meeting_place(self._ranks.policy),
-                receivers=r.num_engines * (r.tensor_parallel_size if self._cluster.device == "cuda" else 1),
-                device=self._cluster.device,
-                timeout_s=self._cfg.trainer.worker_timeout_s,
-            )
+            first = self._cfg.trainer.master_port
+            address = self._cluster.meeting_place(self._ranks.policy, first + rank_groups(self._cfg) if first else 0)
+            self._channel = Broadcast(address, **self._channel_settings)
+        elif self._transport == "ipc":
+            self._channel = Ipc(secrets.token_hex(16), **self._channel_settings)
         elif self._transport == "shared_memory":
             self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
         if fresh and self._transport != "adapter":  # adapters that vLLM cannot serve must fail before the first step
@@ -182,6 +188,8 @@ class Fleet:
             else:  # when one side fails, the other may wait for it in vain
                 _first_failure(receiving.result, sending.result)
         self._version = version
+        if self._transport != "adapter":
+            self.synced_bytes = self._weight_bytes
 
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
@@ -190,10 +198,20 @@ class Fleet:
         except RuntimeError as error:  # a dead process, or CUDA in an engine that sleeps
             LOG.info("an engine has failed at its end: %s", describe_error(error))
 
-    def _choose_transport(self) -> str:
+    @property
+    def _channel_settings(self) -> dict[str, Any]:
+        r, device = self._cfg.rollout, self._cluster.device
+        return {
+            "receivers": r.num_engines * (r.tensor_parallel_size if device == "cuda" else 1),
+            "device": device,
+            "timeout_s": self._cfg.trainer.worker_timeout_s,
+            "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
+        }
+
+    def _choose_transport(self, places: Sequence[Mapping[str, Any]]) -> str:
+        """Choose how weights reach the engines (see `choose_transport`). `places`: of all ranks and engines."""
         if self._cfg.syncs_adapter:
             return "adapter"
-        places = [*self._ranks.policy.where(), *self._engines.where()]
         same_node = len({place["host"] for place in places}) == 1
         return choose_transport(self._cfg.rollout, same_node, self._cluster.device)
 
@@ -208,13 +226,18 @@ class Fleet:
             self._ranks.drop_shared()
 
     @contextmanager
-    def _offer_broadcast(self) -> Iterator[tuple[WeightSource, Pending]]:
-        yield self._broadcast, self._ranks.start("policy", "send_weights", self._broadcast, self._cfg.rollout.dtype)
+    def _offer_channel(self) -> Iterator[tuple[WeightSource, Pending]]:
+        yield self._channel, self._ranks.start("policy", "send_weights", self._channel, self._cfg.rollout.dtype)
 
     @contextmanager
     def _offer_adapter(self) -> Iterator[tuple[Any, None]]:
         adapter = Adapter(self._adapter_config, self._ranks.call("policy", "adapter_weights"))
+        self.synced_bytes = len(adapter.weights)
         yield self._cluster.put(adapter), None  # stored once for all engines
+
+    @functools.cached_property
+    def _weight_bytes(self) -> int:
+        return self._ranks.call_one("policy", "weight_bytes", self._cfg.rollout.dtype)
 
     @functools.cached_property
     def _adapter_config(self) -> str:
@@ -228,7 +251,7 @@ def _build_engine(path: str, *args: Any, **kwargs: Any) -> Engine:
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
-    """Return how weights reach the engines: `shared_memory` or `broadcast`.
+    """Return how weights reach the engines: `shared_memory`, `broadcast` or `ipc`.
 
     Args:
         same_node: all ranks and engines are on one node.
@@ -237,13 +260,23 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     Raises:
         UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
     """
-    weight_sync = rollout.weight_sync
+    weight_sync, on_gpus = rollout.weight_sync, device == "cuda"
     if weight_sync == "auto":
         # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
-        fast = device == "cuda" and not rollout.share_gpus and "broadcast" in ENGINES[rollout.engine].transports
-        weight_sync = "shared_memory" if same_node and not fast else "broadcast"
+        fast = "ipc" if rollout.share_gpus else "broadcast"
+        if on_gpus and fast in ENGINES[rollout.engine].transports:
+            weight_sync = fast
+        else:
+            weight_sync = "shared_memory" if same_node else "broadcast"
+    if weight_sync == "ipc" and not (on_gpus and rollout.share_gpus):
+        raise UserError(
+            "rollout.weight_sync=ipc: weights go from rank to engine within one GPU, and they share none; choose auto, "
+            "or rollout.share_gpus=true on GPUs"
+        )
     if weight_sync == "shared_memory" and not same_node:
-        raise UserError("rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose broadcast")
+        raise UserError(
+            "rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose auto or broadcast"
+        )
     if weight_sync not in ENGINES[rollout.engine].transports:
         able = " or ".join(name for name, spec in ENGINES.items() if weight_sync in spec.transports)
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.weight_sync import SharedMemory
+from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import check_own
 
@@ -120,18 +120,22 @@ class TransformersEngine:
         return Completion(tokens[:end].copy(), logprobs[:end].copy(), "stop" if len(stops) else "length", self._version)
 
     @torch.no_grad()
-    def sync_weights(self, source: SharedMemory, version: int) -> None:
-        """Copy the weights of `source`, the only kind that it takes, over the old ones, tensor by tensor."""
-        check_own(source.path)
+    def sync_weights(self, source: SharedMemory | Broadcast | Ipc, version: int) -> None:
+        """Copy the weights of `source` over the old ones, tensor by tensor.
+
+        Raises:
+            ValueError: the model lacks one of them, or a weight of the model is not among them.
+        """
         own = self._model.state_dict()  # tied weights are there under both names
         renewed = set()
-        for path in glob.glob(os.path.join(source.path, "*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.offset_keys():
-                    own[name].copy_(file.get_tensor(name))
-                    renewed.add(own[name].data_ptr())
-        stale = [name for name, tensor in own.items() if tensor.data_ptr() not in renewed]
-        assert not stale, f"{source.path} lacks {stale}"
+        for name, tensor in read_weights(source.path) if isinstance(source, SharedMemory) else source.receive():
+            if name not in own:
+                raise ValueError(f"the engine's model has no weight {name}")
+            own[name].copy_(tensor)
+            renewed.add(own[name].data_ptr())
+        stale = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in renewed)
+        if stale:
+            raise ValueError(f"the engine got no new values for {len(stale)} weights, {stale[0]} among them")
         self._version = version
 
     def set_version(self, version: int) -> None:
@@ -153,3 +157,12 @@ class TransformersEngine:
     def shutdown(self) -> None:
         """Free the model. The engine is of no use afterwards."""
         del self._model
+
+
+def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the safetensors files in `directory`."""
+    check_own(directory)
+    for path in glob.glob(os.path.join(directory, "*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.weight_sync import Adapter, Broadcast, SharedMemory, WeightSource
+from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.shared_memory import SharedDirectory, check_own, place_for
 
@@ -70,7 +69,7 @@ class VLLMEngine:
         self._can_sleep = device == "cuda" and rollout.share_gpus
         self._running: dict[str, int] = {}
         """The numbers of the requests in vLLM, by their names there."""
-        self._group: Broadcast | None = None
+        self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         options = {
             "model": model_path,
@@ -146,8 +145,13 @@ class VLLMEngine:
         """Load the weights of `source` in place."""
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
-        loaders = {SharedMemory: self._load_shared, Adapter: self._load_adapter, Broadcast: self._receive}
-        loaders[type(source)](source)
+        match source:
+            case SharedMemory():
+                self._load_shared(source)
+            case Adapter():
+                self._load_adapter(source)
+            case _:
+                self._receive(source)
         self._version = version
 
     def _load_shared(self, source: SharedMemory) -> None:
@@ -175,10 +179,10 @@ class VLLMEngine:
             # Without `load_inplace`: the adapter is loaded already, and requests must not read it again.
             self._adapter = LoRARequest(_ADAPTER, 1, directory)
 
-    def _receive(self, group: Broadcast) -> None:
-        if self._group != group:
-            self._llm.init_weight_transfer_engine({"init_info": dataclasses.asdict(group)})
-            self._group = group
+    def _receive(self, source: Broadcast | Ipc) -> None:
+        if self._source != source:
+            self._llm.init_weight_transfer_engine({"init_info": {"source": source}})
+            self._source = source
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {}})
         self._llm.finish_weight_update()

@@ -15,10 +15,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.nccl_common import unpinned_nccl_env
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from trainer.generation.weight_sync import Broadcast, Channel
+from trainer.generation.weight_sync import Broadcast, Ipc
 
 BACKEND = "trainer"
 
@@ -87,47 +88,44 @@ def repack_tied_head(model: torch.nn.Module) -> None:
 
 
 @dataclass
-class JoinInfo(WeightTransferInitInfo):
-    """The fields of `Broadcast`."""
+class SourceInfo(WeightTransferInitInfo):
+    """Where the weights come from."""
 
-    address: str
-    receivers: int
-    device: str
-    timeout_s: float
+    source: Broadcast | Ipc
 
 
 @dataclass
 class PassInfo(WeightTransferUpdateInfo):
-    """Empty: names and shapes travel in the channel."""
+    """Empty: names and shapes travel with the weights."""
 
 
-class BroadcastReceiver(WeightTransferEngine[JoinInfo, PassInfo]):
-    """vLLM's weight-transfer protocol over a `Channel`, the same on GPUs and CPUs."""
+class Receiver(WeightTransferEngine[SourceInfo, PassInfo]):
+    """vLLM's weight-transfer protocol for `Broadcast` and `Ipc`."""
 
-    init_info_cls = JoinInfo
+    init_info_cls = SourceInfo
     update_info_cls = PassInfo
 
-    _channel: Channel | None = None
+    _source: Broadcast | Ipc
     _names: set[str]
 
-    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+    def init_transfer_engine(self, init_info: SourceInfo) -> None:
         self._names = weight_names(self.model)
-        self._channel = Channel(Broadcast(**vars(init_info)), sender=False)
+        self._source = init_info.source
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PassInfo) -> None:
-        assert self._channel is not None, "join first"
-        with every_weight_replaced(self.model, self.model_config, self._names):
-            self.model.load_weights(self._channel.receive())
+        # vLLM may have pinned settings of NCCL for its own groups. Both ends of this one must have the same.
+        with every_weight_replaced(self.model, self.model_config, self._names), unpinned_nccl_env():
+            self.model.load_weights(self._source.receive())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        self._channel = None
+        pass
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, BroadcastReceiver)
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

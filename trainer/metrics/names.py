@@ -101,6 +101,7 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
+    "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
     "perf/mfu": Metric(
         "FLOPs of policy and reference in the step, without attention, divided by the peak of the ranks: by the data "
         "sheet for known GPUs, else the speed of matrix products, which each rank measures at its start.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.documents import is_count, mismatch, parse_object
 from trainer.errors import UserError
@@ -39,13 +41,17 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 
 def load_tokenizer(
-    path: str, chat_template: str | None = None, trust_remote_code: bool = False
+    path: str,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model.
 
     Args:
         path: the model's directory.
         chat_template: a Jinja file that replaces the tokenizer's own template.
+        chat_template_kwargs: variables that are set at the begin of the template, and saved with it.
 
     Raises:
         UserError: there is no tokenizer, chat template or end token.
@@ -72,8 +78,15 @@ def load_tokenizer(
         raise UserError(
             f"model.path={path}: its tokenizer has no chat template; name a Jinja file in model.chat_template"
         )
+    if chat_template_kwargs:
+        tokenizer.chat_template = _with_variables(tokenizer.chat_template, chat_template_kwargs)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path={path}: the tokenizer has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    literals = {name: "none" if value is None else json.dumps(value) for name, value in variables.items()}
+    return "".join(f"{{%- set {name} = {literal} %}}" for name, literal in literals.items()) + template

@@ -72,6 +72,7 @@ HARMLESS = (
     "rollout.enforce_eager",
     "rollout.gpu_memory_utilization",
     "rollout.weight_sync",
+    "rollout.weight_sync_bucket_mb",
     "rollout.lora_sync",
 )
 
@@ -115,6 +116,7 @@ ROUNDING = (
     "rollout.enforce_eager",
     "rollout.gpu_memory_utilization",
     "rollout.weight_sync",
+    "rollout.weight_sync_bucket_mb",
     "rollout.lora_sync",
 )
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -93,6 +94,7 @@ class RolloutSource:
         self._evaluations = 0
         self._last: _Step | None = None
         self._samples: dict[str, list[Transcript]] = {}
+        self._sync_speed: dict[str, float] = {}
 
     def _load(self, split: str) -> PromptSet:
         if self.cfg.environment.name:
@@ -131,7 +133,9 @@ class RolloutSource:
         self.fleet.start(version, fresh)
 
     def publish(self, version: int) -> None:
+        started = time.monotonic()
         self.fleet.sync_weights(version)
+        self._sync_speed = {"perf/sync_gb_per_s": self.fleet.synced_bytes / 1e9 / (time.monotonic() - started)}
 
     # ---------------------------------------------------------------------------------------------------
     # A step
@@ -195,7 +199,7 @@ class RolloutSource:
 
     def describe(self, metrics: dict[str, float]) -> dict[str, float]:
         assert self._last is not None
-        return metrics | self._last.metrics
+        return metrics | self._last.metrics | self._sync_speed
 
     def commit(self, step: int) -> None:
         """Move the ledger; draw samples of the step; with `logger.rollouts`, write its episodes."""

@@ -34,7 +34,8 @@ STEP_METRICS = {
     "response_length/clip_ratio", "policy/loss", "policy/kl", "policy/clip_frac", "policy/entropy",
     "policy/grad_norm", "policy/lr", "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "time/step",
     "time/rollout", "time/reward", "time/logprob", "time/update", "time/sync", "perf/tokens_per_s",
-    "perf/samples_per_s", "progress/epoch", "progress/prompts", "progress/samples", "progress/tokens",
+    "perf/samples_per_s", "perf/sync_gb_per_s", "progress/epoch", "progress/prompts", "progress/samples",
+    "progress/tokens",
 }  # fmt: skip
 
 

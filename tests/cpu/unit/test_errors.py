@@ -34,6 +34,7 @@ def test_a_long_text_is_shortened():
 def test_errors_that_say_that_memory_ran_out_are_known():
     with pytest.raises(RuntimeError) as of_the_cpu:
         torch.empty(2**60)
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), of_the_cpu.value):
+    of_vllm = RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), of_the_cpu.value, of_vllm):
         assert memory_ran_out(error)
     assert not memory_ran_out(RuntimeError("shapes do not match"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster.resources import check_gpus, forwarded_variables, rank_environment
+from trainer.cluster.resources import by_node, check_gpus, forwarded_variables, rank_environment
 from trainer.config import Config
 from trainer.errors import UserError
 
@@ -38,3 +38,9 @@ def test_ranks_and_engines_must_fit_on_the_gpus(share, gpus, fits):
     else:
         with pytest.raises(UserError, match="need 2 GPUs, there are 1"):
             check_gpus(cfg, gpus)
+
+
+def test_ranks_of_a_node_are_neighbours():
+    assert by_node({0: "a", 1: "b", 2: "a", 3: "b", 4: "a"}) == [0, 2, 4, 1, 3]
+    assert by_node({2: "b", 1: "a", 0: "b"}) == [0, 2, 1]
+    assert by_node({}) == []

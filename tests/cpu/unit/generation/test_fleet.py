@@ -36,13 +36,14 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
     """Starts a fleet of plain engines and the ranks of their policy."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setitem(ENGINES, "plain", plain_engine.SPEC)
+    monkeypatch.setitem(ENGINES, "missing", EngineSpec("no_such_module:Engine", ("shared_memory", "broadcast")))
     with ExitStack() as clusters:
 
         def start(
-            device: str = "cpu", lora: bool = False, call_timeout_s: float = 600.0, **rollout
+            device: str = "cpu", lora: bool = False, call_timeout_s: float = 600.0, master_port: int = 0, **rollout
         ) -> tuple[Fleet, PlainRanks]:
-            cfg = Config(rollout=RolloutConfig(engine="plain", **rollout))
-            cfg.trainer.call_timeout_s = call_timeout_s
+            cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
+            cfg.trainer.call_timeout_s, cfg.trainer.master_port = call_timeout_s, master_port
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
@@ -146,6 +147,22 @@ def test_engines_answer_with_the_weights_of_the_last_sync(start, tmp_path, trans
     assert {c.weight_version for c in fleet.generate([Request([1], 1)], SAMPLED)} == {2}
 
 
+def test_engines_on_the_gpus_of_the_ranks_get_weights_there(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
+    fleet, ranks = start("cuda", share_gpus=True)
+    fleet.start(version=1, fresh=True)
+    ranks.call("policy", "train")
+    fleet.sync_weights(2)
+    assert answers(fleet, 1) == [[0, 7, 1]]
+    assert fleet.synced_bytes == 1000
+
+
+def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
+    fleet, _ = start(weight_sync="broadcast", master_port=5000)
+    fleet.start(version=1, fresh=True)
+    assert fleet._channel.address == "127.0.0.1:5001"
+
+
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
     fleet, ranks = start()
     ranks.call("policy", "train")
@@ -171,12 +188,19 @@ def test_a_failed_sender_is_heard_while_engines_still_wait(start):
         fleet.sync_weights(2)
 
 
+@pytest.fixture
+def files_engine(monkeypatch) -> None:
+    """An engine of the user that reads files and nothing else."""
+    monkeypatch.setitem(ENGINES, "files", EngineSpec(path="my_engine:Engine"))
+
+
 @pytest.mark.parametrize(
     ("setting", "engine", "same_node", "transport"),
     [
         ("auto", "vllm", True, "shared_memory"),
         ("auto", "transformers", True, "shared_memory"),
         ("auto", "vllm", False, "broadcast"),
+        ("auto", "transformers", False, "broadcast"),
         ("broadcast", "vllm", True, "broadcast"),
         ("shared_memory", "vllm", True, "shared_memory"),
     ],
@@ -185,28 +209,44 @@ def test_the_transport_follows_from_setting_and_place(setting, engine, same_node
     assert choose_transport(RolloutConfig(engine=engine, weight_sync=setting), same_node) == transport
 
 
-@pytest.mark.parametrize(
-    ("engine", "share_gpus", "transport"),
-    [("vllm", False, "broadcast"), ("vllm", True, "shared_memory"), ("transformers", False, "shared_memory")],
-)
-def test_engines_with_gpus_of_their_own_get_weights_over_nccl(engine, share_gpus, transport):
+@pytest.mark.parametrize("same_node", [True, False])
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize(("share_gpus", "transport"), [(False, "broadcast"), (True, "ipc")])
+def test_weights_stay_on_gpus(engine, share_gpus, same_node, transport):
     rollout = RolloutConfig(engine=engine, share_gpus=share_gpus)
-    assert choose_transport(rollout, same_node=True, device="cuda") == transport
+    assert choose_transport(rollout, same_node, device="cuda") == transport
 
 
+@pytest.mark.usefixtures("files_engine")
+@pytest.mark.parametrize("share_gpus", [True, False])
+def test_engines_that_read_files_get_files_on_gpus_too(share_gpus):
+    rollout = RolloutConfig(engine="files", share_gpus=share_gpus)
+    assert choose_transport(rollout, same_node=True, device="cuda") == "shared_memory"
+
+
+@pytest.mark.usefixtures("files_engine")
 @pytest.mark.parametrize(
-    ("setting", "engine", "same_node", "share_gpus"),
+    ("setting", "engine", "same_node", "share_gpus", "device"),
     [
-        ("shared_memory", "vllm", False, False),
-        ("auto", "transformers", False, False),
-        ("broadcast", "transformers", True, False),
-        ("broadcast", "vllm", True, True),
+        ("shared_memory", "vllm", False, False, "cpu"),
+        ("auto", "files", False, False, "cpu"),
+        ("broadcast", "files", True, False, "cpu"),
+        ("broadcast", "vllm", True, True, "cuda"),
+        ("auto", "files", False, True, "cuda"),
+        ("ipc", "files", True, True, "cuda"),
+        ("ipc", "vllm", True, True, "cpu"),
+        ("ipc", "vllm", True, False, "cuda"),
     ],
 )
-def test_transports_that_cannot_work_are_refused(setting, engine, same_node, share_gpus):
+def test_transports_that_cannot_work_are_refused(setting, engine, same_node, share_gpus, device):
     rollout = RolloutConfig(engine=engine, weight_sync=setting, share_gpus=share_gpus)
     with pytest.raises(UserError, match="rollout.weight_sync="):
-        choose_transport(rollout, same_node)
+        choose_transport(rollout, same_node, device)
+
+
+def test_shared_gpus_that_no_weights_can_reach_are_refused_before_engines_start(start):
+    with pytest.raises(UserError, match="rollout.weight_sync=broadcast: NCCL"):
+        start("cuda", share_gpus=True, weight_sync="broadcast", engine="missing")
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -71,3 +71,22 @@ def test_every_end_token_of_the_model_stops_a_completion(tmp_path, model):
     for named, expected in ([7, eos], (eos, 7)), (9, (eos, 9)), (None, (eos,)):
         (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert stop_token_ids(str(changed), tokenizer) == expected
+
+
+def test_variables_of_the_chat_template_are_set_and_saved(tmp_path, model):
+    """As Qwen3's template has it: without thinking, the reply begins after an empty block of thoughts."""
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{%- if enable_thinking is defined and enable_thinking is false %}\n{{- '<think></think>' }}\n{%- endif %}"
+        "{{ mood }}{{ messages[0].content }}"
+    )
+    chat = [{"role": "user", "content": "hi"}]
+    plain = load_tokenizer(str(model), str(template))
+    assert plain.apply_chat_template(chat, tokenize=False) == "hi"
+    variables = {"enable_thinking": False, "mood": 'so "so" ', "other": None}
+    tokenizer = load_tokenizer(str(model), str(template), chat_template_kwargs=variables)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == '<think></think>so "so" hi'
+    saved = tmp_path / "saved"
+    shutil.copytree(model, saved)
+    tokenizer.save_pretrained(saved)
+    assert load_tokenizer(str(saved)).apply_chat_template(chat, tokenize=False) == '<think></think>so "so" hi'

@@ -1,0 +1,123 @@
+"""Two processes on one GPU: a connection, and buffers that both see (CUDA IPC)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+_RETRY_S = 0.01
+_DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
+
+
+class Link:
+    """A connection whose messages must come in time.
+
+    Args:
+        patience_s: longest time to wait for a message.
+    """
+
+    def __init__(self, connection: Connection, patience_s: float):
+        self._connection = connection
+        self._patience_s = patience_s
+
+    def send(self, message: Any) -> None:
+        self._connection.send(message)
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            TimeoutError: none came in time.
+            EOFError: the other process has ended.
+        """
+        if not self._connection.poll(self._patience_s):
+            raise TimeoutError(
+                f"no answer for {self._patience_s:g} s while weights went between two processes on a GPU"
+            )
+        return self._connection.recv()
+
+
+@contextmanager
+def link_of(token: str, device: str, patience_s: float) -> Iterator[Link]:
+    """Wait for the other process on this process's GPU, which calls `connect`."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(_address(token, device))
+        server.listen()
+        server.settimeout(patience_s)
+        try:
+            end, _ = server.accept()
+        except TimeoutError:
+            raise TimeoutError(f"no engine took weights on this GPU for {patience_s:g} s") from None
+    end.setblocking(True)
+    with Connection(end.detach()) as connection:
+        deliver_challenge(connection, token.encode())
+        answer_challenge(connection, token.encode())
+        yield Link(connection, patience_s)
+
+
+@contextmanager
+def connect(token: str, device: str, patience_s: float) -> Iterator[Link]:
+    """Connect to the other process on this process's GPU, which calls `link_of` at about the same time."""
+    end, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + patience_s
+    with contextlib.closing(end):
+        while True:
+            try:
+                end.connect(_address(token, device))
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no rank offers weights on this GPU for {patience_s:g} s") from None
+                time.sleep(_RETRY_S)
+        with Connection(os.dup(end.fileno())) as connection:
+            answer_challenge(connection, token.encode())
+            deliver_challenge(connection, token.encode())
+            yield Link(connection, patience_s)
+
+
+def export_buffer(size: int, device: str) -> tuple[Tensor, bytes]:
+    """Return a new buffer `(size,)` of uint8, and the handle with which another process on the GPU can import it."""
+    if device == "cpu":
+        buffer = torch.empty(size, dtype=torch.uint8).share_memory_()
+    else:
+        buffer = _outside_of_expandable_segments(size)
+    return buffer, bytes(ForkingPickler.dumps(reduce_tensor(buffer)))
+
+
+def import_buffer(handle: bytes, device: str) -> Tensor:
+    """Return the buffer that the other process has exported."""
+    rebuild, arguments = pickle.loads(handle)
+    if device == "cuda":  # the same GPU may have another number here
+        arguments = list(arguments)
+        arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
+    return rebuild(*arguments)
+
+
+def _address(token: str, device: str) -> str:
+    """Return the address of the connection on this process's GPU, in Linux' abstract namespace: it leaves no file."""
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else device
+    return "\0trainer-" + hashlib.sha256(f"{token} {gpu}".encode()).hexdigest()
+
+
+def _outside_of_expandable_segments(size: int) -> Tensor:
+    """Return a buffer in memory of its own: other processes open expandable segments slowly, if they may at all."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:True" not in settings:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+    torch.cuda.memory._set_allocator_settings(settings.replace("expandable_segments:True", "expandable_segments:False"))
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.memory._set_allocator_settings(settings)
