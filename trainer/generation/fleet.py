@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -131,7 +132,13 @@ class Fleet:
         self._ranks.release_memory()
         self._engines.call("wake")
         self._is_awake = True
-        yield
+        try:
+            yield
+        except BaseException:
+            self._is_awake = False
+            with contextlib.suppress(Exception):
+                self._engines.start("sleep")  # ranks that start again need the memory; a dead engine cannot answer
+            raise
         self._is_awake = False
         self._engines.call("sleep")
 

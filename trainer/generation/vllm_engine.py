@@ -142,7 +142,10 @@ class VLLMEngine:
         return Completion(output.token_ids, logprobs, output.finish_reason, self._version)
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Load the weights of `source` in place."""
+        """Load the weights of `source` in place. Drops requests that nobody waits for any more."""
+        if self._running:
+            self._llm.llm_engine.abort_request(list(self._running))
+            self._running.clear()
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         match source:

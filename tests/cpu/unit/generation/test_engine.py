@@ -173,6 +173,21 @@ def test_a_sleeping_engine_must_be_woken(engine, model_paths):
 # What only vLLM has: a bounded cache and a scheduler
 
 
+def test_completions_come_one_after_another_and_a_sync_drops_the_rest(model_paths, vllm_engine):
+    requests = make_requests(4)
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
+    expected = contents(vllm_engine.generate(requests, SAMPLED))
+    endless = dataclasses.replace(SAMPLED, max_tokens=60)
+    first = vllm_engine.advance({7: requests[0]}, SAMPLED)
+    assert contents(list(first.values())) == expected[:1] and list(first) == [7]
+    # The long ones are still generated when the short one is complete.
+    stops = dataclasses.replace(endless, stop_token_ids=(int(expected[1][0][0]),))
+    part = vllm_engine.advance(dict(enumerate(requests * 32)), stops)
+    assert 1 in part
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
+    assert contents(vllm_engine.generate(requests, SAMPLED)) == expected
+
+
 def test_more_work_than_the_engine_can_hold(cluster, model_paths, vllm_engine):
     """Prefill in parts, and requests thrown out of the cache and begun again, give the same completions."""
     requests = make_requests(64, longest=300)  # more than one prefill batch
