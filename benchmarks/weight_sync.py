@@ -1,0 +1,85 @@
+"""How fast weights reach an engine: `python -m benchmarks.weight_sync [--hidden N] [--layers N] [--syncs N]`.
+
+One or more ranks and one engine (transformers) are processes of this machine, as `trainer.ray_address=processes` starts
+them. Prints, for each way on this device, the median GB/s from the call to the engine's new weights, and its ratio to a
+plain copy of the same bytes in memory, in the same run. On GPUs, rank and engine share the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from statistics import median
+
+import torch
+
+from trainer.cluster.local import LocalCluster
+from trainer.config import Config, RolloutConfig, TinyConfig
+from trainer.generation.fleet import Fleet
+from trainer.learner.ranks import Ranks
+from trainer.models.tiny import build_tiny
+
+
+def plain_copy(size: int, device: str, repeats: int) -> float:
+    """Return the seconds of a copy of so many bytes."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[1:])
+
+
+def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float], int]:
+    """Return the seconds of each sync, without the first, and its bytes."""
+    with LocalCluster(cfg, device) as cluster:
+        ranks = Ranks(cfg, cluster)
+        fleet = Fleet(cfg, cluster, ranks, path)
+        ranks.connect()
+        ranks.build(path)
+        fleet.start(version=1, fresh=True)
+        seconds = []
+        for version in range(2, count + 3):
+            begin = time.perf_counter()
+            fleet.sync_weights(version)
+            seconds.append(time.perf_counter() - begin)
+        return seconds[1:], fleet.synced_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model (default: 512)")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the model (default: 12)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks (default: 1)")
+    parser.add_argument("--syncs", type=int, default=7, help="syncs that are measured (default: 7)")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ways = ["ipc", "shared_memory"] if device == "cuda" else ["shared_memory", "broadcast"]
+    hidden = arguments.hidden
+    tiny = TinyConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_layers=arguments.layers)
+    with tempfile.TemporaryDirectory() as path:
+        build_tiny(tiny, path)
+        rows = []
+        for way in ways:
+            shares = device == "cuda"
+            cfg = Config(rollout=RolloutConfig(engine="transformers", weight_sync=way, share_gpus=shares))
+            cfg.trainer.num_workers = arguments.ranks
+            cfg.trainer.ray_address = "processes"
+            seconds, size = syncs(cfg, device, path, arguments.syncs)
+            rows.append((way, median(seconds), size))
+        copy = plain_copy(rows[0][2], device, arguments.syncs)
+    print(f"{rows[0][2] / 1e6:.0f} MB, {device}, {arguments.ranks} rank(s); a plain copy: {size / 1e9 / copy:.2f} GB/s")
+    print("| way | seconds | GB/s | to a plain copy |\n|---|---|---|---|")
+    for way, seconds, size in rows:
+        print(f"| {way} | {seconds:.3f} | {size / 1e9 / seconds:.2f} | {copy / seconds:.1%} |")
+
+
+if __name__ == "__main__":
+    main()
