@@ -15,9 +15,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.nccl_common import unpinned_nccl_env
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
 
 from trainer.generation.weight_sync import Broadcast, Ipc
 
