@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import secrets
 import time
 
 import numpy as np
@@ -13,18 +15,17 @@ import torch.distributed as dist
 from tests.support.generation import ROLLOUT, SAMPLED, make_requests
 from tests.support.ranks import run_ranks
 from tests.support.training import config, make_batch, update
+from tests.support.weights import BUCKET, assert_equal, make_weights
 from trainer.config import FSDPConfig
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.generation.weight_sync import Broadcast, Channel, SharedMemory
+from trainer.generation.weight_sync import Broadcast, Channel, Ipc, SharedMemory
 from trainer.parallel.batching import stack_padded
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
 
 def broadcast_alone(rank: Rank, directory: str) -> None:
-    channel = Channel(
-        Broadcast(address=f"file://{directory}/store", receivers=0, device=rank.device, timeout_s=60.0), sender=True
-    )
+    channel = Channel(Broadcast(f"file://{directory}/store", 0, rank.device, 60.0, BUCKET), sender=True)
     for _ in range(2):  # names are announced once
         tensor = torch.arange(8.0, device=rank.device)
         channel.send(iter([("a", tensor), ("b", tensor.bfloat16()[::2])]))
@@ -33,6 +34,27 @@ def broadcast_alone(rank: Rank, directory: str) -> None:
 
 def test_a_group_for_weights_opens_and_sends(device, tmp_path):
     run_ranks(1, broadcast_alone, str(tmp_path), device=device)
+
+
+def send_versions(source: Ipc, versions: tuple[int, ...]) -> None:
+    for version in versions:
+        source.send(iter(make_weights(version, source.device).items()), rank=0)
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "expandable_segments:False"])
+def test_weights_go_from_process_to_process_on_one_gpu(device, monkeypatch, settings):
+    """Both kinds of memory that a rank may have. The other process has imported no buffer before."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    source, versions = Ipc(secrets.token_hex(16), 1, device, 120.0, BUCKET), (1, 2, 3)
+    rank = multiprocessing.get_context("spawn").Process(target=send_versions, args=(source, versions))
+    rank.start()
+    try:
+        for version in versions:
+            assert_equal(list(source.receive()), make_weights(version, device))
+    finally:
+        rank.join(60)
+        rank.kill()
+    assert rank.exitcode == 0
 
 
 def reduce_on_both(rank: Rank) -> list[float]:
