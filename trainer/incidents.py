@@ -27,6 +27,7 @@ _CAUSES = {
     "killed": (INFRASTRUCTURE, "killed process"),
     "silent": (INFRASTRUCTURE, "silent process"),
     "late": (INFRASTRUCTURE, "hanging call"),
+    "node": (INFRASTRUCTURE, "lost node"),
     "cluster": (INFRASTRUCTURE, "Ray died"),
     "memory": (JOB, "out of memory"),
 }

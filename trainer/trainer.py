@@ -321,7 +321,7 @@ class Trainer:
         score = metrics.get(metric)
         description = {
             "roles": self.learner.ranks.saved_roles,
-            "ranks": t.num_workers,
+            "ranks": self.learner.ranks.count,
             "replicas": t.replicas,
             "config_digest": digest_bytes(config_yaml(self.directory.cfg)),
             "score_metric": metric,
@@ -381,7 +381,8 @@ class Trainer:
             return
         self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
         tolerance = tolerance_on(self.learner.cluster.device, t.resume_tolerance)
-        self.audit = ReplayAudit(t.run_dir, checkpoint.step, tolerance, resume.same_rounding, resume.altered)
+        same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
+        self.audit = ReplayAudit(t.run_dir, checkpoint.step, tolerance, same_layout, resume.altered)
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state
@@ -480,7 +481,7 @@ class Trainer:
             self.model_path,
             f"{total:,}",
             adapters,
-            t.num_workers,
+            self.learner.ranks.count,
             self.source,
         )
         if resume is not None:

@@ -38,6 +38,7 @@ class ToyRanks:
 
     saved_roles = ["policy"]
     num_parameters = (1, 1)
+    count = 1
 
     def __init__(self) -> None:
         self.number = 0.0

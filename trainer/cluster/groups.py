@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -46,8 +46,16 @@ class Cluster(Protocol):
         """End all processes."""
         ...
 
-    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` processes, which host `factory(rank, world_size, device)`. Does not wait."""
+    def count_ranks(self) -> int:
+        """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many."""
+        ...
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> Group:
+        """Start `count` processes, which host `factory(rank, world_size, device)`. Does not wait.
+
+        Args:
+            count: None: `trainer.num_workers`.
+        """
         ...
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
@@ -119,6 +127,8 @@ class Patience:
     """Longest time that one call may take, in seconds."""
     lost: Callable[[], str | None] = lambda: None
     """Returns the name of a part of the cluster that has died; None: all parts run."""
+    lost_nodes: Callable[[], Mapping[str, str]] = dict
+    """Returns the addresses of lost nodes, each with the reason."""
 
     def check_cluster(self) -> None:
         """Check that all parts of the cluster run. Otherwise a call of Ray could hang or end this process.
@@ -320,10 +330,13 @@ class Pending:
         """Check that the cluster runs, that the members answer, and that no call takes too long."""
         patience, now = self._group.patience, time.monotonic()
         patience.check_cluster()
+        lost = patience.lost_nodes()
         for call in calls:
             member, elapsed_s = call.member, now - call.begun
             with SIGNALS.held():
                 silence_s = member.silence_s()
+            if member.at and (reason := lost.get(member.at[1])):
+                raise _blamed(member, f"{member} is lost with its node: {reason}", AGAIN, "node")
             if silence_s > _LEAVE_S and SIGNALS.first and self._channel != "aside":
                 raise Stopped(
                     f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "

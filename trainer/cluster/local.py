@@ -62,9 +62,13 @@ class LocalCluster:
     def _lost(self) -> str | None:
         return None if self._launcher.is_running else "the launcher of its processes"
 
-    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` processes that host `factory(rank, world_size, device)`, each with one GPU."""
-        count = self.cfg.trainer.num_workers
+    def count_ranks(self) -> int:
+        """Return `trainer.num_workers`."""
+        return self.cfg.trainer.num_workers
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> Group:
+        """Start `count` processes that host `factory(rank, world_size, device)`, each with one GPU."""
+        count = count or self.cfg.trainer.num_workers
         args = [(rank, count, self.device) for rank in range(count)]
         gpus = self._take_gpus(count)
         return self._launch(name, factory, args, env, gpus, 1, own=gpus)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trainer.config import Config
 from trainer.errors import UserError
@@ -48,6 +48,27 @@ def by_node(nodes: Mapping[int, str]) -> list[int]:
     for place in sorted(nodes):
         first.setdefault(nodes[place], place)
     return sorted(nodes, key=lambda place: (first[nodes[place]], place))
+
+
+def fitting_ranks(cfg: Config, device: str, free: Sequence[Mapping[str, float]], engines: int) -> int:
+    """Return the largest number of ranks that fits on a cluster, at most `trainer.num_workers`.
+
+    Args:
+        free: for each node, the CPUs and GPUs that no job holds.
+        engines: number of engines that still need a place.
+
+    Returns:
+        A multiple of the ranks that a layout needs; 0: not even these fit.
+    """
+    t, on_gpus = cfg.trainer, device == "cuda"
+    size = cfg.rollout.tensor_parallel_size if on_gpus else 1
+    if on_gpus and cfg.rollout.share_gpus:
+        engines = 0
+    slots = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if on_gpus else node.get("CPU", 0)) for node in free]
+    if sum(count // size for count in slots) < engines:
+        return 0
+    ranks = min(t.num_workers, (sum(slots) - engines * size) // rank_groups(cfg))
+    return ranks - ranks % t.layout_size
 
 
 _FORWARDED = ("CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 import ray
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -20,15 +22,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.groups import Group, Patience
 from trainer.cluster.local_ray import LocalRay
-from trainer.cluster.resources import by_node, check_gpus, forwarded_variables, rank_groups
+from trainer.cluster.nodes import Node, NodeWatch
+from trainer.cluster.resources import by_node, check_gpus, fitting_ranks, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import AGAIN, UserError, WorkerError, one_line
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.signals import SIGNALS, Stopped
 from trainer.stages import stage
 
+LOG = logging.getLogger(__name__)
+
 _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between two checks of signals while Ray places processes
+_ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
+_LOSSES = 2  # a node that was lost so often is not used again
+_NODE_ID = "ray.io/node-id"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
 CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
@@ -47,8 +56,11 @@ class RayCluster:
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[Group, PlacementGroup | None]] = []
+        self._reported: set[str] = set()  # ids of nodes that are left out
         self._local: LocalRay | None = None  # None: another cluster is joined
-        self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
+        self._watch: NodeWatch | None = None  # None: Ray runs on this machine alone
+        t = cfg.trainer
+        self._patience = Patience(t.silence_timeout_s, t.call_timeout_s, self._lost, self._lost_nodes)
 
     def __enter__(self) -> RayCluster:
         address = self.cfg.trainer.ray_address
@@ -64,6 +76,9 @@ class RayCluster:
             else:
                 _probe(address)
             self._join(address)
+            if self._local is None:
+                self._watch = NodeWatch(self.cfg.trainer.node_timeout_s)
+                self._watch.watch(_nodes())
             self._check_resources()
         except BaseException as error:
             self.__exit__(type(error))
@@ -84,6 +99,8 @@ class RayCluster:
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         with SIGNALS.held():
+            if self._watch is not None:
+                self._watch.close()
             if not self._lost():
                 for group, _ in list(self._groups):
                     # If the cluster itself has failed, its actors and placement groups are already gone.
@@ -103,6 +120,10 @@ class RayCluster:
         part = self._local.lost() if self._local is not None else None
         return part and f"Ray's {part}"
 
+    def _lost_nodes(self) -> dict[str, str]:
+        lost = self._watch.lost() if self._watch is not None else {}
+        return {node.address: reason for node, reason in lost.items()}
+
     def meeting_place(self, group: Group, port: int = 0) -> str:
         """Return the address at which the members of a process group meet. The first rank of `group` is its first rank.
 
@@ -121,9 +142,38 @@ class RayCluster:
         if entry[1] is not None:
             remove_placement_group(entry[1])
 
-    def launch_ranks(self, name: str, factory: Any, env: dict[str, str]) -> Group:
-        """Start `trainer.num_workers` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
-        count = self.cfg.trainer.num_workers
+    def count_ranks(self) -> int:
+        """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many.
+
+        Raises:
+            UserError: there is no room for `trainer.min_workers`.
+        """
+        t = self.cfg.trainer
+        if self._watch is None or t.min_workers is None:
+            return t.num_workers
+        engines = 0 if any(group.name == "engine" for group, _ in self._groups) else self.cfg.rollout.num_engines
+        started = time.monotonic()
+        while True:
+            left_out = self._left_out()
+            with SIGNALS.held():
+                free = [free for node, free in available_resources_per_node().items() if node not in left_out]
+            count, waited_s = fitting_ranks(self.cfg, self.device, free, engines), time.monotonic() - started
+            if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
+                break
+            if waited_s > _PLACEMENT_TIMEOUT_S:
+                raise UserError(
+                    f"trainer.min_workers={t.min_workers}: the cluster of trainer.ray_address={t.ray_address} has room "
+                    f"for {count} ranks; other jobs hold {_held()}"
+                )
+            SIGNALS.check()
+            time.sleep(_LOOK_S)
+        if count < t.num_workers:
+            LOG.warning("the cluster has room for %d of %d ranks", count, t.num_workers)
+        return count
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> Group:
+        """Start `count` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
+        count = count or self.cfg.trainer.num_workers
         gpus = 1 if self.device == "cuda" else 0
         placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
         options = [
@@ -210,8 +260,10 @@ class RayCluster:
 
     def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
         self._patience.check_cluster()
+        left_out = self._left_out()
+        elsewhere = [{_NODE_ID: f"!in({', '.join(sorted(left_out))})"}] * len(bundles) if left_out else None
         with SIGNALS.held():
-            placement = placement_group(bundles, strategy="PACK")
+            placement = placement_group(bundles, strategy="PACK", bundle_label_selector=elsewhere)
         end = time.monotonic() + _PLACEMENT_TIMEOUT_S
         while time.monotonic() < end:
             with SIGNALS.held():
@@ -224,10 +276,37 @@ class RayCluster:
             f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"
         )
 
+    def _left_out(self) -> dict[str, str]:
+        """Return the ids of the nodes on which nothing is placed, each with the reason.
+
+        They are lost, which Ray itself has not noticed yet, or were lost more than once.
+        """
+        if self._watch is None:
+            return {}
+        with SIGNALS.held():
+            nodes = _nodes()
+        self._watch.watch(nodes)
+        reasons = self._watch.look()
+        unsteady = {node: f"lost {_LOSSES} times" for node in nodes if self._watch.losses(node.address) >= _LOSSES}
+        left_out = {**unsteady, **reasons}
+        for node, reason in left_out.items():
+            if node.id not in self._reported:
+                self._reported.add(node.id)
+                LOG.warning("node %s is left out: %s", node, reason)
+                fact = f"node {node} is left out: {reason}"
+                INCIDENTS.record(
+                    Incident(
+                        INCIDENTS.step, "node", str(node), str(node), INFRASTRUCTURE, "lost node", "left out", 0.0, fact
+                    )
+                )
+        return {node.id: reason for node, reason in left_out.items()}
+
     def _slots_needed(self) -> int:
         return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.rollout.num_engines
 
     def _check_resources(self) -> None:
+        if self._watch is not None and self.cfg.trainer.min_workers is not None:
+            return  # `count_ranks` looks
         if self.device == "cuda":
             check_gpus(self.cfg, int(ray.cluster_resources().get("GPU", 0)))
             return
@@ -243,6 +322,15 @@ class RayCluster:
 def _by_node(placement: PlacementGroup) -> list[int]:
     with SIGNALS.held():
         return by_node(placement_group_table(placement)["bundles_to_node_id"])
+
+
+def _nodes() -> list[Node]:
+    """Return the nodes that Ray counts on. It takes about a minute to notice that one is lost."""
+    return [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _held() -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
+_AXES = ("replicas", "context_parallel", "tensor_parallel")
 _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 
@@ -33,6 +34,9 @@ class TrainerConfig(Section):
     """Number of steps after which the run is finished."""
     num_workers: int = number(1, at_least=1)
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
+    min_workers: int | None = number(None, at_least=1)
+    """Smallest number of ranks with which the job starts, or goes on after it has lost a node, if the cluster of
+    `ray_address` has no room for `num_workers`. null: `num_workers`."""
     replicas: int = number(1, at_least=1)
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
     context_parallel: int = number(1, at_least=1)
@@ -57,6 +61,9 @@ class TrainerConfig(Section):
     silence_timeout_s: float = number(300.0, at_least=0.001)
     """Seconds without any sign of life from a rank or an engine after which it counts as dead. A stopped process, or a
     process on a frozen machine, is silent; a process that computes is not."""
+    node_timeout_s: float = number(15.0, at_least=0.001)
+    """Seconds without an answer from a node of the cluster of `ray_address` after which the node counts as lost, with
+    all ranks and engines on it."""
     call_timeout_s: float = number(14400.0, at_least=0.001)
     """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
     update) before they count as dead."""
@@ -174,12 +181,19 @@ class TrainerConfig(Section):
         if self.hf_save_lora != "merged" and self.policy.lora.rank is None:
             refuse(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
 
+    @property
+    def layout_size(self) -> int:
+        """The number of ranks is a multiple of this."""
+        return math.prod(getattr(self, axis) for axis in _AXES)
+
     def _check_layout(self, config: Config) -> None:
-        axes = ["replicas", "context_parallel", "tensor_parallel"]
-        used = [axis for axis in axes if getattr(self, axis) > 1]
-        if self.num_workers % math.prod(getattr(self, axis) for axis in used):
+        used = [axis for axis in _AXES if getattr(self, axis) > 1]
+        if self.num_workers % self.layout_size:
             product = " x ".join(f"trainer.{axis}={getattr(self, axis)}" for axis in used)
             refuse(config, "trainer.num_workers", f"must be a multiple of {product}")
+        if self.min_workers is not None and not self.layout_size <= self.min_workers <= self.num_workers:
+            problem = f"must be from {self.layout_size} to trainer.num_workers={self.num_workers}"
+            refuse(config, "trainer.min_workers", problem)
         if self.context_parallel > 1 and config.model.attn_implementation != "sdpa":
             refuse(config, "trainer.context_parallel", "needs model.attn_implementation=sdpa")
 

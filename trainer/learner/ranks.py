@@ -39,16 +39,21 @@ class Ranks:
 
     def launch(self) -> None:
         """Begin to start the processes. `connect` and `build` wait for them."""
-        env = rank_environment(self.cluster.device, os.environ)
+        env, count = rank_environment(self.cluster.device, os.environ), self.cluster.count_ranks()
         hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
-            group = self.cluster.launch_ranks(name, functools.partial(_build_rank, self.cfg), env)
+            group = self.cluster.launch_ranks(name, functools.partial(_build_rank, self.cfg), env, count)
             self._groups.update(dict.fromkeys(hosted, group))
 
     @property
     def policy(self) -> Group:
         return self._groups["policy"]
+
+    @property
+    def count(self) -> int:
+        """Number of ranks of each role."""
+        return len(self.policy)
 
     def connect(self) -> None:
         """Form the process groups."""
@@ -150,7 +155,7 @@ class Ranks:
         """FLOP/s of the policy's ranks together: by the data sheet, or else as measured now."""
         known = peak_flops(self.policy.call_one(0, "device_name"))
         if known is not None:
-            return known * self.cfg.trainer.num_workers
+            return known * self.count
         return sum(self.policy.call("measure_peak"))
 
     @functools.cached_property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster.resources import by_node, check_gpus, forwarded_variables, rank_environment
+from tests.support.config import set_value
+from trainer.cluster.resources import by_node, check_gpus, fitting_ranks, forwarded_variables, rank_environment
 from trainer.config import Config
 from trainer.errors import UserError
 
@@ -44,3 +45,26 @@ def test_ranks_of_a_node_are_neighbours():
     assert by_node({0: "a", 1: "b", 2: "a", 3: "b", 4: "a"}) == [0, 2, 4, 1, 3]
     assert by_node({2: "b", 1: "a", 0: "b"}) == [0, 2, 1]
     assert by_node({}) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "engines", "settings", "ranks"),
+    [
+        ("cpu", [{"CPU": 3.0}, {"CPU": 2.5}], 1, {}, 4),
+        ("cpu", [{"CPU": 3.0}, {}], 1, {}, 2),
+        ("cpu", [{"CPU": 3.0}], 0, {}, 3),
+        ("cpu", [{"CPU": 3.0}], 0, {"trainer.replicas": 2}, 2),
+        ("cpu", [{"CPU": 1.0}], 0, {"trainer.replicas": 2}, 0),
+        ("cpu", [{"CPU": 20.0}], 1, {}, 8),
+        ("cuda", [{"CPU": 20.0, "GPU": 4.0}] * 2, 1, {}, 7),
+        ("cuda", [{"CPU": 20.0, "GPU": 4.0}] * 2, 1, {"rollout.tensor_parallel_size": 4}, 4),
+        ("cuda", [{"CPU": 20.0, "GPU": 3.0}] * 2, 1, {"rollout.tensor_parallel_size": 4}, 0),
+        ("cuda", [{"CPU": 20.0, "GPU": 3.0}] * 2, 1, {"rollout.share_gpus": True}, 6),
+        ("cuda", [{"CPU": 20.0}], 0, {}, 0),
+    ],
+)
+def test_as_many_ranks_as_fit_beside_the_engines(device, free, engines, settings, ranks):
+    cfg = Config()
+    for key, value in {"trainer.num_workers": 8, **settings}.items():
+        set_value(cfg, key, value)
+    assert fitting_ranks(cfg, device, free, engines) == ranks

@@ -1,0 +1,86 @@
+"""Losing nodes, with nodes in network namespaces of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.jobs import wait_until
+from tests.support.nodes import Nodes
+from trainer.cluster.nodes import Node, NodeWatch
+
+LISTEN = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 4711)):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+WATCH = """
+import sys
+from trainer.cluster.nodes import Node, NodeWatch
+watch = NodeWatch(limit_s=2.0)
+nodes = [Node(address, address, 4711) for address in sys.argv[1:]]
+watch.watch(nodes)
+for line in sys.stdin:
+    print({node.address: reason for node, reason in watch.lost().items()}, watch.losses(sys.argv[1]), flush=True)
+watch.close()
+"""
+
+
+class Asked:
+    """A process on a node that watches other nodes."""
+
+    def __init__(self, command: list[str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def says(self) -> str:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+
+def listen(node) -> subprocess.Popen:
+    listener = subprocess.Popen(
+        node.command(sys.executable, "-c", LISTEN, node.address), stdout=subprocess.PIPE, text=True
+    )
+    assert listener.stdout.readline() == "up\n"
+    return listener
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
+    with Nodes() as nodes:
+        driver, first, second = (nodes.add() for _ in range(3))
+        for node in (first, second):
+            listen(node)
+        watch = Asked(driver.command(sys.executable, "-c", WATCH, first.address, second.address))
+        assert watch.says() == "{} 0"
+        first.cut()
+        wait_until(lambda: watch.says() != "{} 0")
+        assert watch.says().startswith(f"{{'{first.address}': 'it has not answered for")
+        assert watch.says().endswith("} 1")
+        first.mend()
+        wait_until(lambda: watch.says() == "{} 1")
+        for process in second.processes():
+            process.kill()
+        wait_until(lambda: watch.says() != "{} 1")
+        assert watch.says() == f"{{'{second.address}': 'its raylet is gone'}} 1"
+        first.lose()
+        wait_until(lambda: watch.says().endswith("} 2"))
+        watch.end()
+
+
+def test_nodes_that_are_no_longer_watched_are_not_lost():
+    gone = Node("a", "127.0.0.1", 1)
+    watch = NodeWatch(limit_s=60.0)
+    watch.watch([gone])
+    wait_until(lambda: watch.lost() == {gone: "its raylet is gone"})
+    watch.watch([])
+    assert watch.lost() == {} and watch.losses("127.0.0.1") == 1
+    watch.close()

@@ -1,0 +1,116 @@
+"""Notices in seconds that a node of a cluster is lost. Ray's own health check takes about a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainer.signals import SIGNALS
+
+_LOOK_S = 1.0  # between two rounds of connections
+_REFUSALS = 3  # refused connections in a row after which the node counts as lost
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster."""
+
+    id: str
+    address: str
+    """IP address of the node."""
+    port: int
+    """TCP port of its raylet."""
+
+    def __str__(self) -> str:
+        return self.address
+
+
+@dataclass
+class _Record:
+    """What the last connections to a node gave."""
+
+    heard: float
+    """When the machine last answered, on the monotonic clock."""
+    refusals: int = 0
+
+
+class NodeWatch:
+    """Connects to the raylets of the watched nodes, again and again, on a thread of its own.
+
+    The kernel accepts a connection even while the raylet or the whole machine is busy, so only a node that is cut off,
+    frozen or gone does not answer. A node whose raylet has died refuses the connection.
+
+    Args:
+        limit_s: seconds without a connection after which a node counts as lost.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._records: dict[Node, _Record] = {}
+        self._lost: dict[Node, str] = {}
+        self._losses: Counter[str] = Counter()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="node watch", daemon=True)
+        with SIGNALS.blocked():
+            self._thread.start()
+
+    def watch(self, nodes: Iterable[Node]) -> None:
+        """Watch these nodes, instead of those before."""
+        now = time.monotonic()
+        self._records = {node: self._records.get(node) or _Record(now) for node in nodes}
+
+    def lost(self) -> dict[Node, str]:
+        """Return the watched nodes that are lost now, each with the reason."""
+        return {node: reason for node, reason in list(self._lost.items()) if node in self._records}
+
+    def look(self) -> dict[Node, str]:
+        """Return what `lost` returns once every watched node has answered or is lost. Takes a second, or the limit."""
+        since, records = time.monotonic(), self._records
+        while not all(record.heard >= since or node in self._lost for node, record in list(records.items())):
+            SIGNALS.check()
+            time.sleep(_LOOK_S / 5)
+        return self.lost()
+
+    def losses(self, address: str) -> int:
+        """Return how often a node with this address was lost."""
+        return self._losses[address]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        while not self._end.is_set():
+            records = self._records
+            await asyncio.gather(*(self._connect(node, record) for node, record in records.items()))
+            for node, record in records.items():
+                self._judge(node, record)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _connect(self, node: Node, record: _Record) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s / 3):
+                _, writer = await asyncio.open_connection(node.address, node.port)
+        except ConnectionRefusedError:
+            record.heard = time.monotonic()
+            record.refusals += 1
+        except OSError:  # no route, or a timeout
+            pass
+        else:
+            record.heard, record.refusals = time.monotonic(), 0
+            writer.close()
+
+    def _judge(self, node: Node, record: _Record) -> None:
+        silence_s = time.monotonic() - record.heard
+        if record.refusals < _REFUSALS and silence_s <= self._limit_s:
+            self._lost.pop(node, None)
+            return
+        if node not in self._lost:
+            self._losses[node.address] += 1
+        gone = record.refusals >= _REFUSALS
+        self._lost[node] = "its raylet is gone" if gone else f"it has not answered for {silence_s:.0f} s"
