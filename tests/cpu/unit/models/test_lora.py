@@ -82,7 +82,7 @@ def logprobs_of(model) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "ranks, axes",
-    [(2, {}), (4, {"replicas": 2}), (2, {"tensor_parallel": 2}), (4, {"tensor_parallel": 2, "context_parallel": 2})],
+    [(2, {}), (4, {"replicas": 2}), (4, {"tensor_parallel": 2, "context_parallel": 2})],
     ids=str,
 )
 def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path, ranks, axes):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,11 +38,11 @@ from trainer.errors import UserError
 from trainer.jobs import rollout_trainer, supervised_trainer
 from trainer.models.axes import check_model_axes
 from trainer.models.tiny import build_tiny
+from trainer.workers.base import SHARDING_FILE
 from trainer.workers.rank import Rank
 
 LAYOUTS = {
     "2 contexts": (2, {"context_parallel": 2}),
-    "2 shares in 2 contexts each": (4, {"context_parallel": 2}),
     "2 replicas in 2 contexts each": (4, {"context_parallel": 2, "replicas": 2}),
     "more contexts than key and value heads": (4, {"context_parallel": 4}),
     "2 tensor ranks": (2, {"tensor_parallel": 2}),
@@ -47,6 +51,8 @@ LAYOUTS = {
     "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel": 2, "context_parallel": 2}),
     "the same with recomputation and offload": (4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
+BOTH, MANY = "2 contexts on 2 tensor ranks each", "more contexts than key and value heads"
+CASES = [("qwen3", name) for name in LAYOUTS if name != BOTH] + [("llama", BOTH), ("llama", MANY), ("gemma3", BOTH)]
 
 
 def of_layout(cfg: Config, **axes: int) -> Config:
@@ -87,54 +93,56 @@ def gradients(rank: Rank, path: str) -> dict:
     return found
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3"])
-def model_path(request, tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    architecture = copy.deepcopy(ARCHITECTURES[request.param])
-    architecture.tie_word_embeddings = request.param == "qwen3"
-    random_model(architecture, "sdpa").save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def tiny_path(request, tmp_path_factory) -> str:
-    """Four heads of queries, keys and values each; layers whose parts no number of ranks divides evenly."""
-    path = str(tmp_path_factory.mktemp("tiny"))
-    shape = TinyConfig(hidden_size=60, intermediate_size=132, num_kv_heads=4, tie_word_embeddings=request.param, seed=3)
-    build_tiny(shape, path)
-    return path
-
-
 @pytest.fixture(scope="module")
-def one_rank(model_path) -> dict:
-    return run_ranks(1, gradients, model_path, cfg=settings())[0]
+def one_rank(tmp_path_factory) -> Callable[[str], tuple[str, dict]]:
+    """The directory of a model, and what one rank computes."""
+
+    @functools.cache
+    def compute(architecture: str) -> tuple[str, dict]:
+        path = str(tmp_path_factory.mktemp(architecture))
+        model = copy.deepcopy(ARCHITECTURES[architecture])
+        model.tie_word_embeddings = architecture == "qwen3"
+        random_model(model, "sdpa").save_pretrained(path)
+        return path, run_ranks(1, gradients, path, cfg=settings())[0]
+
+    return compute
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_gradients_do_not_depend_on_the_layout(model_path, one_rank, name):
-    ranks, axes = LAYOUTS[name]
+@pytest.mark.parametrize("architecture, layout", CASES)
+def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
+    path, expected = one_rank(architecture)
+    ranks, axes = LAYOUTS[layout]
     cfg = settings(**axes)
-    if "recomputation" in name:
+    if "recomputation" in layout:
         options = {"activation_checkpointing": "selective", "cpu_offload": True, "reshard_after_forward": False}
         cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**options), FSDPConfig(**options)
-    results = run_ranks(ranks, gradients, model_path, cfg=cfg)
+    results = run_ranks(ranks, gradients, path, cfg=cfg)
     for result in results:
-        for role, metrics in one_rank["metrics"].items():
+        for role, metrics in expected["metrics"].items():
             assert result["metrics"][role] == pytest.approx(metrics, rel=1e-5, abs=1e-6)
-        assert result["gradients"].keys() == one_rank["gradients"].keys()
-        for parameter, expected in one_rank["gradients"].items():
-            difference = (result["gradients"][parameter] - expected).abs().max()
-            assert difference < 1e-5 * expected.abs().max() + 1e-8, parameter
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for parameter, gradient in expected["gradients"].items():
+            difference = (result["gradients"][parameter] - gradient).abs().max()
+            assert difference < 1e-5 * gradient.abs().max() + 1e-8, parameter
     mask = make_batch()["mask"]
     for name in ("logprobs", "values"):
-        ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [one_rank]))
+        ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [expected]))
         np.testing.assert_allclose(ours * mask, theirs * mask, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_axes_of_one_rank_change_nothing(tiny_path):
+def tiny(path: Path, tied: bool) -> str:
+    """Four heads of queries, keys and values each; layers whose parts no number of ranks divides evenly."""
+    build_tiny(
+        TinyConfig(hidden_size=60, intermediate_size=132, num_kv_heads=4, tie_word_embeddings=tied, seed=3), str(path)
+    )
+    return str(path)
+
+
+def test_axes_of_one_rank_change_nothing(tmp_path):
     """As tests/gpu_ci checks it on one GPU."""
-    expected = run_ranks(1, train_two_steps, tiny_path, cfg=config())[0]
-    result = run_ranks(1, train_on_axes_of_one_rank, tiny_path, cfg=config())[0]
+    path = tiny(tmp_path, tied=True)
+    expected = run_ranks(1, train_two_steps, path, cfg=config())[0]
+    result = run_ranks(1, train_on_axes_of_one_rank, path, cfg=config())[0]
     for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
         assert_close(ours, theirs)
 
@@ -146,30 +154,40 @@ TWO_CONTEXTS = (4, {"context_parallel": 2})
 
 
 @pytest.mark.parametrize(
-    "saved, resumed",
+    "tied, saved, resumed",
     [
-        (TWO_BY_TWO, [FOUR_SHARES, TWO_CONTEXTS, WHOLE]),
-        (FOUR_SHARES, [TWO_BY_TWO]),
-        (TWO_CONTEXTS, [TWO_BY_TWO, WHOLE]),
-        (WHOLE, [(4, {"tensor_parallel": 2, "context_parallel": 2})]),
+        (True, TWO_BY_TWO, [FOUR_SHARES, TWO_CONTEXTS, WHOLE]),
+        (False, FOUR_SHARES, [TWO_BY_TWO]),
+        (True, TWO_CONTEXTS, [TWO_BY_TWO, WHOLE]),
+        (False, WHOLE, [(4, {"tensor_parallel": 2, "context_parallel": 2})]),
     ],
     ids=["tensor", "data", "context", "one rank"],
 )
-def test_a_state_continues_under_any_layout(tiny_path, saved, resumed, tmp_path):
-    cfg, directory = config(max_tokens_per_micro_batch=70), str(tmp_path)
-    undisturbed = run_ranks(saved[0], save_then_step, tiny_path, directory, cfg=of_layout(cfg, **saved[1]))[0]
-    again = run_ranks(saved[0], load_then_step, tiny_path, directory, cfg=of_layout(cfg, **saved[1]))[0]
+def test_a_state_continues_under_any_layout(tied, saved, resumed, tmp_path):
+    path, cfg, directory = tiny(tmp_path / "model", tied), config(max_tokens_per_micro_batch=70), str(tmp_path)
+    undisturbed = run_ranks(saved[0], save_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
+    again = run_ranks(saved[0], load_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
     assert again == undisturbed
+    if not saved[1]:
+        for role in ("policy", "critic"):
+            as_an_older_version_wrote(tmp_path / role / SHARDING_FILE)
     for ranks, axes in resumed:
-        results = run_ranks(ranks, load_then_step, tiny_path, directory, cfg=of_layout(cfg, **axes))[0]
+        results = run_ranks(ranks, load_then_step, path, directory, cfg=of_layout(cfg, **axes))[0]
         for ours, theirs in zip(results, undisturbed, strict=True):
             assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("axes", [{"tensor_parallel": 2}, {"tensor_parallel": 4}, {"context_parallel": 2}], ids=str)
-def test_written_and_streamed_weights_do_not_depend_on_the_layout(tiny_path, tmp_path, axes):
-    streamed = run_ranks(4, stream_and_write, tiny_path, str(tmp_path), cfg=config(**axes))
-    written, start = load_file(f"{tmp_path}/model.safetensors"), load_file(f"{tiny_path}/model.safetensors")
+def as_an_older_version_wrote(sharding: Path) -> None:
+    fields = json.loads(sharding.read_text())
+    del fields["data_size"]
+    sharding.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("tied, tensor", [(True, 2), (False, 4)])
+def test_written_and_streamed_weights_do_not_depend_on_the_layout(tmp_path, tied, tensor):
+    path = tiny(tmp_path / "model", tied)
+    streamed = run_ranks(4, stream_and_write, path, str(tmp_path), cfg=config(tensor_parallel=tensor))
+    written, start = load_file(f"{tmp_path}/model.safetensors"), load_file(f"{path}/model.safetensors")
     assert set(start) == set(written) == set(streamed[3])
     for name, tensor in written.items():
         assert torch.equal(tensor, start[name].bfloat16()), name
