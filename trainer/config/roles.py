@@ -47,6 +47,9 @@ class ShardingConfig(Section):
     """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory between uses."""
+    compile: bool | None = None
+    """Compile the blocks with `torch.compile`: faster passes, but the first ones wait for the compiler. null: on CUDA
+    without `trainer.context_parallel` and `trainer.tensor_parallel`; not on CPU."""
 
 
 CHECKPOINTING_OF_BOOL = {"True": "full", "False": "none"}

@@ -30,8 +30,9 @@ from trainer.models.files import load_config
 from trainer.models.head import set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.tensor import share_matrices
+from trainer.parallel.blocks import prepare_blocks
 from trainer.parallel.layout import Layout
-from trainer.parallel.shard import param_dtype, shard_model
+from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 
 
 def load_causal_lm(
@@ -112,6 +113,7 @@ def _shard_and_fill(
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     if layout.tensor_mesh is not None:
         share_matrices(module, backbone, layout.tensor_mesh)
+    prepare_blocks(transformer_blocks(module), fsdp, layout)
     shard_model(module, layout.fsdp_mesh, fsdp)
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():

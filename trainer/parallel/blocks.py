@@ -1,9 +1,9 @@
-"""What is done to the blocks of a model before they are sharded: activation checkpointing."""
+"""What is done to the blocks of a model before they are sharded: activation checkpointing and compilation."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import FSDPConfig
+from trainer.parallel.layout import Layout
 
 _EXPENSIVE = {
     f"{namespace}::{name}"
@@ -27,6 +28,7 @@ _EXPENSIVE = {
             "_scaled_dot_product_fused_attention_overrideable",
         ),
         "torch_attn": ("_varlen_attn",),
+        "trainer": ("packed_attention",),
     }.items()
     for name in names
 }
@@ -34,10 +36,34 @@ _EXPENSIVE = {
 among them, because in attention that is not fused its output has the size of the squared length."""
 
 
-def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig) -> None:
-    """Replace the `forward` of each block, in place. Call it before `fully_shard`, whose hooks stay outside of it."""
+_GRAPHS = 64
+"""Most graphs that torch compiles of one function."""
+
+
+def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, layout: Layout) -> None:
+    """Replace the `forward` of each block, in place, as the config says.
+
+    Call it before `fully_shard`, whose hooks stay outside of the new `forward`. Names in the state do not change.
+    """
+    compiled = compiles_blocks(config, layout.device, layout.sizes)
+    if compiled:
+        # Graphs differ by role, by whether gradients are computed, and by kind of layer. Beyond the limit, torch would
+        # stop compiling without an error.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     for block in blocks:
-        block.forward = _recomputed(block.forward, config.activation_checkpointing)
+        forward = _recomputed(block.forward, config.activation_checkpointing)
+        block.forward = torch.compile(forward, dynamic=True) if compiled else forward
+
+
+def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
+
+    Args:
+        sizes: of the axes of the layout. Ranks that share a micro-batch communicate inside of a block.
+    """
+    if config.compile is None:
+        return device == "cuda" and sizes["context"] == sizes["tensor"] == 1
+    return config.compile
 
 
 def _recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -47,7 +73,11 @@ def _recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return functools.partial(checkpoint, forward, **options)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
 
 
 def _policy(_: Any, operator: torch._ops.OpOverload, *__: Any, **___: Any) -> CheckpointPolicy:

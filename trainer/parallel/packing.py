@@ -93,6 +93,15 @@ class Packing:
         return self._tensor(np.append(self._starts, self.tokens).astype(np.int32))
 
     @cached_property
+    def sizes(self) -> Tensor:
+        """`(B,)` in host memory: the lengths of the sequences."""
+        return torch.tensor(self.lengths)
+
+    def prepare(self) -> None:
+        """Compute the tensors that compiled blocks read, because a compiled graph cannot compute them."""
+        _ = self.boundaries, self.sizes
+
+    @cached_property
     def buckets(self) -> list[Bucket]:
         """Buckets of sequences of similar length.
 

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.config import FSDPConfig
-from trainer.parallel.blocks import prepare_blocks
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,8 +25,6 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     The model may be on the meta device. Parameters stay float32 (they are the optimizer's master weights)
     and are cast for forward and backward by the mixed-precision policy.
     """
-    blocks = transformer_blocks(model)
-    prepare_blocks(blocks, config)
     options = {
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
@@ -39,7 +36,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
         if config.cpu_offload
         else OffloadPolicy(),
     }
-    for block in blocks:
+    for block in transformer_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
 

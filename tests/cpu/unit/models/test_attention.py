@@ -20,9 +20,11 @@ from trainer.models.attention import (
     quadratic_cost,
     set_attention,
 )
+from trainer.models.bucket_attention import attend_buckets
 from trainer.models.critic import CriticModel
 from trainer.models.head import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
+from trainer.models.opaque_attention import opaque_attention
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -195,3 +197,20 @@ def test_the_quadratic_cost_is_the_attentions_share_of_the_flops(tied):
     block = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # q, k and v, o, the MLP, the norms
     parameters = 2 * block + 32 + VOCABULARY * 32
     assert quadratic_cost(model) == pytest.approx(2 * 32 / parameters)
+
+
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, 20.0)])
+def test_attention_as_one_operator_has_the_same_gradients(window, softcap):
+    generator = torch.Generator().manual_seed(3)
+    packing = Packing(LENGTHS, "cpu")
+    inputs = [torch.randn(1, heads, packing.tokens, 8, generator=generator) for heads in (4, 2, 2)]
+    gradient = torch.randn(1, packing.tokens, 4, 8, generator=generator)
+
+    def compute(attend, row) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = attend(*leaves, row, 0.3, window, softcap)
+        return [out, *torch.autograd.grad(out, leaves, gradient)]
+
+    expected = compute(attend_buckets, packing)
+    for ours, theirs in zip(compute(opaque_attention, packing.sizes), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,101 @@
+"""Attention of a packed row with SDPA: one call for each bucket of sequences of similar length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.parallel.packing import Bucket, Packing
+
+
+def attend_buckets(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute causal attention within each sequence (see `packed_attention`): `(1, N, H, D)`."""
+    parts = [
+        _attend_bucket(query, key, value, bucket, places, scaling, window, softcap)
+        for bucket, places in zip(packing.buckets, packing.bucket_places, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _attend_bucket(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bucket: Bucket,
+    places: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute the attention of one bucket's tokens, `(1, tokens, H, D)`."""
+    rows = len(bucket.lengths)
+
+    def padded(tensor: Tensor) -> Tensor:
+        """Turn `(1, H, N, D)` into `(rows, H, longest, D)`."""
+        own = tensor[0, :, bucket.first : bucket.first + bucket.tokens].transpose(0, 1)
+        own = own if bucket.is_even else _Spread.apply(own, places, rows * bucket.longest)
+        return own.unflatten(0, (rows, bucket.longest)).transpose(1, 2)
+
+    out = _attend(padded(query), padded(key), padded(value), scaling, window, softcap)
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return (flat if bucket.is_even else _Collect.apply(flat, places))[None]
+
+
+class _Spread(torch.autograd.Function):
+    """Copy row i to `places[i]` of `size` rows of zeros. No place repeats, so forward and backward only copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Take the rows at `places`: the inverse of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, places, grads[0]), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """Compute causal attention within each row, `(b, H, T, D)`. No real token attends to the padding on the right."""
+    length = query.shape[2]
+    if softcap is None and (window is None or window >= length):
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    distance = torch.arange(length, device=query.device)
+    distance = distance[:, None] - distance
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
