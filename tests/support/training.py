@@ -144,3 +144,27 @@ def config_with_replicas(cfg: Config, replicas: int) -> Config:
 def first_step(rank: Rank, path: str) -> dict:
     rank.build(["policy"], path)
     return update(rank, "policy", make_batch(), 1)
+
+
+def held_bytes(rank: Rank) -> int:
+    """The bytes that weights and optimizer states take on the device of this rank."""
+    trained = [rank.roles[role] for role in ("policy", "critic")]
+    tensors = [tensor for worker in trained for tensor in (*worker.weight_tensors(), *worker.optimizer_tensors())]
+    return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
+
+
+def train_with_parking(rank: Rank, path: str, directory: str) -> dict:
+    """Two steps and a save; before each, engines on the same GPU could have taken the memory."""
+    rank.build(["policy", "critic", "reference"], path)
+    rank.release_memory()
+    batch = make_batch()
+    metrics = [update(rank, role, batch, 1) for role in ("critic", "policy")]
+    rank.release_memory()
+    held = held_bytes(rank)
+    rank.begin_save(["policy", "critic"], ShardedFiles(directory))
+    rank.release_memory()  # it waits until the save has copied the states
+    rank.finish_save()
+    logprobs = rank.call("policy", "logprobs", batch)[1]
+    rank.release_memory()
+    metrics += [update(rank, role, batch, 2) for role in ("critic", "policy")]
+    return {"metrics": metrics, "logprobs": float(np.abs(logprobs).sum()), "held": held}

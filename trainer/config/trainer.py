@@ -50,6 +50,9 @@ class TrainerConfig(Section):
     colocate_roles: bool = True
     """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
     `num_workers` ranks of its own."""
+    offload: str = choice("none", ("none", "optimizer", "all"))
+    """What ranks move to host memory while engines on the same GPUs generate, to leave them room: nothing, the
+    `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.share_gpus`."""
     ray_address: str | None = None
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
@@ -170,6 +173,8 @@ class TrainerConfig(Section):
             problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
             refuse(config, "trainer.train_batch_size", problem)
         self._check_layout(config)
+        if self.offload != "none" and not config.rollout.share_gpus:
+            refuse(config, "trainer.offload", "ranks and engines do not share GPUs; set rollout.share_gpus=true too")
         self._check_paths(config)
         self._check_saving(config)
         self._check_resume(config)
@@ -196,6 +201,10 @@ class TrainerConfig(Section):
             refuse(config, "trainer.min_workers", problem)
         if self.context_parallel > 1 and config.model.attn_implementation != "sdpa":
             refuse(config, "trainer.context_parallel", "needs model.attn_implementation=sdpa")
+        for role in ("policy", "critic", "reference"):
+            if getattr(self, role).fsdp.compile and max(self.context_parallel, self.tensor_parallel) > 1:
+                problem = "cannot be combined with trainer.context_parallel or trainer.tensor_parallel"
+                refuse(config, f"trainer.{role}.fsdp.compile", problem)
 
     def _check_paths(self, config: Config) -> None:
         name = self.run_name

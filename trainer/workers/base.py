@@ -27,6 +27,7 @@ from trainer.models.attention import can_pack, quadratic_cost
 from trainer.parallel.batching import Batch, MicroBatch, plan_micro_batches, select, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
+from trainer.parallel.shard import reshard
 from trainer.workers.saving import StateFiles
 
 LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -93,6 +94,11 @@ class ModelWorker:
             if rows and self.layout.reports_share:
                 results.append((rows, values.float().cpu().numpy()))
         return stack_rows(results, batch["input_ids"].shape[1])
+
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the parameters on this rank's device, sharded. Not a collective."""
+        reshard(self.module)
+        return [parameter for parameter in self.module.parameters() if parameter.device.type == self.device]
 
     # ---------------------------------------------------------------------------------------------------
     # State
@@ -256,6 +262,11 @@ class TrainedWorker(ModelWorker):
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
         return {**totals, "grad_norm": grad_norm, "lr": lr}
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Return the states of the optimizer on this rank's device, without its counters. Not a collective."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [s for s in states if isinstance(s, Tensor) and s.numel() > 1 and s.device.type == self.device]
 
     def _configure_optimizer(self) -> float:
         """Set every parameter group to the values of the config; returns the learning rate of the next step.

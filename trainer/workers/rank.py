@@ -20,10 +20,14 @@ from trainer.parallel.mesh import SideGroup, init_process_group, listen
 from trainer.parallel.peak import measure_peak
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import clear_abandoned
-from trainer.workers.base import SHARDING_FILE, ModelWorker
+from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
 from trainer.workers.critic import CriticWorker
+from trainer.workers.parking import ParkingPlace
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
 from trainer.workers.saving import BackgroundSaver, StateFiles
+
+_WITH_OPTIMIZER = ("update", "load")
+"""Methods of workers that need the states of the optimizers."""
 
 
 class Rank:
@@ -42,6 +46,7 @@ class Rank:
         self.roles: dict[str, ModelWorker] = {}
         self.layout: Layout | None = None
         self.saver: BackgroundSaver | None = None
+        self._weights, self._optimizers = ParkingPlace(), ParkingPlace()
 
     def find_address(self, host: str, port: int = 0) -> str:
         """Reserve a port of this rank for a store (0: a free one); returns `host:port`. Not a collective."""
@@ -99,11 +104,13 @@ class Rank:
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
+        self._restore(optimizer=method in _WITH_OPTIMIZER)
         return getattr(self.roles[role], method)(*args, **kwargs)
 
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
+        self._restore(optimizer=True)
         workers = {role: self.roles[role] for role in roles}
         self.saver.begin(
             {role: worker.state() for role, worker in workers.items()},
@@ -122,8 +129,23 @@ class Rank:
         return self.saver.take_blocked()
 
     def release_memory(self) -> None:
-        """Return torch's cached memory to the GPU. Not a collective."""
+        """Make room on the GPU for engines: move what `trainer.offload` says, and return torch's cached memory.
+
+        Methods that need it bring it back. Not a collective.
+        """
+        if self.roles and self.cfg.trainer.offload != "none":
+            assert self.saver is not None, "connect first"
+            self.saver.wait_until_staged()
+            workers = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
+            self._optimizers.park(tensor for worker in workers for tensor in worker.optimizer_tensors())
+            if self.cfg.trainer.offload == "all":
+                self._weights.park(tensor for worker in self.roles.values() for tensor in worker.weight_tensors())
         torch.cuda.empty_cache()
+
+    def _restore(self, optimizer: bool) -> None:
+        self._weights.restore()
+        if optimizer:
+            self._optimizers.restore()
 
     def measure_peak(self) -> float:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""

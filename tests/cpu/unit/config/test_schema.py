@@ -38,6 +38,11 @@ TRAINER = [
         "trainer.context_parallel=2: needs model.attn_implementation=sdpa",
     ),
     (["trainer.resume_path=x/global_step_1"], "trainer.resume_path.*trainer.resume_mode=from_path"),
+    (
+        ["trainer.num_workers=2", "trainer.tensor_parallel=2", "trainer.policy.fsdp.compile=true"],
+        "trainer.policy.fsdp.compile=True: cannot be combined with .*trainer.tensor_parallel",
+    ),
+    (["trainer.offload=all"], "trainer.offload=all: .*set rollout.share_gpus=true too"),
     (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
     (["trainer.resume_load=[weights]"], "trainer.resume_load.*needs trainer.resume_mode=from_path"),
     (["trainer.ckpt_interval=often"], "trainer.ckpt_interval=often: must be a number of steps, -1 or auto"),
