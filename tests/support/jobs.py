@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.forks import ForkedCommand, fork_server, run_forked
+
 SMALL = [
     "sft.steps=30",
     "sft.optimizer.warmup_steps=5",
@@ -50,6 +52,32 @@ def start_job(
         command(*overrides, module=module), cwd=cwd, text=True, env={**environment(), **(env or {})},
         stdout=subprocess.PIPE if log is None else open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+
+
+FORKED = ["rollout=transformers", "trainer.ray_address=processes"]
+
+
+def run_forked_job(*overrides: str, cwd: Path, module: str = "trainer.main", timeout: float = 300):
+    """Like `run_job`, as a fork of a process that has imported everything (see `tests.support.forks`).
+
+    Fails if the job has left processes behind.
+    """
+    return run_forked(module, [*command(*overrides, module=module)[3:], *FORKED], cwd, environment(), timeout)
+
+
+def start_forked_job(
+    *overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None, module: str = "trainer.main"
+) -> ForkedCommand:
+    """Like `start_job`, as a fork of a process that has imported everything."""
+    with contextlib.ExitStack() as stack:
+        output = subprocess.PIPE if log is None else stack.enter_context(open(log, "w"))
+        return fork_server().start(
+            "tests.support.forks:run_module",
+            *(module, *command(*overrides, module=module)[3:], *FORKED),
+            cwd=cwd,
+            env={**environment(), **(env or {})},
+            stdout=output,
+        )
 
 
 def environment() -> dict[str, str]:

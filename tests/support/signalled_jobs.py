@@ -1,24 +1,22 @@
 """Whole jobs that get a signal, and what is wrong with the way they ended.
 
-`Job` starts the command as a user does. `python -m tests.support.signalled_jobs DIRECTORY` imports once, and then
-forks a job for each line of JSON on its stdin, which is quick enough for many moments.
+`Job` starts the command as a user does. `ForkedJobs` forks a process that has imported everything, which is quick
+enough for many moments.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
+from tests.support.forks import fork_clusters, fork_server, run_module
 from tests.support.jobs import command, environment, left_running
 from trainer.shared_memory import clear_abandoned
 
@@ -26,6 +24,7 @@ END_S = 120
 FORKED = [
     "rollout=transformers",
     "trainer.device=cpu",
+    "trainer.ray_address=processes",
     "trainer.resume_mode=latest",
     "trainer.total_steps=3",
     "trainer.train_batch_size=4",
@@ -155,90 +154,38 @@ def _send_at(moment: str, delay_s: float, way: str, log: Path) -> None:
     WAYS[way](_ThisProcess())
 
 
-def _run_forked(spec: dict[str, Any]) -> NoReturn:
-    os.setsid()
-    output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.argv[1:] = spec["overrides"]
-
-    from trainer.cluster.launcher import ForkedLauncher
-    from trainer.cluster.local import LocalCluster
-    from trainer.config.command_line import run_app
-    from trainer.jobs import train_with_rollouts
-    from trainer.main import prepare
+def run_signalled(moment: str, delay_s: float, way: str, log: str, *overrides: str) -> None:
+    """Run the job in this process, which sends signals to itself."""
     from trainer.signals import SIGNALS
 
-    launcher = ForkedLauncher()
-    SIGNALS.listen()
-    if spec["way"]:
-        arguments = (spec["moment"], spec["delay_s"], spec["way"], Path(spec["log"]))
+    if way:
+        fork_clusters()  # before there is a thread
+        SIGNALS.listen()
         with SIGNALS.blocked():
-            threading.Thread(target=_send_at, args=arguments, daemon=True).start()
-    run_app(lambda cfg: train_with_rollouts(cfg, prepare(cfg), LocalCluster(cfg, "cpu", launcher)))
-    os._exit(99)  # not reached
-
-
-def serve() -> None:
-    import hydra  # noqa: F401
-
-    import trainer.generation.transformers_engine
-    import trainer.jobs
-    import trainer.models.tiny
-    import trainer.workers.rank  # noqa: F401
-    from trainer.cluster.supervisor import adopt_orphans
-
-    adopt_orphans()
-    trainer.models.tiny.build_tiny(trainer.config.Config().model.tiny, sys.argv[1])
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = os.fork()
-        if job == 0:
-            _run_forked(json.loads(line))
-        _, status = os.waitpid(job, 0)
-        with contextlib.suppress(ChildProcessError):
-            while True:  # until nothing is left of what the job has started
-                os.wait()
-        print(os.waitstatus_to_exitcode(status), flush=True)
+            threading.Thread(target=_send_at, args=(moment, delay_s, way, Path(log)), daemon=True).start()
+    run_module("trainer.main", *overrides)
 
 
 class ForkedJobs:
-    """Runs jobs, each in a fork of a process that has imported everything. A context manager."""
+    """Runs one job again and again."""
 
     def __init__(self, directory: Path):
+        from trainer.config import Config
+        from trainer.models.tiny import build_tiny
+
         self._directory = directory
-        model = directory / "model"
-        self._overrides = [f"model.path={model}", f"trainer.run_dir={directory}/run", *FORKED]
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.signalled_jobs", str(model)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).resolve().parents[2],
-        )
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline().endswith("ready\n")
+        build_tiny(Config().model.tiny, str(directory / "model"))
+        self._overrides = [f"model.path={directory}/model", f"trainer.run_dir={directory}/run", *FORKED]
 
     def run(self, moment: str = "start", delay_s: float = 0.0, way: str = "") -> tuple[int, str]:
         """Run the job, and send a signal at a moment; return its status and output when nothing of it is left."""
-        assert self._server.stdin is not None and self._server.stdout is not None
         log = self._directory / "output"
-        log.write_text("")
-        spec = {"log": str(log), "overrides": self._overrides, "moment": moment, "delay_s": delay_s, "way": way}
-        self._server.stdin.write(json.dumps(spec) + "\n")
-        self._server.stdin.flush()
-        status = int(self._server.stdout.readline())
-        return status, log.read_text()
-
-    def __enter__(self) -> ForkedJobs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
-
-
-if __name__ == "__main__":
-    serve()
+        with log.open("w") as output:
+            job = fork_server().start(
+                "tests.support.signalled_jobs:run_signalled",
+                *(moment, delay_s, way, str(log), *self._overrides),
+                cwd=self._directory,
+                env=environment(),
+                stdout=output,
+            )
+        return job.wait(), log.read_text()

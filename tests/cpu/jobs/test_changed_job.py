@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.support.config_keys import ALLOWED, DRIVER
-from tests.support.jobs import metrics, run_job
+from tests.support.jobs import metrics, run_forked_job
 from trainer.config import OptimizerConfig
 from trainer.workers.base import learning_rate
 
@@ -48,18 +48,17 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
         "algorithm=ppo",
         "algorithm.kl_coef=0.01",
         "algorithm.kl_in=loss",
-        "rollout=transformers",
         "trainer.critic.optimizer.scheduler=cosine",
         "trainer.critic.optimizer.schedule_steps=4",
         "trainer.policy.optimizer.schedule_steps=4",
         "trainer.resume_mode=latest",
         "rollout.max_response_tokens=8",
     ]
-    first = run_job(*base, cwd=tmp_path, timeout=400)
+    first = run_forked_job(*base, cwd=tmp_path, timeout=400)
     assert first.returncode == 0, first.stdout + first.stderr
     changes = [f"{key}={value}" for key, value in CHANGES.items()]
     allowed = f"trainer.allow_config_change=[{','.join(CHANGES)}]"
-    again = run_job(*base, "trainer.total_steps=4", *changes, allowed, cwd=tmp_path, timeout=400)
+    again = run_forked_job(*base, "trainer.total_steps=4", *changes, allowed, cwd=tmp_path, timeout=400)
     assert again.returncode == 0, again.stdout + again.stderr
     for key in CHANGES:
         assert f"config changed since the checkpoint: {key}: " in again.stdout

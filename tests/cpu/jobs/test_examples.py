@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import fork_server
 from tests.support.jobs import environment, left_running, metrics
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,10 @@ QUICK = ["rollout=transformers", "trainer.ray_address=processes", "logger.plot=f
 @pytest.mark.parametrize("command", ON_CPU, ids=lambda command: re.split(r"[ /]", command)[-1])
 def test_a_smoke_run_of_an_example_has_rewards_that_differ_in_a_directory_of_its_own(command, tmp_path, marker):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    fork_server().write_python(programs)
+    path = f"{programs}:{os.environ['PATH']}"
     supervised_steps = 120 if "rejection" in command else 60  # there, some completions must be right
     arguments = [*command.split(), "experiment=smoke", *QUICK, f"sft.steps={supervised_steps}"]
     done = subprocess.run(

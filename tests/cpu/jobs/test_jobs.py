@@ -1,12 +1,10 @@
-"""Whole jobs from the command line: real Ray, real vLLM, real process groups."""
+"""Whole jobs from the command line: real process groups, and real Ray and vLLM where these matter."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.forks import run_forked
 from tests.support.jobs import (
     comparable,
+    environment,
     family,
     kill_all,
     left_running,
     members,
     metrics,
+    run_forked_job,
     run_job,
     shared_memory,
     start_job,
@@ -70,13 +71,18 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
     wait_until(lambda: shared_memory() <= memory)  # other tests may have something there at this moment
 
 
-def test_presets_that_sample_in_their_own_way(tmp_path, ray_address):
+def test_presets_that_sample_in_their_own_way(tmp_path):
     """DAPO draws further prompts, ReMax a greedy completion for each; tokens are weighed by the engine's mismatch."""
     (tmp_path / "own.py").write_text(OWN_LOSS)
-    done = run_job("-m", "algorithm=dapo,remax", "rollout=transformers", f"trainer.ray_address={ray_address}",
-                   "algorithm.rollout_correction=tis", "algorithm.policy_loss=own:loss",
-                   "+algorithm.options.factor=0",
-                   "reward.name=tests.cpu.jobs.test_jobs:starts_with_a_vowel", cwd=tmp_path)  # fmt: skip
+    done = run_forked_job(
+        "-m",
+        "algorithm=dapo,remax",
+        "algorithm.rollout_correction=tis",
+        "algorithm.policy_loss=own:loss",
+        "+algorithm.options.factor=0",
+        "reward.name=tests.cpu.jobs.test_jobs:starts_with_a_vowel",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     dapo, remax = (metrics(next((tmp_path / "outputs/default").glob(f"*algorithm={n}*"))) for n in ("dapo", "remax"))
     for row in dapo[1:]:
@@ -108,26 +114,24 @@ def starts_with_a_vowel(completion: str, answer: str) -> float:
     return float(completion[:1] in "aeiou")
 
 
-def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path, ray_address):
+def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     """The same prompts and, to rounding, the same losses; and it comes back as itself."""
     base = [
-        "rollout=transformers",
-        f"trainer.ray_address={ray_address}",
         "trainer.total_steps=4",
         "trainer.num_workers=2",
         "algorithm=ppo",
         "trainer.policy.optimizer.scheduler=constant",
     ]  # a schedule would see that half the run ends earlier
-    whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
+    whole = run_forked_job(*base, "trainer.run_name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     expected = comparable(metrics(tmp_path / "outputs/whole"))
 
-    again = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
+    again = run_forked_job(*base, "trainer.run_name=whole", cwd=tmp_path)
     assert again.returncode == 2 and "trainer.resume_mode=latest" in again.stderr, "an old run was to be overwritten"
 
     fork = [*base, "trainer.run_name=fork", "trainer.num_workers=1", "trainer.resume_mode=from_path",
             "trainer.resume_path=outputs/whole/checkpoints/global_step_2"]  # fmt: skip
-    done = run_job(*fork, cwd=tmp_path)
+    done = run_forked_job(*fork, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "outputs/fork")
     assert [row["step"] for row in rows] == [3, 4]
@@ -138,12 +142,12 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path, ra
 
     # Restarted with the same command it goes on from its own checkpoint, not from the parent's again.
     shutil.rmtree(tmp_path / "outputs/fork/checkpoints/global_step_4")
-    done = run_job(*fork, cwd=tmp_path)
+    done = run_forked_job(*fork, cwd=tmp_path)
     assert done.returncode == 0 and "resume verified: 1 replayed steps identical" in done.stdout, done.stdout
     assert comparable(metrics(tmp_path / "outputs/fork")) == comparable(rows)
 
     # The weights alone, into a run of another kind, whose reference would be in its checkpoints.
-    done = run_job(*base[:2], "trainer.total_steps=1", "trainer.run_name=weights",
+    done = run_forked_job("trainer.total_steps=1", "trainer.run_name=weights",
                    "algorithm.kl_coef=0.01", "algorithm.ref_update_interval=1", "trainer.resume_load=[weights]",
                    "trainer.resume_mode=from_path", "trainer.resume_path=outputs/whole/checkpoints/global_step_2",
                    cwd=tmp_path)  # fmt: skip
@@ -153,10 +157,9 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path, ra
     assert {path.name for path in saved.iterdir() if path.is_dir()} == {"policy", "reference"}
 
 
-def test_an_export_is_the_trained_policy(tmp_path, ray_address):
-    base = ["rollout=transformers", "trainer.hf_save_interval=2", "trainer.num_workers=2",
-            f"trainer.ray_address={ray_address}"]  # fmt: skip
-    done = run_job(*base, cwd=tmp_path)
+def test_an_export_is_the_trained_policy(tmp_path):
+    base = ["trainer.hf_save_interval=2", "trainer.num_workers=2"]
+    done = run_forked_job(*base, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     export = tmp_path / "outputs/default/exports/global_step_2/policy"
     model = AutoModelForCausalLM.from_pretrained(export)
@@ -194,7 +197,7 @@ def test_an_export_is_the_trained_policy(tmp_path, ray_address):
     assert tool("rollback", str(run), "--to", "2", status=1) == ""
     assert tool("ls", str(tmp_path), status=2) == ""
     assert tool("show", str(tmp_path / "global_step_9"), status=2) == ""
-    back = run_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)
+    back = run_forked_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)
     assert back.returncode == 0 and "resume verified: 1 replayed steps identical" in back.stdout, back.stdout
     assert tool("prune", str(run), "--keep", "1", "--dry-run", "--json")["deleted"] == [1]
     assert tool("prune", str(run), "--keep", "1", "--json")["deleted"] == [1]
@@ -205,19 +208,18 @@ def test_an_export_is_the_trained_policy(tmp_path, ray_address):
 
 def tool(*args: str, status: int = 0):
     """What `python -m trainer.checkpoint` prints, as JSON with `--json`."""
-    done = subprocess.run([sys.executable, "-m", "trainer.checkpoint", *args], capture_output=True, text=True)
+    done = run_forked("trainer.checkpoint", args, Path(__file__).parent, environment(), timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in args else done.stdout
 
 
-def test_a_nan_stops_the_run_and_names_the_step_and_the_last_checkpoint(tmp_path, marker):
+def test_a_nan_stops_the_run_and_names_the_step_and_the_last_checkpoint(tmp_path):
     """The step is tried once more, with new ranks."""
-    done = run_job("rollout=transformers", "trainer.policy.optimizer.lr=1e30", "trainer.val_interval=-1", cwd=tmp_path)
+    done = run_forked_job("trainer.policy.optimizer.lr=1e30", "trainer.val_interval=-1", cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
     sentence = done.stderr.strip().splitlines()[-1]
     assert "policy" in sentence and "step" in sentence and "checkpoint" in sentence
     assert "Traceback" not in done.stderr
-    assert left_running(marker) == []
 
 
 def test_a_killed_rank_ends_a_job_without_restarts_and_leaves_nothing(tmp_path, marker):
@@ -238,11 +240,12 @@ def test_a_killed_rank_ends_a_job_without_restarts_and_leaves_nothing(tmp_path, 
     assert left_running(marker) == []
 
 
+GSM8K = Path(__file__).resolve().parents[3] / "../shared/data/gsm8k"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K files are not beside this checkout")
 def test_real_gsm8k_trains_on_two_ranks(tmp_path, ray_address):
-    data = Path(__file__).resolve().parents[3] / "../shared/data/gsm8k"
-    if not data.exists():
-        pytest.skip("the GSM8K files are not beside this checkout")
-    done = run_job("data=gsm8k", f"data.train_files=[{data}/train.jsonl]", f"data.val_files=[{data}/test.jsonl]",
+    done = run_job("data=gsm8k", f"data.train_files=[{GSM8K}/train.jsonl]", f"data.val_files=[{GSM8K}/test.jsonl]",
                    "trainer.num_workers=2", "rollout.max_response_tokens=64",
                    f"trainer.ray_address={ray_address}", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -251,15 +254,16 @@ def test_real_gsm8k_trains_on_two_ranks(tmp_path, ray_address):
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
 
 
-def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path, ray_address):
-    on = f"trainer.ray_address={ray_address}"
-    first = run_job(on, "sft.steps=4", "trainer.num_workers=2", "trainer.hf_save_interval=2", module="trainer.sft",
-                    cwd=tmp_path)  # fmt: skip
+def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path):
+    first = run_forked_job(
+        "sft.steps=4", "trainer.num_workers=2", "trainer.hf_save_interval=2", module="trainer.sft", cwd=tmp_path
+    )
     assert first.returncode == 0, first.stderr
     exports = [line for line in first.stdout.splitlines() if line.startswith("exported ")]
     assert [line.split("exports/")[1] for line in exports] == ["global_step_2/policy", "global_step_4/policy"]
-    more = run_job(on, "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft",
-                   cwd=tmp_path)  # fmt: skip
+    more = run_forked_job(
+        "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft", cwd=tmp_path
+    )
     assert more.returncode == 0, more.stderr
     rows = metrics(tmp_path / "outputs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -269,15 +273,30 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     model = tmp_path / "outputs/default/exports/global_step_6/policy"
     AutoModelForCausalLM.from_pretrained(model)
 
-    sampled = run_job(on, f"model.path={model}", "trainer.run_name=sampler", "logger.rollouts=true",
-                      "rollout=transformers", "trainer.val_interval=-1", cwd=tmp_path)  # fmt: skip
+    sampled = run_forked_job(
+        f"model.path={model}",
+        "trainer.run_name=sampler",
+        "logger.rollouts=true",
+        "trainer.val_interval=-1",
+        cwd=tmp_path,
+    )
     assert sampled.returncode == 0, sampled.stderr
     files = sorted((tmp_path / "outputs/sampler/rollouts").iterdir())
     assert [file.name for file in files] == ["step_1.jsonl", "step_2.jsonl"]
-    offline = run_job(on, f"model.path={model}", "trainer.run_name=offline", "sft.source=rollouts", "sft.max_weight=4",
-                      f"data.train_files=[{files[0]}]", "data.generator=null", "trainer.val_interval=-1", "sft.steps=3",
-                      "trainer.policy.lora.rank=4", "trainer.hf_save_lora=adapter", module="trainer.sft",
-                      cwd=tmp_path)  # fmt: skip
+    offline = run_forked_job(
+        f"model.path={model}",
+        "trainer.run_name=offline",
+        "sft.source=rollouts",
+        "sft.max_weight=4",
+        f"data.train_files=[{files[0]}]",
+        "data.generator=null",
+        "trainer.val_interval=-1",
+        "sft.steps=3",
+        "trainer.policy.lora.rank=4",
+        "trainer.hf_save_lora=adapter",
+        module="trainer.sft",
+        cwd=tmp_path,
+    )
     assert offline.returncode == 0, offline.stderr
     rows = metrics(tmp_path / "outputs/offline")
     # The weights that sampled them see them first: ratios are 1, and move away from there.
@@ -287,9 +306,15 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
-    burst = run_job(on, f"model.path={model}", "trainer.run_name=burst", "sft.optimizer.lr=1e30",
-                    "sft.optimizer.warmup_steps=0", "trainer.max_restarts=0", module="trainer.sft",
-                    cwd=tmp_path)  # fmt: skip
+    burst = run_forked_job(
+        f"model.path={model}",
+        "trainer.run_name=burst",
+        "trainer.max_restarts=0",
+        "sft.optimizer.lr=1e30",
+        "sft.optimizer.warmup_steps=0",
+        module="trainer.sft",
+        cwd=tmp_path,
+    )
     sentence = burst.stderr.strip().splitlines()[-1]
     assert burst.returncode == 3 and "the last good checkpoint is" in sentence and "sft.optimizer.lr" in sentence
 
@@ -302,9 +327,16 @@ def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, module):
     place = str(tmp_path)
     while len(place) < 4035:
         place += "/" + "x" * min(200, 4035 - len(place) - 1)
-    job = run_job("rollout=transformers", "trainer.val_interval=-1", "logger.plot=false", "sft.steps=3",
-                  "trainer.ckpt_failures_allowed=9", "trainer.hf_save_interval=2", f"trainer.ckpt_path={place}",
-                  module=module, cwd=tmp_path)  # fmt: skip
+    job = run_forked_job(
+        "trainer.val_interval=-1",
+        "logger.plot=false",
+        "sft.steps=3",
+        "trainer.ckpt_failures_allowed=9",
+        "trainer.hf_save_interval=2",
+        f"trainer.ckpt_path={place}",
+        module=module,
+        cwd=tmp_path,
+    )
     assert job.returncode == 1, job.stdout + job.stderr
     (sentence,) = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
     assert "is trained but not saved: trainer.ckpt_path=" in sentence and "name too long" in sentence, sentence

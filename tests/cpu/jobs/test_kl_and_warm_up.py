@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.jobs import metrics, run_job
+from tests.support.jobs import metrics, run_forked_job
 
 
 def nothing(completion: str, answer: str) -> float:
@@ -14,14 +14,27 @@ def nothing(completion: str, answer: str) -> float:
 
 @pytest.mark.timeout(300)
 def test_the_adapted_kl_coefficient_is_used_and_the_critic_warms_up(tmp_path):
-    done = run_job(
-        "algorithm=ppo", "algorithm.kl_controller=adaptive", "algorithm.kl_coef=2", "algorithm.kl_target=1e-9",
-        "algorithm.kl_horizon=32", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3", "algorithm.entropy_coef=0.3",
-        "reward.name=tests.cpu.jobs.test_kl_and_warm_up:nothing", "rollout=transformers", "trainer.total_steps=4",
-        "trainer.mini_batch_size=8", "trainer.update_epochs=1", "trainer.critic.warmup_steps=1",
-        "trainer.policy.optimizer.lr=1e-3", "trainer.policy.optimizer.scheduler=constant", "trainer.val_interval=-1",
-        "trainer.ckpt_interval=-1", "logger.plot=false", cwd=tmp_path,
-    )  # fmt: skip
+    done = run_forked_job(
+        "algorithm=ppo",
+        "algorithm.kl_controller=adaptive",
+        "algorithm.kl_coef=2",
+        "algorithm.kl_target=1e-9",
+        "algorithm.kl_horizon=32",
+        "algorithm.kl_in=loss",
+        "algorithm.kl_estimator=k3",
+        "algorithm.entropy_coef=0.3",
+        "reward.name=tests.cpu.jobs.test_kl_and_warm_up:nothing",
+        "trainer.total_steps=4",
+        "trainer.mini_batch_size=8",
+        "trainer.update_epochs=1",
+        "trainer.critic.warmup_steps=1",
+        "trainer.policy.optimizer.lr=1e-3",
+        "trainer.policy.optimizer.scheduler=constant",
+        "trainer.val_interval=-1",
+        "trainer.ckpt_interval=-1",
+        "logger.plot=false",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics(tmp_path / "outputs/default")
     assert ["policy/loss" in row for row in rows] == [False, True, True, True], "the critic warms up for one step"

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from tests.support.jobs import comparable, metrics, run_job, start_job
+from tests.support.jobs import comparable, metrics, run_forked_job, start_forked_job
 from trainer.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.early
@@ -17,17 +17,15 @@ pytestmark = pytest.mark.early
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path, ray_address):
+def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
     """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a checkpoint gone bad."""
     base = [
-        "rollout=transformers",
         "trainer.resume_mode=latest",
         "trainer.val_interval=-1",
         "logger.plot=false",
-        f"trainer.ray_address={ray_address}",
     ]
     run = tmp_path / "outputs/default"
-    job = start_job(*base, "trainer.ckpt_interval=100000", "trainer.total_steps=100000", cwd=tmp_path)
+    job = start_forked_job(*base, "trainer.ckpt_interval=100000", "trainer.total_steps=100000", cwd=tmp_path)
     output = ""
     for line in job.stdout:
         output += line
@@ -44,30 +42,30 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path, ray_ad
 
     with RunLock(str(run), 60) as lock:
         lock.acquire()
-        second = run_job(*base, cwd=tmp_path)
+        second = run_forked_job(*base, cwd=tmp_path)
         assert second.returncode == 2 and f"in use by process {os.getpid()}" in second.stderr, second.stderr
 
     soon = (datetime.now() + timedelta(seconds=1)).isoformat()
-    stopped = run_job(*base, f"trainer.stop_at={soon}", "trainer.val_interval=-1", cwd=tmp_path)
+    stopped = run_forked_job(*base, f"trainer.stop_at={soon}", "trainer.val_interval=-1", cwd=tmp_path)
     assert stopped.returncode == 75 and "trainer.stop_at" in stopped.stdout, stopped.stdout + stopped.stderr
     assert metrics(run)[-1]["step"] == done + 1
 
-    refused = run_job(*base, "trainer.policy.optimizer.lr=1e-5", cwd=tmp_path)
+    refused = run_forked_job(*base, "trainer.policy.optimizer.lr=1e-5", cwd=tmp_path)
     assert refused.returncode == 2
     assert "trainer.allow_config_change=[trainer.policy.optimizer.lr]" in refused.stderr.splitlines()[-1]
-    refused = run_job(*base, "model.tiny.hidden_size=64", cwd=tmp_path)
+    refused = run_forked_job(*base, "model.tiny.hidden_size=64", cwd=tmp_path)
     assert refused.returncode == 2 and "another model" in refused.stderr.splitlines()[-1]
 
     # What was logged after the checkpoint is not what the replay gives: somebody changed the machine, say.
     row = {**metrics(run)[-1], "step": done + 2}
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-    refused = run_job(*base, "trainer.on_resume_mismatch=stop", cwd=tmp_path)
+    refused = run_forked_job(*base, "trainer.on_resume_mismatch=stop", cwd=tmp_path)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert f"step {done + 2} was not replayed as it had been logged: " in refused.stderr.splitlines()[-1]
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-    back = run_job(*base, "trainer.on_resume_mismatch=fallback", cwd=tmp_path)
+    back = run_forked_job(*base, "trainer.on_resume_mismatch=fallback", cwd=tmp_path)
     assert back.returncode == 0, back.stdout + back.stderr
     assert f"going back to {run}/checkpoints/global_step_{done}" in back.stdout, back.stdout
     assert [r["step"] for r in metrics(run)] == list(range(1, steps + 1))
@@ -78,7 +76,7 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path, ray_ad
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    again = run_job(*base, cwd=tmp_path)
+    again = run_forked_job(*base, cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "skipped a damaged checkpoint" in again.stdout and "policy/__0_0.distcp" in again.stdout
     assert "resume verified" in again.stdout

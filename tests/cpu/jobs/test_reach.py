@@ -60,18 +60,14 @@ def scan(networks: TwoNetworks) -> list[list]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["trainer.num_workers=2", "trainer.master_port=29555", "rollout=vllm", "rollout.weight_sync=broadcast"],
-    ],
-    ids=["defaults", "master port and broadcast"],
-)
-def test_no_port_of_a_job_answers_another_machine(overrides, tmp_path, marker):
+BROADCAST = ["trainer.num_workers=2", "trainer.master_port=29555", "rollout=vllm", "rollout.weight_sync=broadcast"]
+
+
+def test_no_port_of_a_job_answers_another_machine(tmp_path, marker):
+    """With everything that can listen: Ray, the process group of the ranks, and the broadcast of the weights."""
     with TwoNetworks() as networks:
         job = subprocess.Popen(
-            networks.inside(*command(*BASE, *overrides)), cwd=tmp_path, text=True, env=environment(),
+            networks.inside(*command(*BASE, *BROADCAST)), cwd=tmp_path, text=True, env=environment(),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         control = subprocess.Popen(networks.inside(sys.executable, "-c", LISTENS))

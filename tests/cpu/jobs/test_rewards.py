@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.support.jobs import comparable, metrics, run_job
+from tests.support.jobs import comparable, metrics, run_forked_job
 
 MODULE = """
 import os
@@ -56,15 +56,13 @@ def directory(tmp_path):
     ],
 )
 def test_a_reward_that_always_fails_is_refused_before_anything_starts(directory, name, sentence):
-    done = run_job(f"reward.name=mine:{name}", "rollout=transformers", cwd=directory)
+    done = run_forked_job(f"reward.name=mine:{name}", cwd=directory)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("\n") == 1 and f"reward.name=mine:{name}: {sentence}" in done.stderr
     assert not (directory / "outputs" / "default" / "metrics.jsonl").exists()
 
 
 JOB = [
-    "rollout=transformers",
-    "trainer.ray_address=processes",
     "reward.name=[mine:vowels,mine:rank]",
     "reward.weights=[1,0.5]",
     "trainer.total_steps=4",
@@ -89,7 +87,7 @@ def shown_samples(output: str) -> dict[str, list[str]]:
 def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory, monkeypatch):
     """With a reward of several parts, which never is a success."""
     monkeypatch.setenv("FAILS_AFTER", str(3 + 16 + 8 + 8 + 16))  # the trial, two validations, two steps
-    ended = run_job(*JOB, "trainer.run_name=ended", cwd=directory)
+    ended = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "reward.max_failure_frac=0.9: " in line]
     assert "32 of 32 rewards of step 3 failed (the first: rank: raised ConnectionError: the judge is down)" in line
@@ -98,9 +96,9 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
     assert (run / "checkpoints" / "global_step_2" / "manifest.json").exists()
 
     monkeypatch.delenv("FAILS_AFTER")
-    continued = run_job(*JOB, "trainer.run_name=ended", cwd=directory)
+    continued = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert continued.returncode == 0, continued.stderr
-    whole = run_job(*JOB, "trainer.run_name=whole", cwd=directory)
+    whole = run_forked_job(*JOB, "trainer.run_name=whole", cwd=directory)
     assert whole.returncode == 0, whole.stderr
     rows = metrics(directory / "outputs" / "whole")
     assert comparable(metrics(run)) == comparable(rows)

@@ -32,22 +32,22 @@ MOMENTS = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_signal_at_any_moment_ends_with_75_one_sentence_and_nothing_left(tmp_path):
-    with ForkedJobs(tmp_path) as jobs:
-        for (moment, delay_s), way in zip(MOMENTS, itertools.cycle(WAYS)):
-            status, output = jobs.run(moment, delay_s, way)
-            where = f"{way} {delay_s} s after {moment!r}: {output}"
-            if status != 0 or "finished step 3" not in output:  # a run that is hit at its last instant has finished
-                assert status == 75, where
-                last_line = output.strip().splitlines()[-1]
-                assert last_line.startswith("stopped ") and output.count("stopped ") == 1, where
-                assert "the same command with trainer.resume_mode=latest continues" in last_line, where
-                if moment != "start":
-                    assert (tmp_path / "run/log.txt").read_text().endswith(f" {last_line}\n"), where
-            assert "Traceback" not in output and "Exception ignored" not in output, where
-            assert not (tmp_path / "run/.lock").exists(), where
-        status, output = jobs.run()
-        assert status == 0 and "finished step 3" in output, output
-        assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    jobs = ForkedJobs(tmp_path)
+    for (moment, delay_s), way in zip(MOMENTS, itertools.cycle(WAYS)):
+        status, output = jobs.run(moment, delay_s, way)
+        where = f"{way} {delay_s} s after {moment!r}: {output}"
+        if status != 0 or "finished step 3" not in output:  # a run that is hit at its last instant has finished
+            assert status == 75, where
+            last_line = output.strip().splitlines()[-1]
+            assert last_line.startswith("stopped ") and output.count("stopped ") == 1, where
+            assert "the same command with trainer.resume_mode=latest continues" in last_line, where
+            if moment != "start":
+                assert (tmp_path / "run/log.txt").read_text().endswith(f" {last_line}\n"), where
+        assert "Traceback" not in output and "Exception ignored" not in output, where
+        assert not (tmp_path / "run/.lock").exists(), where
+    status, output = jobs.run()
+    assert status == 0 and "finished step 3" in output, output
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
     log = (tmp_path / "run/log.txt").read_text()
     starts = [json.loads(line) for line in (tmp_path / "run/starts.jsonl").read_text().splitlines()]
     assert len(starts) == log.count(" start of ") >= len([moment for moment, _ in MOMENTS if moment != "start"])

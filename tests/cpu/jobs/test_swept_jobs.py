@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import family, kill_all, left_running, metrics, run_job, start_job, wait_until
+from tests.support.jobs import metrics, run_forked_job, start_forked_job, wait_until
 
 pytestmark = pytest.mark.slow
 SWEEP = [
@@ -19,8 +19,6 @@ SWEEP = [
     "trainer.best_metric=val/reward/mean",
     "trainer.resume_mode=latest",
     "trainer.total_steps=3",
-    "rollout=transformers",
-    "trainer.ray_address=processes",
     "logger.plot=false",
 ]
 
@@ -32,26 +30,24 @@ def trials(directory: Path) -> list[tuple]:
         ).fetchall()
 
 
-def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_again(tmp_path, marker):
+def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_again(tmp_path):
     """SIGKILL of all processes when the second of two jobs has saved its first step."""
     directory = tmp_path / "outputs/default"
-    process = start_job(*SWEEP, cwd=tmp_path, log=tmp_path / "log")
+    process = start_forked_job(*SWEEP, cwd=tmp_path, log=tmp_path / "log")
 
     def second_has_saved() -> bool:
         saved = list(directory.glob("trainer*/checkpoints/global_step_1"))
         return len(saved) == 2 or process.poll() is not None
 
     wait_until(second_has_saved)
-    kill_all(family(process.pid))
-    process.wait()
-    wait_until(lambda: left_running(marker) == [])
-    assert process.returncode == -signal.SIGKILL, (tmp_path / "log").read_text()
+    process.kill_group()
+    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
     (first_line, *_), before = trials(directory), {path.name for path in directory.glob("trainer*")}
     assert first_line[1] == "COMPLETE" and trials(directory)[1][1:] == ("RUNNING", None)
     first = next(path for path in directory.glob("trainer*") if (path / "checkpoints/global_step_3").exists())
     stamp = (first / "metrics.jsonl").stat().st_mtime_ns
 
-    done = run_job(*SWEEP, cwd=tmp_path)
+    done = run_forked_job(*SWEEP, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 2 trials are finished" in done.stdout and "resumed from" in done.stdout
     assert "best val/reward/mean" in done.stdout and (directory / "sweep.png").exists()
@@ -60,4 +56,3 @@ def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_aga
     best = {max(row.get("val/reward/mean", 0.0) for row in metrics(path)) for path in directory.glob("trainer*")}
     assert [trial[:2] for trial in trials(directory)] == [(0, "COMPLETE"), (1, "COMPLETE")]
     assert {trial[2] for trial in trials(directory)} == best
-    assert left_running(marker) == []

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, KilledJobs
+from tests.support.killed_jobs import STEPS, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -41,9 +41,8 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too."""
     base = (f"model.path={model}", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
             "rollout.max_prompt_tokens=64", "logger.rollouts=true", "rollout.val_n=2")  # fmt: skip
-    jobs = KilledJobs()
     started = time.monotonic()
-    assert jobs.run(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     seconds = time.monotonic() - started
     rows = metrics(tmp_path / "whole")
     assert max(row.get("episode/turns/mean", 0) for row in rows) > 1.5
@@ -55,12 +54,11 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):
         reached, moment = tmp_path / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
         env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
-        kills += not jobs.run(
+        kills += not run_until(
             tmp_path / "killed.log", *job, env=env,
             kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
         )  # fmt: skip
-    assert jobs.run(tmp_path / "killed.log", *job)
-    jobs.close()
+    assert run_until(tmp_path / "killed.log", *job)
     assert kills >= 2 and len(list((tmp_path / "crashes").iterdir())) > 2
     assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
     for name in (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -12,7 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.jobs import comparable, family, kill_all, left_running, metrics, run_job, start_job, wait_until
+from tests.support.jobs import (
+    comparable,
+    family,
+    kill_all,
+    left_running,
+    metrics,
+    run_forked_job,
+    run_job,
+    start_forked_job,
+    start_job,
+    wait_until,
+)
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 
 pytestmark = pytest.mark.early
@@ -24,22 +37,17 @@ def weights(run: Path) -> bytes:
     return (run / f"exports/global_step_{STEPS}/policy/model.safetensors").read_bytes()
 
 
-def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, module: str = "trainer.main") -> bool:
-    """Start the job and kill all of it at the place `name,n` or, for a number, after so many seconds."""
+def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, after_s: float = math.inf) -> None:
+    """Start the job and kill all of it at the place `name,n`, or after so many seconds if it is not there before."""
     reached, log = cwd / f"reached{attempt}", cwd / f"log{attempt}"
-    at_place = not place.replace(".", "").isdigit()
-    env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if at_place else {}
-    process = start_job(*job, cwd=cwd, env=env, log=log, module=module)
+    process = start_job(*job, cwd=cwd, env={"TRAINER_FAILPOINT": f"{place},{reached}"}, log=log)
     started = time.monotonic()
-    while process.poll() is None:
-        if reached.exists() if at_place else time.monotonic() - started > float(place):
-            kill_all(family(process.pid))
-            process.wait()
-            wait_until(lambda: left_running(marker) == [])
-            return True
+    while not reached.exists() and time.monotonic() - started < after_s:
+        assert process.poll() is None, log.read_text()
         time.sleep(0.02)
-    assert process.returncode == 0, log.read_text()
-    return False
+    kill_all(family(process.pid))
+    process.wait()
+    wait_until(lambda: left_running(marker) == [])
 
 
 @pytest.mark.slow
@@ -47,11 +55,11 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, mod
 @pytest.mark.parametrize(
     "algorithm, settings, places, joins",
     [
-        ("grpo", ["trainer.num_workers=2"], ["save:staged,1", "save:manifest_written,2", "time"], False),
+        ("grpo", ["trainer.num_workers=2"], ["save:manifest_written,2", "time"], False),
         (  # adapters, served by vLLM, beside a critic that is trained whole
             "ppo",
             ["trainer.policy.lora.rank=4"],
-            ["save:shards_written,3", "save:published,1", "logged,2"],
+            ["save:shards_written,3", "save:published,1"],
             False,
         ),
         (  # everything that remembers earlier steps, on a cluster that outlives the job
@@ -77,17 +85,17 @@ def test_a_job_killed_again_and_again_ends_as_if_never_killed(
     whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
 
-    job, kills = [*base, "trainer.run_name=killed"], 0
+    job = [*base, "trainer.run_name=killed"]
     moments, seconds = random.Random(algorithm), 0.0
     for attempt, place in enumerate(places):
-        # At any moment before the first checkpoint of the first attempt: this one is resuming or in its first steps.
-        at = f"{moments.uniform(0.5, 1.0) * seconds:.2f}" if place == "time" else place
         started = time.monotonic()
-        kills += killed(job, tmp_path, at, attempt, marker)
+        if place == "time":  # while it resumes, or in one of its steps
+            killed(job, tmp_path, "logged,3", attempt, marker, after_s=moments.uniform(0.5, 1.0) * seconds)
+        else:
+            killed(job, tmp_path, place, attempt, marker)
         seconds = seconds or time.monotonic() - started
     last = run_job(*job, cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
-    assert kills == len(places)
     run = tmp_path / "outputs/killed"
     assert comparable(metrics(run)) == comparable(metrics(tmp_path / "outputs/whole"))
     assert weights(run) == weights(tmp_path / "outputs/whole")
@@ -110,7 +118,7 @@ def test_a_job_killed_again_and_again_ends_as_if_never_killed(
 
 
 @pytest.mark.timeout(900)
-def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path, marker):
+def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
     """Two weighted data sets of whole chats, each several times over."""
     files = []
     for name, count in (("a", 7), ("b", 20)):
@@ -125,12 +133,17 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path, mark
             "data.messages_key=messages", "sft.weights=[2,1]", "sft.batch_size=2", "sft.max_length=64", "sft.steps=8",
             "data.train_size=-1", "trainer.num_workers=2", "trainer.ckpt_interval=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
-    whole = run_job(*base, "trainer.run_name=whole", module="trainer.sft", cwd=tmp_path)
+    whole = run_forked_job(*base, "trainer.run_name=whole", module="trainer.sft", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     job = [*base, "trainer.run_name=killed"]
     for attempt, place in enumerate(["save:manifest_written,2", "save:staged,2"]):
-        assert killed(job, tmp_path, place, attempt, marker, module="trainer.sft")
-    last = run_job(*job, module="trainer.sft", cwd=tmp_path)
+        reached, log = tmp_path / f"reached{attempt}", tmp_path / f"log{attempt}"
+        env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
+        process = start_forked_job(*job, module="trainer.sft", cwd=tmp_path, env=env, log=log)
+        wait_until(lambda reached=reached, process=process: reached.exists() or process.poll() is not None)
+        process.kill_group()
+        assert process.wait() == -signal.SIGKILL, log.read_text()
+    last = run_forked_job(*job, module="trainer.sft", cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
     runs = [tmp_path / "outputs" / name for name in ("whole", "killed")]
     rows = [comparable(metrics(run)) for run in runs]
@@ -138,13 +151,13 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path, mark
     ours, theirs = ((run / "exports/global_step_8/policy/model.safetensors").read_bytes() for run in runs)
     assert ours == theirs
     assert "resume verified" in last.stdout + (tmp_path / "log1").read_text()
-    assert "nothing is left to do" in run_job(*job, module="trainer.sft", cwd=tmp_path).stdout
+    assert "nothing is left to do" in run_forked_job(*job, module="trainer.sft", cwd=tmp_path).stdout
 
     # What was logged is not what the replay gives: the checkpoint before takes over.
     shutil.rmtree(runs[1] / "checkpoints/global_step_8")
     lines = metrics(runs[1])
     lines[6]["sft/loss"] += 1.0
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    back = run_job(*job, "trainer.on_resume_mismatch=fallback", module="trainer.sft", cwd=tmp_path)
+    back = run_forked_job(*job, "trainer.on_resume_mismatch=fallback", module="trainer.sft", cwd=tmp_path)
     assert back.returncode == 0 and "checkpoints/global_step_4, step 4" in back.stdout, back.stdout + back.stderr
     assert comparable(metrics(runs[1])) == rows[0]

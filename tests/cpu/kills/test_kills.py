@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import load
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, KilledJobs
+from tests.support.killed_jobs import STEPS, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -43,28 +42,18 @@ PLACES = (
 class Job:
     """One command, and the directory in which it is given."""
 
-    jobs: KilledJobs
     directory: Path
     overrides: tuple[str, ...]
 
     def run(self, **options) -> bool:
         self.directory.mkdir(exist_ok=True)
-        return self.jobs.run(
-            self.directory / "log", f"trainer.run_dir={self.directory}/run", *self.overrides, **options
-        )
+        return run_until(self.directory / "log", f"trainer.run_dir={self.directory}/run", *self.overrides, **options)
 
     def outcome(self) -> tuple[list[dict], bytes]:
         rows = metrics(self.directory / "run")
         assert [row["step"] for row in rows] == list(range(STEPS + 1)), "a line is missing, or there twice"
         weights = self.directory / f"run/exports/global_step_{STEPS}/policy/model.safetensors"
         return comparable(rows), weights.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[KilledJobs]:
-    server = KilledJobs()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +77,18 @@ class Uninterrupted:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(jobs, overrides, tmp_path_factory) -> Uninterrupted:
+def uninterrupted(overrides, tmp_path_factory) -> Uninterrupted:
     """The outcome of an undisturbed job, and its duration."""
-    job = Job(jobs, tmp_path_factory.mktemp("uninterrupted"), overrides)
+    job = Job(tmp_path_factory.mktemp("uninterrupted"), overrides)
     started = time.monotonic()
     assert job.run()
     return Uninterrupted(job.outcome(), time.monotonic() - started)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_job_killed_in_a_phase_of_a_save_ends_as_if_never_killed(jobs, overrides, uninterrupted, place, tmp_path):
+def test_a_job_killed_in_a_phase_of_a_save_ends_as_if_never_killed(overrides, uninterrupted, place, tmp_path):
     """Killed there early in the job, and again late in the restarted job."""
-    job = Job(jobs, tmp_path / "job", overrides)
+    job = Job(tmp_path / "job", overrides)
     kills = 0
     for attempt, nth in enumerate(_passes(place)):
         reached = tmp_path / f"reached{attempt}"
@@ -121,19 +110,19 @@ def _passes(place: str) -> tuple[int, int]:
     return 1, 2
 
 
-def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(jobs, tmp_path):
+def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_path):
     """Killed with its data split over two ranks, then with its matrices, it ends with its tokens split."""
     model = str(tmp_path / "model")
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
     common = (f"model.path={model}", "trainer.num_workers=2", "algorithm.policy_loss=clip")
-    undisturbed = Job(jobs, tmp_path / "undisturbed", common)
+    undisturbed = Job(tmp_path / "undisturbed", common)
     assert undisturbed.run()
     for axis in ((), ("trainer.tensor_parallel=2",)):
         reached = tmp_path / f"reached{len(axis)}"
-        job = Job(jobs, tmp_path / "job", (*common, *axis))
+        job = Job(tmp_path / "job", (*common, *axis))
         env = {"TRAINER_FAILPOINT": f"save:hinted,1,{reached}"}
         assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists())
-    job = Job(jobs, tmp_path / "job", (*common, "trainer.context_parallel=2"))
+    job = Job(tmp_path / "job", (*common, "trainer.context_parallel=2"))
     assert job.run()
     log = (job.directory / "log").read_text()
     assert "global_step_2, step 2 of" in log and "global_step_4, step 4 of" in log
@@ -145,10 +134,10 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(jobs
 
 
 @pytest.mark.parametrize("trial", range(3))
-def test_a_job_killed_at_random_moments_ends_as_if_never_killed(jobs, overrides, uninterrupted, trial, tmp_path):
+def test_a_job_killed_at_random_moments_ends_as_if_never_killed(overrides, uninterrupted, trial, tmp_path):
     """Four kills spread over the life of a job, its start and its saves included."""
     moments = random.Random(f"{overrides[1]} {trial}")
-    job = Job(jobs, tmp_path / "job", overrides)
+    job = Job(tmp_path / "job", overrides)
     kills, longest = 0, uninterrupted.seconds
     while kills < 4:
         moment = moments.uniform(0.1, longest)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, KilledJobs
+from tests.support.killed_jobs import STEPS, run_until
 from trainer.config import TinyConfig
 from trainer.incidents import read_incidents
 from trainer.models.tiny import build_tiny
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[KilledJobs]:
-    server = KilledJobs()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +38,20 @@ def outcome(run: Path) -> tuple[list[dict], bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(jobs, overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
+def undisturbed(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
     directory = tmp_path_factory.mktemp("undisturbed")
-    assert jobs.run(directory / "log", f"trainer.run_dir={directory}/run", *overrides)
+    assert run_until(directory / "log", f"trainer.run_dir={directory}/run", *overrides)
     return outcome(directory / "run")
 
 
-def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_not(
-    jobs, overrides, undisturbed, tmp_path
-):
+def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_not(overrides, undisturbed, tmp_path):
     """A step calls the loss twice. The last commit is of step 2 or 4; before it, the run starts from step 0."""
     faults = tmp_path / "faults"
     faults.mkdir()
     for name in ("kill,3,1", "stop,6,0", "memory,7,1", "kill,8,0"):
         (faults / name).touch()
     run, log = tmp_path / "run", tmp_path / "log"
-    assert jobs.run(log, f"trainer.run_dir={run}", *overrides, env={"TEST_FAULTS": str(faults)})
+    assert run_until(log, f"trainer.run_dir={run}", *overrides, env={"TEST_FAULTS": str(faults)})
     text = log.read_text()
     assert os.listdir(faults) == [], text
     assert outcome(run) == undisturbed

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.support.jobs import run_job
+from tests.support.jobs import run_forked_job, run_job
 
 
 @pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
@@ -19,7 +19,7 @@ from tests.support.jobs import run_job
     ],
 )
 def test_both_kinds_of_jobs_check_devices_and_functions(module, override, sentence, tmp_path):
-    done = run_job(override, "rollout=transformers", cwd=tmp_path, module=module)
+    done = run_forked_job(override, cwd=tmp_path, module=module)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
@@ -34,14 +34,20 @@ def test_both_kinds_of_jobs_check_devices_and_functions(module, override, senten
         ),
         (["model.path=no/such-model"], "model.path=no/such-model"),
         (["reward.name=no.such.module:f"], "reward.name=no.such.module:f"),
-        (["trainer.ray_address=127.0.0.1:1"], "trainer.ray_address=127.0.0.1:1: no Ray cluster answers"),
     ],
 )
 def test_inputs_that_are_missing_are_refused_with_status_2(overrides, sentence, tmp_path):
-    done = run_job(*overrides, cwd=tmp_path, small=False)
+    done = run_forked_job(*overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_cluster_that_does_not_answer_is_refused_with_status_2(tmp_path):
+    done = run_job("trainer.ray_address=127.0.0.1:1", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    sentence = "trainer.ray_address=127.0.0.1:1: no Ray cluster answers"
+    assert sentence in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path):
@@ -49,14 +55,14 @@ def test_a_port_in_use_is_named(tmp_path):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run_job("rollout=transformers", f"trainer.master_port={port}", cwd=tmp_path)
+        done = run_forked_job(f"trainer.master_port={port}", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(f"trainer.master_port={port}: cannot be used.*0 for a free one", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
 
 
 def test_prompts_that_are_all_too_long_are_refused(tmp_path):
-    done = run_job("rollout=transformers", "rollout.max_prompt_tokens=2", cwd=tmp_path)
+    done = run_forked_job("rollout.max_prompt_tokens=2", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "rollout.max_prompt_tokens=2" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

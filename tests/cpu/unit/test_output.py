@@ -204,6 +204,7 @@ def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
     (tmp_path / "own.py").write_text(LOSS)
     overrides = [
         "rollout=transformers",
+        "trainer.ray_address=processes",
         "algorithm.policy_loss=own:loss",
         "reward.name=tests.cpu.unit.test_output:chatty",
         "logger.rollouts=true",

@@ -85,7 +85,6 @@ def test_a_driver_that_ray_ends_leaves_a_sentence(marker):
 
 
 LOSES_THE_GCS = """
-import sys
 from trainer.cluster.runtime import RayCluster
 from trainer.cluster.supervisor import is_running
 from trainer.config import Config
@@ -98,14 +97,15 @@ try:
             pass
         cluster.launch_ranks("rank", object, {})
 except WorkerError as error:
-    sys.exit(str(error))
+    print(error)
 """
 
 
 def test_no_place_is_asked_of_a_ray_that_has_died():
     """Ray would wait for a minute, and then end this process."""
-    done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], stderr=subprocess.PIPE, text=True, timeout=180)
-    assert done.stderr.startswith("Ray's gcs_server died, and the job with it"), done.stderr
+    done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], capture_output=True, text=True, timeout=180)
+    # Ray itself may write about its loss to stderr.
+    assert done.stdout.startswith("Ray's gcs_server died, and the job with it"), done
 
 
 MEMORY_RUNS_LOW = """
