@@ -22,8 +22,8 @@ class WorkerError(RuntimeError):
     Args:
         fact: what happened.
         advice: what the user can do, if the job does not recover by itself.
-        cause: `killed`, `silent`, `late`, `memory`, `node` (its machine is lost), or `cluster` (a part of Ray died).
-            Empty: another cause.
+        cause: `killed`, `silent`, `late`, `memory`, `node` (its machine is lost), `cluster` (a part of Ray died), or
+            `spent` (it was started again as often as the config allows). Empty: another cause.
     """
 
     def __init__(self, fact: str, advice: str = "", cause: str = ""):

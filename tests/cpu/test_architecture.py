@@ -22,6 +22,7 @@ LEAVES = {
     "output",
     "places",
     "plugins",
+    "restarts",
     "shared_memory",
     "signals",
     "stages",

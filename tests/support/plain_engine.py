@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,6 +127,53 @@ class StreamingEngine(PatientEngine):
     def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
         self._queue += requests.items()
         assert len(self._queue) <= self._most
+        number, request = self._queue.pop(0)
+        return {number: self.generate([request], sampling)[0]}
+
+
+class FaultyEngine(PlainEngine):
+    """Fails as files say: `fault KIND PLACE`, where PLACE is a token that begins a prompt, `start` or `sync`.
+
+    The engine that comes there first deletes the file.
+    """
+
+    def __init__(self, model_path: str, **options: Any):
+        super().__init__(model_path, **options)
+        self._meet("start")
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        for request in requests:
+            self._meet(str(request.prompt_token_ids[0]))
+        return super().generate(requests, sampling)
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        self._meet("sync")
+        super().sync_weights(source, version)
+
+    def _meet(self, place: str) -> None:
+        for path in self._directory.glob(f"fault * {place}"):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                continue  # another engine came first
+            kind = path.name.split()[1]
+            if kind == "memory":
+                raise MemoryError("no memory")
+            while kind == "wait" and not (self._directory / "go on").exists():
+                threading.Event().wait(0.01)
+            if kind != "wait":
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+
+class FaultyStreamingEngine(FaultyEngine):
+    """Completes one request at a time."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._queue: list[tuple[int, Request]] = []
+
+    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+        self._queue += requests.items()
         number, request = self._queue.pop(0)
         return {number: self.generate([request], sampling)[0]}
 

@@ -75,12 +75,13 @@ def launch_actors(
 ) -> Group:
     """Start one actor for each entry of `member_args`, with these Ray `options`. Does not wait for the actors."""
     remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1, "pulse": 1})(_Host)
-    actors = []
-    for args, extra in zip(member_args, options, strict=True):
-        merged = {**extra, "runtime_env": {"env_vars": {**env, **extra.get("env", {})}}}
-        merged.pop("env", None)
-        actors.append(remote.options(**merged).remote(factory, args))
-    return Group(name, actors, _Actors(), patience)
+
+    def launch(member: int) -> Any:
+        own = dict(options[member])
+        variables = {**env, **own.pop("env", {})}
+        return remote.options(**own, runtime_env={"env_vars": variables}).remote(factory, member_args[member])
+
+    return Group(name, len(member_args), launch, _Actors(), patience)
 
 
 def _as_itself(error: RayError, name: str) -> Exception:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -194,13 +194,15 @@ class _Member:
         """Log a warning, once for each silence."""
         if not self._said:
             self._said = True
-            LOG.warning("%s has not answered for %.0f s; the job ends after %g s of silence", self, silence_s, limit_s)
+            LOG.warning(
+                "%s has not answered for %.0f s; it counts as dead after %g s of silence", self, silence_s, limit_s
+            )
 
     def say_starting(self, elapsed_s: float, limit_s: float) -> None:
         """Log a warning, once."""
         if not self._said:
             self._said = True
-            LOG.warning("%s has not started after %.0f s; the job ends after %g s", self, elapsed_s, limit_s)
+            LOG.warning("%s has not started after %.0f s; after %g s it counts as dead", self, elapsed_s, limit_s)
 
 
 class Group:
@@ -208,14 +210,17 @@ class Group:
 
     Args:
         name: name of a member in messages, before its number.
-        processes: the processes, in the form that `backend` uses.
+        count: number of members.
+        launch: begins to start the process of a member, by its number. Returns the process in the form that `backend`
+            uses.
     """
 
-    def __init__(self, name: str, processes: Sequence[Any], backend: Backend, patience: Patience):
+    def __init__(self, name: str, count: int, launch: Callable[[int], Any], backend: Backend, patience: Patience):
         self.name = name
-        self.members = [_Member(f"{name} {i}", process, backend) for i, process in enumerate(processes)]
         self.backend = backend
         self.patience = patience
+        self._launch = launch
+        self.members = [_Member(f"{name} {i}", launch(i), backend) for i in range(count)]
 
     def __len__(self) -> int:
         return len(self.members)
@@ -241,6 +246,14 @@ class Group:
     def where(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each member."""
         return self._start("where", "").result()
+
+    def end(self, member: int) -> None:
+        """End the process of one member. `replace` starts another one."""
+        self.backend.kill(self.members[member].process, self.members[member].at)
+
+    def replace(self, member: int) -> None:
+        """Begin to start a new process in the place of a member that has ended."""
+        self.members[member] = _Member(f"{self.name} {member}", self._launch(member), self.backend)
 
     def kill(self) -> None:
         """End the members' processes."""
@@ -278,6 +291,7 @@ class Pending:
         self._group = group
         self._channel = channel
         self._calls: dict[Any, _Call] = {}  # by ticket
+        self._looked = time.monotonic()
 
     def begin(self, member: int, method: str, *args: Any, **kwargs: Any) -> None:
         """Begin to call `method` on one member."""
@@ -286,6 +300,11 @@ class Pending:
         with SIGNALS.held():
             ticket = group.backend.begin(target.process, self._channel, method, args, kwargs)
         self._calls[ticket] = _Call(member, target, time.monotonic())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls have not ended yet."""
+        return bool(self._calls)
 
     def result(self) -> list[Any]:
         """Wait for all calls. Return the results in the order of the members (see `completed`)."""
@@ -302,67 +321,83 @@ class Pending:
             WorkerError: the process of a member died or does not answer, the call takes too long, or the cluster died.
             Stopped: a signal asks to stop, and a member does not answer.
         """
-        deadline, looked = float("inf"), time.monotonic()  # the deadline is set once a member has failed
+        deadline = float("inf")  # set once a member has failed
         failures: list[Exception] = []
-        backend = self._group.backend
         while self._calls and time.monotonic() < deadline:
-            with SIGNALS.held():
-                done = backend.wait(list(self._calls), _LOOK_S)
-            if not failures and (not done or time.monotonic() > looked + _LOOK_S):
-                self._look([call for ticket, call in self._calls.items() if ticket not in done])
-                looked = time.monotonic()
-            for ticket in done:
-                call = self._calls.pop(ticket)
-                try:
-                    with SIGNALS.held():
-                        value = backend.take(ticket, call.member.name)
-                except Exception as error:
-                    set_origin(error, call.member.origin)
+            for number, value, error in self.poll(look=not failures):
+                if error is not None:
                     failures.append(error)
                     deadline = min(deadline, time.monotonic() + _ECHO_S)
-                else:
-                    if not failures:
-                        yield call.number, value
+                elif not failures:
+                    yield number, value
         if failures:
             raise min(failures, key=_cause_priority)
 
-    def _look(self, calls: Sequence[_Call]) -> None:
-        """Check that the cluster runs, that the members answer, and that no call takes too long."""
+    def poll(self, timeout_s: float | None = None, look: bool = True) -> list[tuple[int, Any, Exception | None]]:
+        """Wait a moment, and return the member, the result and the failure of each call that has ended.
+
+        A call of a member that does not answer, or that takes too long, has ended with a failure, too.
+
+        Args:
+            timeout_s: how long to wait. None: half a second.
+            look: check that members answer.
+
+        Raises:
+            WorkerError: the cluster died.
+            Stopped: a signal asks to stop, and a member does not answer.
+        """
+        if not self._calls:
+            return []
+        outcomes: list[tuple[int, Any, Exception | None]] = []
+        with SIGNALS.held():
+            done = self._group.backend.wait(list(self._calls), _LOOK_S if timeout_s is None else timeout_s)
+        if look and (not done or time.monotonic() > self._looked + _LOOK_S):
+            for ticket, error in self._overdue({t: c for t, c in self._calls.items() if t not in done}):
+                outcomes.append((self._calls.pop(ticket).number, None, error))
+            self._looked = time.monotonic()
+        for ticket in done:
+            call = self._calls.pop(ticket)
+            try:
+                with SIGNALS.held():
+                    value = self._group.backend.take(ticket, call.member.name)
+            except Exception as error:
+                set_origin(error, call.member.origin)
+                outcomes.append((call.number, None, error))
+            else:
+                outcomes.append((call.number, value, None))
+        return outcomes
+
+    def forget(self, member: int) -> None:
+        """Drop the calls of one member, whose process has ended."""
+        self._calls = {ticket: call for ticket, call in self._calls.items() if call.number != member}
+
+    def _overdue(self, calls: Mapping[Any, _Call]) -> Iterator[tuple[Any, WorkerError]]:
+        """Check that the cluster runs. Yield the calls whose member does not answer, or that take too long."""
         patience, now = self._group.patience, time.monotonic()
         patience.check_cluster()
         lost = patience.lost_nodes()
-        for call in calls:
+        for ticket, call in calls.items():
             member, elapsed_s = call.member, now - call.begun
             with SIGNALS.held():
                 silence_s = member.silence_s()
             if member.at and (reason := lost.get(member.at[1])):
-                raise _blamed(member, f"{member} is lost with its node: {reason}", AGAIN, "node")
+                yield ticket, _blamed(member, f"{member} is lost with its node: {reason}", AGAIN, "node")
+                continue
             if silence_s > _LEAVE_S and SIGNALS.first and self._channel != "aside":
                 raise Stopped(
                     f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
                     "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
                 )
             if silence_s > patience.silence_s:
-                raise _blamed(
-                    member,
-                    f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or its "
-                    "machine stands still",
-                    AGAIN,
-                    "silent",
-                )
-            if silence_s > _SAY_S:
+                fact = f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or "
+                yield ticket, _blamed(member, f"{fact}its machine stands still", AGAIN, "silent")
+            elif elapsed_s > patience.call_s:
+                fact = f"{member}: no result after {elapsed_s:.0f} s (trainer.call_timeout_s)"
+                yield ticket, _blamed(member, fact, f"{AGAIN}, or raise the limit", "late")
+            elif silence_s > _SAY_S:
                 member.say_silent(silence_s, patience.silence_s)
-            if member.starts and elapsed_s > _SAY_START_S:
+            elif member.starts and elapsed_s > _SAY_START_S:
                 member.say_starting(elapsed_s, patience.call_s)
-        late = [call for call in calls if now - call.begun > patience.call_s]
-        if late:
-            raise _blamed(
-                late[0].member,
-                f"{', '.join(str(call.member) for call in late)}: no result after {now - late[0].begun:.0f} s "
-                "(trainer.call_timeout_s)",
-                f"{AGAIN}, or raise the limit",
-                "late",
-            )
 
 
 def _blamed(member: _Member, fact: str, advice: str, cause: str) -> WorkerError:

@@ -157,7 +157,8 @@ def _serve_driver(driver: Connection) -> None:
                         _run_member(Connection(its_end), launcher, environment, directory)
                     os.close(its_end)
                 case "end", name:
-                    _end_member(members.pop(name))
+                    if name in members:  # else it has been ended before
+                        _end_member(members.pop(name))
                     driver.send(None)
         except (EOFError, ConnectionError):
             return

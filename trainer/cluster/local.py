@@ -119,13 +119,14 @@ class LocalCluster:
         own: list[str],
     ) -> Group:
         self._patience.check_cluster()
-        processes = []
-        for i, member_args in enumerate(args):
-            ids = gpus[i * gpus_each : (i + 1) * gpus_each]
+
+        def launch(member: int) -> _Process:
+            ids = gpus[member * gpus_each : (member + 1) * gpus_each]
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.device == "cuda" else {}
             place = {"host": HOST, "node": "this", "gpus": ids}
-            processes.append(_Process(self._launcher, {**env, **visible}, factory, member_args, place))
-        group = Group(name, processes, _Processes(), self._patience)
+            return _Process(self._launcher, {**env, **visible}, factory, args[member], place)
+
+        group = Group(name, len(args), launch, _Processes(), self._patience)
         self._groups.append((group, own))
         return group
 

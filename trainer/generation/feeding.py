@@ -22,8 +22,14 @@ class Feed:
         self._waiting = deque(pieces)
         self._costs = costs
         self._room = room
-        self._held = [0] * engines
+        self._given: list[list[list[int]]] = [[] for _ in range(engines)]  # pieces that an engine has begun
+        self._held: list[set[int]] = [set() for _ in range(engines)]
         self._load = [0.0] * engines
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some requests have not been given to an engine."""
+        return bool(self._waiting)
 
     def take(self, engines: Iterable[int]) -> dict[int, list[int]]:
         """Return the requests that `engines` get now. Engines that get nothing are left out."""
@@ -36,22 +42,28 @@ class Feed:
             engine = min(able, key=lambda engine: self._load[engine])
             piece = self._waiting.popleft()
             given.setdefault(engine, []).extend(piece)
-            self._count(engine, piece, 1)
+            self._given[engine].append(piece)
+            self._held[engine].update(piece)
+            self._load[engine] += sum(self._costs[i] for i in piece)
         return given
 
     def complete(self, engine: int, requests: Iterable[int]) -> bool:
         """Note that an engine has generated `requests`. Return whether it has others left."""
-        self._count(engine, requests, -1)
-        return self._held[engine] > 0
+        self._held[engine].difference_update(requests)
+        self._load[engine] = sum(self._costs[i] for i in self._held[engine])
+        if not self._held[engine]:
+            self._given[engine] = []
+        return bool(self._held[engine])
+
+    def give_back(self, engine: int) -> None:
+        """Take the requests that a lost engine has not completed back, to give them to others."""
+        left = [[i for i in piece if i in self._held[engine]] for piece in self._given[engine]]
+        self._waiting.extendleft(reversed([piece for piece in left if piece]))
+        self._given[engine], self._held[engine], self._load[engine] = [], set(), 0.0
 
     def _fits(self, engine: int, piece: Sequence[int]) -> bool:
-        held = self._held[engine]
+        held = len(self._held[engine])
         return self._room is None or held == 0 or held + len(piece) <= self._room
-
-    def _count(self, engine: int, requests: Iterable[int], sign: int) -> None:
-        for i in requests:
-            self._held[engine] += sign
-            self._load[engine] += sign * self._costs[i]
 
 
 def request_costs(requests: Sequence[Request], max_tokens: int) -> list[float]:

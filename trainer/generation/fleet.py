@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -16,15 +15,16 @@ from trainer.cluster.groups import Pending
 from trainer.cluster.resources import rank_groups
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import UserError, describe_error
+from trainer.errors import UserError
 from trainer.generation.engine import Completion, Engine, Request, Sampling
+from trainer.generation.engines import Engines
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
 if TYPE_CHECKING:
     from trainer.cluster.groups import Cluster, Group
 
-LOG = logging.getLogger(__name__)
+_CHANNELS = ("broadcast", "ipc")
 
 
 class PolicyRanks(Protocol):
@@ -88,11 +88,15 @@ class Fleet:
         self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
         if self._shares_gpus:  # what cannot work is refused before the engines load
             self._transport = self._choose_transport(ranks.policy.where())
-        self._engines = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
+        group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
+        self._engines = Engines(group, cfg.trainer.max_restarts, 60 * cfg.trainer.restart_window_minutes)
+        self._channel_number = 0
+        self._receivers: list[int] = []  # the engines that the channel of the weights joins
         if self._shares_gpus:
             # An engine measures what is free while it starts, and takes its share: the ranks must not load
             # anything before it is done, and need the room afterwards.
-            self._engines.call("sleep")
+            self._engines.check()
+            self._engines.call(self._engines.life.loaded, "sleep")
 
     def start(self, version: int, fresh: bool) -> None:
         """Wait for the engines, and bring them to the policy's weights.
@@ -104,18 +108,17 @@ class Fleet:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
+        self._engines.check()
+        self._is_awake, self._receivers = False, []
         if not self._shares_gpus:
-            self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.where()])
-        if self._transport == "broadcast":
-            first = self._cfg.trainer.master_port
-            address = self._cluster.meeting_place(self._ranks.policy, first + rank_groups(self._cfg) if first else 0)
-            self._channel = Broadcast(address, **self._channel_settings)
-        elif self._transport == "ipc":
-            self._channel = Ipc(secrets.token_hex(16), **self._channel_settings)
+            self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.group.where()])
+        if self._transport in _CHANNELS:
+            self._channel_number = 0
+            self._open_channel(self._engines.life.loaded)
         elif self._transport == "shared_memory":
             self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
         if fresh and self._transport != "adapter":  # adapters that vLLM cannot serve must fail before the first step
-            self._engines.call("set_version", version)
+            self._engines.serve(self._engines.call(self._engines.life.loaded, "set_version", version))
             self._version = version
         else:
             self.sync_weights(version)
@@ -130,7 +133,7 @@ class Fleet:
             yield
             return
         self._ranks.release_memory()
-        self._engines.call("wake")
+        self._engines.call(self._engines.life.serving, "wake")
         self._is_awake = True
         try:
             yield
@@ -140,7 +143,7 @@ class Fleet:
                 self._engines.start("sleep")  # ranks that start again need the memory; a dead engine cannot answer
             raise
         self._is_awake = False
-        self._engines.call("sleep")
+        self._engines.call(self._engines.life.loaded, "sleep")
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
@@ -150,25 +153,44 @@ class Fleet:
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
         """Yield all completions, by the places of their requests, as engines complete them.
 
-        An engine that is done early takes from what is left. The tokens do not depend on who generates them.
+        An engine that is done early takes from what is left, and the requests of one that is lost go to the others. The
+        tokens do not depend on who generates them.
         """
+        engines = self._engines
         with self.awake():
-            feed, calls = self._feed(requests, sampling), Pending(self._engines)
-            given = feed.take(range(len(self._engines)))
-            for engine, places in given.items():
-                self._advance(calls, engine, places, requests, sampling)
-            for engine, result in calls.completed():
-                part = result if self._spec.streaming else dict(zip(given[engine], result, strict=True))
-                stale = {one.weight_version for one in part.values()} - {self._version}
-                assert not stale, f"completions of weights {stale}, expected {self._version}"
-                has_more = feed.complete(engine, part)
-                given |= (more := feed.take([engine]))
-                if has_more or more:
-                    self._advance(calls, engine, more.get(engine, []), requests, sampling)
-                yield part
+            feed, calls = self._feed(requests, sampling), Pending(engines.group)
+            given: dict[int, list[int]] = {}
+            busy: set[int] = set()
+            while True:
+                idle = [engine for engine in engines.life.serving if engine not in busy]
+                given |= (more := feed.take(idle))
+                for engine, places in more.items():
+                    self._advance(calls, engine, places, requests, sampling)
+                    busy.add(engine)
+                if not busy and not feed.is_waiting:
+                    return
+                if not busy:  # no engine is left
+                    engines.pause()
+                    self.sync_weights(self._version)
+                for engine, result, error in calls.poll():
+                    busy.discard(engine)
+                    if error is not None:
+                        engines.lose([engine], error)
+                        feed.give_back(engine)
+                        continue
+                    part = result if self._spec.streaming else dict(zip(given[engine], result, strict=True))
+                    stale = {one.weight_version for one in part.values()} - {self._version}
+                    assert not stale, f"completions of weights {stale}, expected {self._version}"
+                    has_more = feed.complete(engine, part)
+                    given |= (more := feed.take([engine]))
+                    if has_more or more:
+                        self._advance(calls, engine, more.get(engine, []), requests, sampling)
+                        busy.add(engine)
+                    yield part
+                engines.advance(0)
 
     def _feed(self, requests: Sequence[Request], sampling: Sampling) -> Feed:
-        count, most = len(self._engines), self._cfg.rollout.max_num_seqs
+        count, most = len(self._engines.group), self._cfg.rollout.max_num_seqs
         costs = request_costs(requests, sampling.max_tokens)
         if not self._spec.streaming:
             return Feed(by_length(requests, count, most), costs, count, room=0)
@@ -185,31 +207,68 @@ class Fleet:
             calls.begin(engine, "generate", [requests[place] for place in places], sampling)
 
     def sync_weights(self, version: int) -> None:
-        """Give all engines the policy's weights, and call them `version`."""
+        """Give all engines the policy's weights, and call them `version`.
+
+        Engines that still load do not take part, and do not serve before the next sync.
+        """
+        engines = self._engines
+        engines.advance(0)
+        engines.life.outdate(engines.life.loaded)
+        if not engines.life.loaded:
+            engines.pause()
         if self._shares_gpus:
+            if not self._is_awake:
+                engines.call(engines.life.loaded, "sleep")  # also those that are new
             self._ranks.release_memory()  # sleeping engines wake their weights to take new ones
+        receivers = engines.life.loaded
+        if receivers != self._receivers and self._transport in _CHANNELS:
+            self._open_channel(receivers)
         with self._transports[self._transport]() as (source, sending):
-            receiving = self._engines.start("sync_weights", source, version)
             if sending is None:
-                receiving.result()
-            else:  # when one side fails, the other may wait for it in vain
-                _first_failure(receiving.result, sending.result)
+                engines.serve(engines.call(receivers, "sync_weights", source, version))
+            else:
+                self._receive(receivers, source, version, sending)
         self._version = version
         if self._transport != "adapter":
             self.synced_bytes = self._weight_bytes
 
+    def _receive(self, receivers: Sequence[int], source: WeightSource, version: int, sending: Pending) -> None:
+        """Let engines take what the ranks send.
+
+        Raises:
+            Exception: an engine or a rank failed. The others may wait for it in vain: the engines are replaced.
+        """
+        receiving = Pending(self._engines.group)
+        for engine in receivers:
+            receiving.begin(engine, "sync_weights", source, version)
+        try:
+            _first_failure(receiving.result, sending.result)
+        except Exception as error:
+            self._receivers = []
+            self._engines.lose(receivers, error)
+            raise
+        self._engines.serve(receivers)
+
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
-        try:
-            self._engines.call("shutdown")
-        except RuntimeError as error:  # a dead process, or CUDA in an engine that sleeps
-            LOG.info("an engine has failed at its end: %s", describe_error(error))
+        self._engines.shutdown()
 
-    @property
-    def _channel_settings(self) -> dict[str, Any]:
+    def _open_channel(self, receivers: list[int]) -> None:
+        """Choose a new meeting place for the ranks and these engines."""
+        settings, first = self._channel_settings(len(receivers)), self._cfg.trainer.master_port
+        if self._transport == "ipc":
+            self._channel: Broadcast | Ipc = Ipc(secrets.token_hex(16), **settings)
+        else:
+            is_first = self._channel_number == 0  # the port of an earlier channel is still in use
+            port = first + rank_groups(self._cfg) if first and is_first else 0
+            self._channel = Broadcast(self._cluster.meeting_place(self._ranks.policy, port), **settings)
+        self._channel_number += 1
+        self._receivers = receivers
+
+    def _channel_settings(self, engines: int) -> dict[str, Any]:
         r, device = self._cfg.rollout, self._cluster.device
         return {
-            "receivers": r.num_engines * (r.tensor_parallel_size if device == "cuda" else 1),
+            "receivers": engines * (r.tensor_parallel_size if device == "cuda" else 1),
             "device": device,
             "timeout_s": self._cfg.trainer.worker_timeout_s,
             "bucket_bytes": r.weight_sync_bucket_mb * 2**20,

@@ -8,7 +8,7 @@ import time
 from trainer.config import TrainerConfig
 from trainer.errors import JobFault, NonFiniteError, WorkerError, describe_error
 from trainer.incidents import INCIDENTS, describe
-from trainer.run.restarts import Decision, Restarts
+from trainer.restarts import Decision, Restarts
 from trainer.run.stopping import StopRequest
 from trainer.signals import SIGNALS, Stopped
 

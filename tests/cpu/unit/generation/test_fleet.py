@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,11 @@ from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
-from trainer.errors import UserError, WorkerError
+from trainer.errors import JobFault, UserError, WorkerError
 from trainer.generation.engine import Request
 from trainer.generation.fleet import Fleet, choose_transport
+from trainer.incidents import INCIDENTS, read_incidents
+from trainer.restarts import can_recover
 
 Start = Callable[..., tuple[Fleet, PlainRanks]]
 
@@ -40,10 +43,16 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
     with ExitStack() as clusters:
 
         def start(
-            device: str = "cpu", lora: bool = False, call_timeout_s: float = 600.0, master_port: int = 0, **rollout
+            device: str = "cpu",
+            lora: bool = False,
+            call_timeout_s: float = 600.0,
+            master_port: int = 0,
+            max_restarts: int = 0,
+            **rollout,
         ) -> tuple[Fleet, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
             cfg.trainer.call_timeout_s, cfg.trainer.master_port = call_timeout_s, master_port
+            cfg.trainer.max_restarts, cfg.trainer.silence_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
@@ -274,3 +283,121 @@ def test_engines_with_memory_of_their_own_stay_awake(start, device, share_gpus):
     assert answers(fleet, 1) == [[0, 7, 0]]  # they refuse to sleep
     fleet.sync_weights(2)
     assert answers(fleet, 1) == [[0, 7, 1]]
+
+
+# --------------------------------------------------------------------------------------------------------
+# Lost engines
+
+
+@pytest.fixture
+def incidents(tmp_path) -> Iterator[Path]:
+    """The directory of a run whose incidents are recorded."""
+    before = INCIDENTS.open(str(tmp_path))
+    yield tmp_path
+    INCIDENTS.close(before)
+
+
+def fault(directory: Path, *names: str) -> None:
+    """Let the next engine that generates a request of prompt N fail: `KIND N` (see `plain_engine.FaultyEngine`)."""
+    for name in names:
+        (directory / f"fault {name}").touch()
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "memory"])
+@pytest.mark.parametrize(
+    "spec", [streaming("FaultyStreamingEngine"), streaming("FaultyEngine")], ids=["stream", "batch"]
+)
+def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, spec, kind):
+    """The next sync brings the new engine the weights, and it serves again."""
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(spec, streaming="Streaming" in spec.path))
+    fleet, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
+    fleet.start(version=1, fresh=True)
+    requests = [Request([i, 0], seed=i) for i in range(12)]
+    first = fleet.generate(requests, SAMPLED)
+    fault(incidents, f"{kind} 3")
+    again = fleet.generate(requests, SAMPLED)
+    assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
+    assert len({one.logprobs[0] for one in again}) <= 2
+    fleet._engines.check()  # wait until it has loaded
+    ranks.call("policy", "train")
+    fleet.sync_weights(2)
+    last = fleet.generate(requests, SAMPLED)
+    assert tokens_of(last) == [[i, 0, i, 1] for i in range(12)]
+    new = {one.logprobs[0] for one in last} - {one.logprobs[0] for one in first}
+    assert len(new) == 1, "one engine is another process"
+    (incident,) = read_incidents(str(incidents))
+    assert incident.role == "engine" and incident.action == "replaced the engine" and incident.cost_s == 0
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "adapter"])
+def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incidents, transport):
+    """A new engine gets the current weights, not those that it was started with."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
+    fleet, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
+    ranks.call("policy", "train")
+    fleet.start(version=4, fresh=False)
+    fault(incidents, "kill 3", "kill 5")
+    requests = [Request([i, 0], seed=i) for i in range(8)]
+    completions = fleet.generate(requests, SAMPLED)
+    assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
+    assert {one.weight_version for one in completions} == {4}
+    one, two = read_incidents(str(incidents))
+    assert one.cost_s > 0 and two.cost_s > 0
+
+
+def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fault(incidents, "kill start")
+    fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    fleet.start(version=1, fresh=True)
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
+
+
+def test_new_engines_have_an_end(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    fleet.start(version=1, fresh=True)
+    fault(incidents, "kill 1", "kill 3")
+    with pytest.raises(WorkerError, match="^engine . died") as raised:
+        fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+    assert not can_recover(raised.value)
+
+
+def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fleet, _ = start(num_engines=2, max_restarts=3, max_num_seqs=64)
+    fleet.start(version=1, fresh=True)
+    fault(incidents, "memory 1", "memory 3")
+    with pytest.raises(JobFault, match="no memory left"):
+        fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+
+
+def test_an_engine_that_dies_while_it_gets_a_broadcast_is_replaced_by_the_next_start(start, monkeypatch, incidents):
+    """The ranks may wait for it in vain, so the failure is raised: the run starts its ranks again."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fleet, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
+    fleet.start(version=1, fresh=True)
+    fault(incidents, "kill sync")
+    ranks.call("policy", "train")
+    with pytest.raises(WorkerError, match="engine . died") as raised:
+        fleet.sync_weights(2)
+    assert can_recover(raised.value)
+    fleet.start(version=2, fresh=False)
+    assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
+
+
+def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fleet, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
+    fleet.start(version=1, fresh=True)
+    fault(incidents, "kill 1", "wait start")
+    assert len(fleet.generate([Request([i, 0], seed=i) for i in range(4)], SAMPLED)) == 4
+    ranks.call("policy", "train")
+    fleet.sync_weights(2)
+    assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
+    (incidents / "go on").touch()
+    fleet._engines.check()
+    fleet.sync_weights(2)
+    assert len({one.logprobs[0] for one in fleet.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2

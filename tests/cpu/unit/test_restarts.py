@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import NonFiniteError, Origin, UserError, WorkerError, set_origin
-from trainer.run.restarts import Restarts, can_recover
+from trainer.errors import JobFault, NonFiniteError, Origin, UserError, WorkerError, set_origin
+from trainer.restarts import Restarts, can_recover
 
 
 def from_rank(error: Exception, name: str = "rank 0") -> Exception:
@@ -53,13 +53,15 @@ def test_a_fault_of_the_job_at_the_same_step_is_not_tried_a_third_time(fault):
         (from_rank(RuntimeError("NCCL")), True),
         (NonFiniteError(), True),
         (from_rank(UserError("choose another")), False),
-        (from_rank(WorkerError("", cause="killed"), "engine 0"), False),
+        (from_rank(WorkerError("", cause="killed"), "engine 0"), True),
+        (from_rank(WorkerError("", cause="spent"), "engine 0"), False),
+        (from_rank(JobFault()), False),
         (from_rank(WorkerError("", cause="cluster")), False),
         (WorkerError("a reward process"), False),
         (KeyError("a bug of the driver"), False),
     ],
 )
-def test_only_failures_of_ranks_are_cured_by_new_ranks(error, recovers):
+def test_only_failures_of_members_are_cured_by_new_ones(error, recovers):
     assert can_recover(error) == recovers
     assert bool(Restarts(1, 60).decide(error, 1, 0).refusal) != recovers
 

@@ -1,14 +1,15 @@
-"""Whether a run restarts its ranks after a failure, or ends."""
+"""Whether a part of a job is started again after a failure, or the run ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.errors import NonFiniteError, UserError, WorkerError, origin_of
+from trainer.errors import JobFault, NonFiniteError, UserError, WorkerError, origin_of
 from trainer.incidents import JOB, classify
 
 _FIRST_DELAY_S = 2.0
 _LONGEST_DELAY_S = 300.0
+_FINAL = ("cluster", "spent")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Decision:
 
 
 class Restarts:
-    """Counts the restarts of a run. Knows neither processes nor clocks.
+    """Counts the restarts of one kind of processes. Knows neither processes nor clocks.
 
     Args:
         limit: largest number of restarts within the window (`trainer.max_restarts`).
@@ -47,7 +48,7 @@ class Restarts:
             now: seconds on any clock that only rises.
         """
         if not can_recover(error):
-            return Decision(refusal="a restart of the ranks does not help")
+            return Decision(refusal="a restart does not help")
         kind, cause = classify(error)
         if kind == JOB and (step, cause) in self._faults:
             return Decision(refusal=f"step {step} failed in the same way when it was repeated", repeated=True)
@@ -63,8 +64,7 @@ class Restarts:
 
 
 def can_recover(error: Exception) -> bool:
-    """Return whether new ranks can help: the failure came from a rank. The state of the driver is not in doubt."""
-    if isinstance(error, UserError) or isinstance(error, WorkerError) and error.cause == "cluster":
+    """Return whether new processes can help: the failure came from one of them. The driver is not in doubt."""
+    if isinstance(error, (UserError, JobFault)) or isinstance(error, WorkerError) and error.cause in _FINAL:
         return False
-    origin = origin_of(error)
-    return isinstance(error, NonFiniteError) or origin is not None and origin.role.endswith("rank")
+    return isinstance(error, NonFiniteError) or origin_of(error) is not None

@@ -1,0 +1,150 @@
+"""The processes of the engines: which ones may generate, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from trainer.cluster.groups import Group, Pending
+from trainer.errors import AGAIN, JobFault, Origin, WorkerError, describe_error, origin_of, set_origin
+from trainer.generation.lifecycle import Lifecycle, State
+from trainer.incidents import INCIDENTS, describe
+from trainer.restarts import Decision, Restarts
+from trainer.signals import SIGNALS
+
+LOG = logging.getLogger(__name__)
+
+_NO_WEIGHTS = -1
+"""Version of an engine whose weights are not those of the policy. Its completions would be refused."""
+_WAIT_S = 0.1
+
+
+class Engines:
+    """The engines of a run. One that dies, hangs or fails is ended, and a new process starts in its place.
+
+    Args:
+        group: one member for each engine.
+        limit: largest number of new engines within the window (`trainer.max_restarts`).
+        window_s: length of the window.
+    """
+
+    def __init__(self, group: Group, limit: int, window_s: float):
+        self.group = group
+        self.life = Lifecycle(len(group))
+        self._restarts = Restarts(limit, window_s)
+        self._loading = Pending(group)
+        self._due: dict[int, float] = {}  # when the new process of a dead engine starts
+        self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
+        self._paused_s = 0.0
+        for engine in range(len(group)):
+            self._loading.begin(engine, "set_version", _NO_WEIGHTS)
+
+    def check(self) -> None:
+        """Find engines that have died, and wait until all are loaded, those in their place included."""
+        self.life.outdate(self.life.loaded)
+        self.call(self.life.loaded, "set_version", _NO_WEIGHTS)
+        while self.life.within(State.STARTING, State.DEAD):
+            self.advance()
+
+    def advance(self, wait_s: float = _WAIT_S) -> None:
+        """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
+        SIGNALS.check()
+        now = time.monotonic()
+        for engine in [engine for engine, due in self._due.items() if due <= now]:
+            del self._due[engine]
+            self.life.replace(engine)
+            self.group.replace(engine)
+            self._loading.begin(engine, "set_version", _NO_WEIGHTS)
+        if not self._loading.is_running:
+            time.sleep(wait_s if self._due else 0)
+        for engine, _, error in self._loading.poll(wait_s):
+            if error is None:
+                self.life.load(engine)
+            else:
+                self.lose([engine], error)
+
+    def pause(self) -> None:
+        """Wait until an engine can get weights. The seconds count as the cost of the incidents."""
+        began = time.monotonic()
+        while not self.life.loaded:
+            self.advance()
+        self._paused_s += time.monotonic() - began
+
+    def call(self, engines: Iterable[int], method: str, *args: Any) -> list[int]:
+        """Call `method` on these engines. Return those that have done it; the others are lost."""
+        calls = Pending(self.group)
+        for engine in engines:
+            calls.begin(engine, method, *args)
+        done = []
+        while calls.is_running:
+            for engine, _, error in calls.poll():
+                if error is None:
+                    done.append(engine)
+                else:
+                    self.lose([engine], error)
+        return sorted(done)
+
+    def lose(self, engines: Iterable[int], error: Exception) -> None:
+        """End engines after a failure. New ones start in their place, at once or after a delay.
+
+        Args:
+            engines: several if one failure has spoilt them all; then it counts as one.
+
+        Raises:
+            Exception: there are to be no more new engines, or a new one does not help.
+        """
+        lost = [engine for engine in engines if self.life[engine] is not State.DEAD]
+        for engine in lost:
+            self.life.die(engine)
+            self._loading.forget(engine)
+            self.group.end(engine)
+        step = INCIDENTS.step
+        decision = self._restarts.decide(error, step, time.monotonic())
+        if decision.refusal:
+            ending = _ending(error, decision)
+            raise ending from (error if ending is not error else None)
+        fact = error.fact if isinstance(error, WorkerError) else describe_error(error)
+        LOG.warning("%s; the other engines take its requests, and a new one starts", fact)
+        for engine in lost:
+            self._due[engine] = time.monotonic() + decision.delay_s
+            if (origin := origin_of(error)) is not None and origin.name == f"{self.group.name} {engine}":
+                self._lost[engine] = error, step, self._paused_s
+
+    def serve(self, engines: Iterable[int]) -> None:
+        """Note that engines have the current weights. Record the incidents of those that were lost before."""
+        for engine in engines:
+            self.life.refit(engine)
+            self._record(engine, "replaced the engine")
+
+    def shutdown(self) -> None:
+        """End the engines. The run has ended well, so failures are only logged."""
+        try:
+            calls = Pending(self.group)
+            for engine in self.life.loaded:
+                calls.begin(engine, "shutdown")
+            while calls.is_running:
+                for _, _, error in calls.poll():
+                    if error is not None:  # a dead process, or CUDA in an engine that sleeps
+                        LOG.info("an engine has failed at its end: %s", describe_error(error))
+        except WorkerError as error:
+            LOG.info("%s", error.fact)
+        for engine in list(self._lost):
+            self._record(engine, "continued without the engine")
+
+    def _record(self, engine: int, action: str) -> None:
+        if engine in self._lost:
+            error, step, paused_s = self._lost.pop(engine)
+            INCIDENTS.record(describe(error, step, action, self._paused_s - paused_s))
+
+
+def _ending(error: Exception, decision: Decision) -> Exception:
+    """Return the exception that ends the run."""
+    if decision.repeated:
+        return JobFault(f"{decision.refusal}: {error}")
+    if not isinstance(error, WorkerError) or error.cause == "cluster":
+        return error
+    ending = WorkerError(error.fact, AGAIN, "spent")
+    set_origin(ending, origin_of(error) or Origin("engine"))
+    return ending
