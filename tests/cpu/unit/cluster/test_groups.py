@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
     cluster.release(group)
     warnings = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
     assert sorted(text[:11] for text in warnings) == ["slow rank 0", "slow rank 1"]
-    assert all("; the job ends after" in text for text in warnings)
+    assert all("it counts as dead" in text for text in warnings)
 
 
 def test_a_rank_that_stands_still_after_quick_calls_is_named(group):
