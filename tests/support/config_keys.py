@@ -129,6 +129,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.worker_timeout_s",
     "trainer.silence_timeout_s",
     "trainer.node_timeout_s",
+    "trainer.hang_timeout_s",
     "trainer.max_restarts",
     "trainer.restart_window_minutes",
     "trainer.call_timeout_s",

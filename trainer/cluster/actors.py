@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from trainer.cluster.groups import Group, Patience, failure_of, prepare_process
+from trainer.cluster.stacks import own_stacks
 from trainer.errors import AGAIN, WorkerError, one_line
 
 _END_S = 10.0
@@ -36,6 +37,11 @@ class _Host:
     def pulse(self, _: str) -> tuple[int, str]:
         """Return the id of this process and the address of its node. Answers during a call too."""
         return os.getpid(), ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group="pulse")
+    def stacks(self, _: str) -> str:
+        """Return the stacks of the threads of this process. Answers during a call too."""
+        return own_stacks()
 
     def where(self, _: str) -> dict[str, Any]:
         """Return the address and the id of the node, and the GPU ids of this actor."""

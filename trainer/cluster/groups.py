@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -13,6 +14,8 @@ from typing import Any, Protocol, Self
 
 import psutil
 
+from trainer.cluster.patience import Patience
+from trainer.cluster.stacks import own_stacks, stacks_from_outside, write_stacks
 from trainer.errors import AGAIN, Origin, UserError, WorkerError, memory_ran_out, one_line, set_origin
 from trainer.output import guard_output, show_messages
 from trainer.signals import SIGNALS, Stopped
@@ -27,6 +30,9 @@ _LOOK_S = 0.5  # between two checks of signals, of the cluster and of the member
 _PULSE_S = 2.0  # between two pulses
 _SAY_S = 20.0  # silence after which a warning is logged
 _SAY_START_S = 300.0  # start-up time after which a warning is logged; an engine may compile for minutes
+_HANG_FACTOR = 10.0
+_KNOWN_CALLS = 3  # calls after which it is known how long they take
+_STACKS_S = 3.0  # time for a process to return its stacks
 _LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
 
 
@@ -92,7 +98,7 @@ class Backend(Protocol):
         Args:
             channel: `call` and `aside` run `method` of the object that the process hosts. `pulse` returns the id of
                 the process and the address of its node, once its object is built. `where` returns its host, its node
-                and its GPU ids.
+                and its GPU ids. `stacks` returns the stacks of its threads as text, during a call too.
         """
         ...
 
@@ -115,29 +121,6 @@ class Backend(Protocol):
             at: the id of the process and the address of its node; None: not known.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the driver waits for processes."""
-
-    silence_s: float
-    """Seconds without an answer to a pulse after which a process counts as dead."""
-    call_s: float
-    """Longest time that one call may take, in seconds."""
-    lost: Callable[[], str | None] = lambda: None
-    """Returns the name of a part of the cluster that has died; None: all parts run."""
-    lost_nodes: Callable[[], Mapping[str, str]] = dict
-    """Returns the addresses of lost nodes, each with the reason."""
-
-    def check_cluster(self) -> None:
-        """Check that all parts of the cluster run. Otherwise a call of Ray could hang or end this process.
-
-        Raises:
-            WorkerError: a part has died.
-        """
-        if part := self.lost():
-            raise WorkerError(f"{part} died, and the job with it", "restart it with the same command", "cluster")
 
 
 class _Member:
@@ -220,6 +203,7 @@ class Group:
         self.backend = backend
         self.patience = patience
         self._launch = launch
+        self._durations: dict[str, tuple[int, float]] = {}  # number of calls by kind, and seconds of the longest
         self.members = [_Member(f"{name} {i}", launch(i), backend) for i in range(count)]
 
     def __len__(self) -> int:
@@ -246,6 +230,36 @@ class Group:
     def where(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each member."""
         return self._start("where", "").result()
+
+    def took(self, kind: str, seconds: float) -> None:
+        """Note that a call of this kind has taken so long."""
+        count, longest = self._durations.get(kind, (0, 0.0))
+        self._durations[kind] = count + 1, max(longest, seconds)
+
+    def longest_s(self, kind: str) -> float:
+        """Return the seconds after which a call of this kind counts as hanging."""
+        count, longest = self._durations.get(kind, (0, 0.0))
+        known = max(self.patience.hang_s, _HANG_FACTOR * longest) if count >= _KNOWN_CALLS else float("inf")
+        return min(self.patience.call_s, known)
+
+    def write_stacks(self, reason: str) -> None:
+        """Write the stacks of all members and of this process to the run directory."""
+        if self.patience.run_dir is None:
+            return
+        asked = {member: self.backend.begin(member.process, "stacks", "", (), {}) for member in self.members}
+        end = time.monotonic() + _STACKS_S
+        stacks = {"driver": own_stacks()}
+        for member, ticket in asked.items():
+            text = ""
+            if self.backend.wait([ticket], max(0.0, end - time.monotonic())):
+                with contextlib.suppress(Exception):  # it has died
+                    text = self.backend.take(ticket, member.name)
+            elif member.at is not None:
+                text = stacks_from_outside(*member.at)
+            stacks[member.name] = text
+        directory = write_stacks(self.patience.run_dir, reason, stacks)
+        if directory is not None:
+            LOG.warning("the stacks of the processes are in %s", directory)
 
     def end(self, member: int) -> None:
         """End the process of one member. `replace` starts another one."""
@@ -277,6 +291,8 @@ class _Call:
     """The place of the member in its group."""
     member: _Member
     begun: float
+    kind: str
+    """The name of the method, with the names among its arguments: calls of one kind take a similar time."""
 
 
 class Pending:
@@ -299,7 +315,8 @@ class Pending:
         group.patience.check_cluster()
         with SIGNALS.held():
             ticket = group.backend.begin(target.process, self._channel, method, args, kwargs)
-        self._calls[ticket] = _Call(member, target, time.monotonic())
+        kind = " ".join([method, *(argument for argument in args[:2] if isinstance(argument, str))])
+        self._calls[ticket] = _Call(member, target, time.monotonic(), kind)
 
     @property
     def is_running(self) -> bool:
@@ -352,7 +369,11 @@ class Pending:
         with SIGNALS.held():
             done = self._group.backend.wait(list(self._calls), _LOOK_S if timeout_s is None else timeout_s)
         if look and (not done or time.monotonic() > self._looked + _LOOK_S):
-            for ticket, error in self._overdue({t: c for t, c in self._calls.items() if t not in done}):
+            overdue = dict(self._overdue({t: c for t, c in self._calls.items() if t not in done}))
+            if overdue:
+                with SIGNALS.held():
+                    self._group.write_stacks(next(iter(overdue.values())).fact)
+            for ticket, error in overdue.items():
                 outcomes.append((self._calls.pop(ticket).number, None, error))
             self._looked = time.monotonic()
         for ticket in done:
@@ -364,6 +385,7 @@ class Pending:
                 set_origin(error, call.member.origin)
                 outcomes.append((call.number, None, error))
             else:
+                self._group.took(call.kind, time.monotonic() - call.begun)
                 outcomes.append((call.number, value, None))
         return outcomes
 
@@ -391,8 +413,9 @@ class Pending:
             if silence_s > patience.silence_s:
                 fact = f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or "
                 yield ticket, _blamed(member, f"{fact}its machine stands still", AGAIN, "silent")
-            elif elapsed_s > patience.call_s:
-                fact = f"{member}: no result after {elapsed_s:.0f} s (trainer.call_timeout_s)"
+            elif elapsed_s > self._group.longest_s(call.kind):
+                limit = "call" if elapsed_s > patience.call_s else "hang"
+                fact = f"{member}: no result after {elapsed_s:.0f} s (trainer.{limit}_timeout_s)"
                 yield ticket, _blamed(member, fact, f"{AGAIN}, or raise the limit", "late")
             elif silence_s > _SAY_S:
                 member.say_silent(silence_s, patience.silence_s)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import psutil
 
 from trainer.cluster.groups import prepare_process
+from trainer.cluster.stacks import own_stacks
 from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, is_running, signal_on_death_of_parent
 from trainer.errors import describe_error
 from trainer.signals import HANDLED
@@ -243,6 +244,10 @@ class _Host:
     def say(self) -> tuple[int, str]:
         """Return the id of this process and the address of its node."""
         return os.getpid(), HOST
+
+    def stacks(self) -> str:
+        """Return the stacks of the threads of this process."""
+        return own_stacks()
 
     def where(self) -> dict[str, Any]:
         """Return the address of the node, its name and the GPU ids of this process."""

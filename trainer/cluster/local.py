@@ -14,13 +14,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from trainer.cluster.groups import Group, Patience, failure_of
+from trainer.cluster.groups import Group, failure_of
 from trainer.cluster.launcher import BUILD, HOST, Launcher
+from trainer.cluster.patience import patience_of
 from trainer.cluster.resources import check_gpus
 from trainer.config import Config
 from trainer.errors import AGAIN, WorkerError
 from trainer.shared_memory import PrivateDirectory
 from trainer.signals import SIGNALS
+
+_OF_HOST = {"pulse": "say", "where": "where", "stacks": "stacks"}
+"""Channels that the host itself serves, with its methods."""
 
 
 class LocalCluster:
@@ -40,7 +44,7 @@ class LocalCluster:
         self.device = device
         self._shared_launcher = launcher
         self._groups: list[tuple[Group, list[str]]] = []  # each group with the GPUs that belong to it alone
-        self._patience = Patience(cfg.trainer.silence_timeout_s, cfg.trainer.call_timeout_s, self._lost)
+        self._patience = patience_of(cfg.trainer, self._lost)
 
     def __enter__(self) -> LocalCluster:
         self._gpus = _visible_gpus() if self.device == "cuda" else []
@@ -206,8 +210,8 @@ class _Processes:
     """Implements `trainer.cluster.groups.Backend`. A ticket is a future."""
 
     def begin(self, process: _Process, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        if channel in ("pulse", "where"):
-            return process.begin("pulse", "say" if channel == "pulse" else "where", (), {})
+        if channel in _OF_HOST:
+            return process.begin("pulse", _OF_HOST[channel], (), {})
         return process.begin(channel, method, args, kwargs)
 
     def wait(self, tickets: list[Future], timeout_s: float) -> list[Future]:

@@ -20,9 +20,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trainer.cluster.actors import launch_actors
-from trainer.cluster.groups import Group, Patience
+from trainer.cluster.groups import Group
 from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.nodes import Node, NodeWatch
+from trainer.cluster.patience import patience_of
 from trainer.cluster.resources import by_node, check_gpus, fitting_ranks, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
@@ -59,8 +60,7 @@ class RayCluster:
         self._reported: set[str] = set()  # ids of nodes that are left out
         self._local: LocalRay | None = None  # None: another cluster is joined
         self._watch: NodeWatch | None = None  # None: Ray runs on this machine alone
-        t = cfg.trainer
-        self._patience = Patience(t.silence_timeout_s, t.call_timeout_s, self._lost, self._lost_nodes)
+        self._patience = patience_of(cfg.trainer, self._lost, self._lost_nodes)
 
     def __enter__(self) -> RayCluster:
         address = self.cfg.trainer.ray_address

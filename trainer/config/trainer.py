@@ -70,6 +70,10 @@ class TrainerConfig(Section):
     call_timeout_s: float = number(14400.0, at_least=0.001)
     """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
     update) before they count as dead."""
+    hang_timeout_s: float = number(600.0, at_least=0.001)
+    """Seconds after which a call of the ranks or engines that was made before counts as hanging, if it also takes ten
+    times as long as the longest one before. The stacks of the processes are then written to `stacks` in the run
+    directory, and the process counts as dead."""
     max_restarts: int = number(3, at_least=0)
     """Number of times within `restart_window_minutes` that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the

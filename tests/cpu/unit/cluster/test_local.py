@@ -13,6 +13,7 @@ import pytest
 
 from tests.cpu.unit.cluster.members import Host
 from tests.support.jobs import left_running, wait_until
+from trainer.cluster import groups, stacks
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.supervisor import is_running
@@ -147,3 +148,30 @@ def test_too_few_gpus_are_refused(monkeypatch, launcher):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="trainer.num_workers=2: .* need 3 GPUs, there are 1"):
         LocalCluster(settings(num_workers=2), "cuda", launcher).__enter__()
+
+
+@pytest.mark.parametrize("hang", ["waits", "stops"])
+def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, tmp_path, monkeypatch, hang):
+    """A call that usually is quick does not get the hours that the first ones get."""
+    monkeypatch.setattr(groups, "_LOOK_S", 0.1)
+    monkeypatch.setattr(stacks, "_PY_SPY_S", 5.0)
+    cfg = settings()
+    cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
+    cfg.trainer.hang_timeout_s, cfg.trainer.silence_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
+    with LocalCluster(cfg, "cpu", launcher) as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        for _ in range(3):
+            group.call("waits", 0.0)
+        pids = group.call("pid")
+        if hang == "stops":
+            os.kill(pids[1], signal.SIGSTOP)
+            group.call_one(0, "waits", 0.0)
+        with pytest.raises(WorkerError, match="^rank . .*(hang|silence)_timeout_s") as raised:
+            group.call("waits", 600.0)
+        assert raised.value.cause == ("late" if hang == "waits" else "silent")
+    (directory,) = (tmp_path / "stacks").iterdir()
+    texts = {path.stem: path.read_text() for path in directory.iterdir()}
+    assert set(texts) == {"driver", "rank_0", "rank_1"}
+    assert "timeout_s" in texts["driver"] and "in poll" in texts["driver"]
+    assert "in waits" in texts["rank_0"], texts["rank_0"]
+    assert ("in waits" in texts["rank_1"]) == (hang == "waits") and len(texts["rank_1"]) > 100

@@ -1,0 +1,63 @@
+"""The stacks of processes that do not finish, written to files in the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+import psutil
+
+DIRECTORY = "stacks"
+"""Directory below the run directory."""
+_PY_SPY_S = 20.0
+
+
+def own_stacks() -> str:
+    """Return the Python stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
+    return "\n".join(parts)
+
+
+def stacks_from_outside(pid: int, address: str) -> str:
+    """Return the stacks of a process that does not answer, as py-spy sees them, or why there are none.
+
+    Args:
+        address: address of the machine of the process.
+    """
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    if address not in own:
+        return "The process does not answer, and it is on another machine.\n"
+    tool = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+    if tool is None:
+        return "The process does not answer. With py-spy installed (`pip install py-spy`), its stacks would be here.\n"
+    try:
+        # Without a pause: py-spy would wait for a stopped process.
+        command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"The process does not answer, and py-spy failed: {error}\n"
+    return done.stdout or f"The process does not answer, and py-spy failed: {done.stderr}\n"
+
+
+def write_stacks(run_dir: str, reason: str, stacks: dict[str, str]) -> str | None:
+    """Write the stacks of processes, by name, to a new directory. Return its path; None if it cannot be written."""
+    if not os.path.isdir(run_dir):
+        return None
+    directory = os.path.join(run_dir, DIRECTORY, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, exist_ok=True)
+        for name, text in stacks.items():
+            with open(os.path.join(directory, f"{name.replace(' ', '_')}.txt"), "w") as file:
+                file.write(f"{reason}\n\n{text}")
+        return directory
+    return None
