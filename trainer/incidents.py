@@ -142,6 +142,23 @@ class IncidentLog:
 
 INCIDENTS = IncidentLog()
 
+
+def record_replaced_process(role: str, ending: str, cost_s: float) -> None:
+    """Record that a process of user code died, and that another one has taken its place.
+
+    Args:
+        role: `reward` or `environment`.
+        ending: how the process ended, such as `exit status 3` or `SIGKILL`.
+        cost_s: seconds of calls that were lost with it.
+    """
+    ended_itself = ending.startswith("exit status ") and not ending.startswith("exit status -")  # below 0: a signal
+    kind, cause = (JOB, "exit") if ended_itself else (INFRASTRUCTURE, "killed process")
+    text = f"a {role} process ended ({ending})"
+    name, node = f"{role} process", socket.gethostname()
+    action = "replaced the process and repeated its calls"
+    INCIDENTS.record(Incident(INCIDENTS.step, role, name, node, kind, cause, action, round(cost_s, 3), text))
+
+
 _SHAPE = {
     **dict.fromkeys(("time", "role", "name", "node", "class", "cause", "action", "text"), str),
     "step": is_count,

@@ -236,6 +236,7 @@ class Trainer:
             self.recovery.wait()
             self.directory.find_again()
             self.recovery.lost_s = self.directory.lost_seconds()
+            self.recovery.watch(read_metrics(self.directory.metrics_file))
             self.state, self.audit, self.saves = TrainerState(), None, self._save_results()
             if self.directory.resume is not None:
                 self.saves.last_good = self.directory.resume.checkpoint.path
@@ -438,6 +439,7 @@ class Trainer:
         self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
         self.tracker.log(step, metrics, self.source.samples())
         self.progress.update(step, metrics)
+        self.recovery.end_step(metrics)
         for sentence in self.health.update(step, metrics):
             LOG.warning("%s", sentence)
 

@@ -18,6 +18,7 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, Step
 from trainer.environments.worker import BEGUN
 from trainer.errors import WorkerError
+from trainer.incidents import record_replaced_process
 from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
 
 LOG = logging.getLogger(__name__)
@@ -271,11 +272,12 @@ class EnvironmentPool:
         """
         under_way = [number for number, since in host.calls.items() if since is not None] or list(host.calls)
         suspects = [host.sessions[number] for number in under_way]
-        self._lost_s += max(
-            (time.monotonic() - since for since in host.calls.values() if since is not None), default=0.0
-        )
+        cost_s = max((time.monotonic() - since for since in host.calls.values() if since is not None), default=0.0)
+        self._lost_s += cost_s
         sessions, host.sessions, host.calls = list(host.sessions.values()), {}, {}
         ending = host.end(died)
+        if died:
+            record_replaced_process("environment", ending, cost_s)
         self._printed.read(host)
         host.close()
         self._hosts[self._hosts.index(host)] = _Host(self._config)

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 
 from trainer.config import RewardConfig
 from trainer.errors import UserError, WorkerError
+from trainer.incidents import record_replaced_process
 from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
 from trainer.rewards.components import Call, Component, RewardInput, components_of
 from trainer.rewards.judging import Judging, State
@@ -228,7 +229,9 @@ class RewardPool:
         suspects = list(worker.work)
         if suspects and not state.tasks[suspects[0]].component.calling.is_async:
             suspects = suspects[:1]
+        cost_s = time.monotonic() - worker.since if suspects else 0.0
         ending = self._replace(state, worker, bool(suspects), died=True)
+        record_replaced_process("reward", ending, cost_s)
         if len(suspects) > 1:
             state.alone.update(suspects)
         elif suspects:

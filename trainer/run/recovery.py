@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainer.config import TrainerConfig
 from trainer.errors import JobFault, NonFiniteError, WorkerError, describe_error
 from trainer.incidents import INCIDENTS, describe
 from trainer.restarts import Decision, Restarts
+from trainer.run.aftermath import Aftermath
 from trainer.run.stopping import StopRequest
 from trainer.signals import SIGNALS, Stopped
 
@@ -33,6 +37,7 @@ class Recovery:
         self._delay_s = 0.0
         self._step = 0
         self._step_began = time.monotonic()
+        self._aftermath: Aftermath | None = None
         self.lost_s = 0.0
         """Seconds of the finished steps that are trained again."""
 
@@ -95,6 +100,15 @@ class Recovery:
         if self._failure is not None:
             self._record(self._failure, "restarted the ranks")
             self._failure = None
+
+    def watch(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the speed of the next steps with that of `rows`, the lines of `metrics.jsonl` before the failure."""
+        self._aftermath = Aftermath(rows)
+
+    def end_step(self, metrics: Mapping[str, float]) -> None:
+        """Warn if the run has stayed slow since the last recovery."""
+        if self._aftermath is not None and (sentence := self._aftermath.update(metrics)):
+            LOG.warning("%s (%s)", sentence, socket.gethostname())
 
     def stopped(self, reason: Stopped) -> None:
         """Record that the run ends early because it was asked to."""

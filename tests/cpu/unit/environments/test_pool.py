@@ -12,6 +12,7 @@ import pytest
 from trainer.config import EnvironmentConfig
 from trainer.environments.pool import EnvironmentPool, Session
 from trainer.errors import WorkerError
+from trainer.incidents import INCIDENTS, read_incidents
 
 LIMIT_S = 2.0
 
@@ -121,12 +122,16 @@ def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
 
 
 @pytest.mark.parametrize("do", ["die", "hang"])
-def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do):
+def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do, tmp_path):
+    before = INCIDENTS.open(str(tmp_path))
     with pool_of("AsyncEcho") as pool:
         guilty = {"prompt": "1", "do": do, "at": 1, "waits": 0.3}
         sessions = play(pool, *[guilty if i == 1 else {"prompt": str(i), "waits": 0.6} for i in range(4)])
     assert [bool(session.failure) for session in sessions] == [False, True, False, False]
     assert [texts(session) for session in (sessions[0], sessions[3])] == [["0", "1:a"], ["3", "1:a"]]
+    INCIDENTS.close(before)
+    roles = {one.role for one in read_incidents(str(tmp_path))}
+    assert roles == ({"environment"} if do == "die" else set())
 
 
 GOOD = [{"role": "user", "content": "x"}]

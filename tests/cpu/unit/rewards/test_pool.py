@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.rewards import reward_pool, score
 from trainer.errors import UserError, WorkerError
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, read_incidents
 
 CUSTOM = """
 import os, sys, time
@@ -104,7 +105,8 @@ def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])  # before and after the pool has noticed
-def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s):
+def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s, tmp_path):
+    before = INCIDENTS.open(str(tmp_path))
     with reward_pool(custom("replaced_rewards"), timeout_s=30, num_processes=2) as pool:
         score(pool, ["1"], ["0"])
         for process in _processes():
@@ -112,6 +114,10 @@ def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s):
         time.sleep(pause_s)
         rewards, failures = score(pool, [str(i) for i in range(100)], ["0"] * 100)
         assert (rewards, failures.count) == ([float(i) for i in range(100)], 0)
+    INCIDENTS.close(before)
+    incidents = read_incidents(str(tmp_path))
+    assert {(one.role, one.cause, one.kind) for one in incidents} == {("reward", "killed process", INFRASTRUCTURE)}
+    assert len(incidents) == 2
 
 
 def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):

@@ -1,0 +1,36 @@
+"""The speed of a run after a recovery, against the band before."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.run.aftermath import Aftermath
+
+
+def rows(*seconds: float, rollout: float = 0.5) -> list[dict[str, float]]:
+    return [
+        {"step": i, "time/step": s, "time/rollout": rollout * s, "time/update": (1 - rollout) * s}
+        for i, s in enumerate(seconds, start=1)
+    ]
+
+
+def said(before: list[dict[str, float]], after: list[dict[str, float]]) -> list[str]:
+    aftermath = Aftermath(before)
+    return [sentence for row in after if (sentence := aftermath.update(row))]
+
+
+@pytest.mark.parametrize("after", [(9.0, 2.0, 2.1, 9.0), (2.6, 2.6, 2.6), (9.0, 9.0)])
+def test_a_run_within_its_band_or_with_one_slow_step_is_well(after):
+    assert said(rows(2.0, 2.2, 1.9, 2.1), rows(*after)) == []
+
+
+def test_a_run_that_stays_slow_is_said_so_once_with_the_phase():
+    before, after = rows(2.0, 2.2, 2.0), rows(4.0, 4.0, 4.4, 9.0, 9.0, rollout=0.25)
+    (sentence,) = said(before, after)
+    assert "a step takes 4 s; before it took 2 s, and 2.2 s at most" in sentence
+    assert sentence.endswith("The slow phase is update: 3 s in place of 1 s")
+
+
+@pytest.mark.parametrize("before", [[], rows(1.0, 1.0), [{"step": 0, "val/accuracy": 0.5}] * 5])
+def test_without_a_band_nothing_is_said(before):
+    assert said(before, rows(9.0, 9.0, 9.0)) == []

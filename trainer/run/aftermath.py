@@ -1,0 +1,54 @@
+"""Whether a run is as fast after a recovery as it was before."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.metrics.names import PHASES
+
+STEPS = 3
+"""Steps after a recovery whose median is compared. The first ones may be slower while caches fill."""
+_HISTORY = 20
+_FEWEST = 3
+_SLOWER = 1.25
+"""How far above the slowest of the steps before counts as slow. The speed of a run varies by itself."""
+
+
+class Aftermath:
+    """Compares the speed of the first steps after a recovery with the band of the steps before the incident.
+
+    Args:
+        rows: lines of `metrics.jsonl` before the incident, those that are trained again included.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        self._before = [row for row in rows if row.get("time/step")][-_HISTORY:]
+        self._after: list[Mapping[str, float]] = []
+
+    def update(self, metrics: Mapping[str, float]) -> str | None:
+        """Add a step. After `STEPS` steps, return a sentence if they were slow; else None."""
+        if len(self._before) < _FEWEST or len(self._after) == STEPS:
+            return None
+        self._after.append(metrics)
+        return self._judge() if len(self._after) == STEPS else None
+
+    def _judge(self) -> str | None:
+        now, was = self._median(self._after, "time/step"), self._median(self._before, "time/step")
+        slowest = max(row["time/step"] for row in self._before)
+        if now <= _SLOWER * slowest:
+            return None
+        added = {phase: self._median(self._after, f"time/{phase}") - self._median(self._before, f"time/{phase}")
+                 for phase in PHASES}  # fmt: skip
+        phase = max(added, key=lambda phase: added[phase])
+        part = f"time/{phase}"
+        return (
+            f"since the recovery, a step takes {now:.3g} s; before it took {was:.3g} s, and {slowest:.3g} s at most. "
+            f"The slow phase is {phase}: {self._median(self._after, part):.3g} s in place of "
+            f"{self._median(self._before, part):.3g} s"
+        )
+
+    @staticmethod
+    def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+        return statistics.median(row.get(name) or 0.0 for row in rows)
