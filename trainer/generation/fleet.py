@@ -140,9 +140,7 @@ class Fleet:
         except BaseException:
             self._is_awake = False
             with contextlib.suppress(Exception):
-                self._engines.group.start(
-                    "sleep"
-                )  # ranks that start again need the memory; a dead engine cannot answer
+                self._engines.group.start("sleep")  # ranks that start again need the memory; not all can answer
             raise
         self._is_awake = False
         self._engines.call(self._engines.life.loaded, "sleep")

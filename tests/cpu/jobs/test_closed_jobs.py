@@ -113,8 +113,8 @@ def test_a_job_is_closed_to_strangers_and_a_signal_to_its_process_group_stops_it
     assert left_running(marker) == []
 
 
-def test_an_engine_that_stands_still_ends_the_job_with_its_name(tmp_path, marker):
-    job = start_job(*BASE, "trainer.silence_timeout_s=3", cwd=tmp_path)
+def test_an_engine_that_stands_still_ends_a_job_without_restarts(tmp_path, marker):
+    job = start_job(*BASE, "trainer.silence_timeout_s=3", "trainer.max_restarts=0", cwd=tmp_path)
     output = reach(job, "step 1/500")
     _, engine = members(job.pid)
     engine.send_signal(signal.SIGSTOP)
