@@ -239,7 +239,8 @@ class Group:
     def longest_s(self, kind: str) -> float:
         """Return the seconds after which a call of this kind counts as hanging."""
         count, longest = self._durations.get(kind, (0, 0.0))
-        known = max(self.patience.hang_s, _HANG_FACTOR * longest) if count >= _KNOWN_CALLS else float("inf")
+        is_known = count >= _KNOWN_CALLS and not kind.startswith("aside ")  # a save waits for the storage
+        known = max(self.patience.hang_s, _HANG_FACTOR * longest) if is_known else float("inf")
         return min(self.patience.call_s, known)
 
     def write_stacks(self, reason: str) -> None:
@@ -292,7 +293,7 @@ class _Call:
     member: _Member
     begun: float
     kind: str
-    """The name of the method, with the names among its arguments: calls of one kind take a similar time."""
+    """Channel and method, with the names among its arguments: calls of one kind take a similar time."""
 
 
 class Pending:
@@ -315,7 +316,7 @@ class Pending:
         group.patience.check_cluster()
         with SIGNALS.held():
             ticket = group.backend.begin(target.process, self._channel, method, args, kwargs)
-        kind = " ".join([method, *(argument for argument in args[:2] if isinstance(argument, str))])
+        kind = " ".join([self._channel, method, *(name for name in args[:2] if isinstance(name, str))])
         self._calls[ticket] = _Call(member, target, time.monotonic(), kind)
 
     @property
