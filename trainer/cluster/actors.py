@@ -11,7 +11,8 @@ import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trainer.cluster.groups import Group, Patience, failure_of, prepare_process
+from trainer.cluster.groups import Group, failure_of, prepare_process
+from trainer.cluster.patience import Patience
 from trainer.cluster.stacks import own_stacks
 from trainer.errors import AGAIN, WorkerError, one_line
 

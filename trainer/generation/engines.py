@@ -41,12 +41,16 @@ class Engines:
         for engine in range(len(group)):
             self._loading.begin(engine, "set_version", _NO_WEIGHTS)
 
-    def check(self) -> None:
-        """Find engines that have died, and wait until all are loaded, those in their place included."""
-        self.life.outdate(self.life.loaded)
-        self.call(self.life.loaded, "set_version", _NO_WEIGHTS)
+    def load(self) -> None:
+        """Wait until all are loaded; those that die meanwhile are replaced."""
         while self.life.within(State.STARTING, State.DEAD):
             self.advance()
+
+    def check(self) -> None:
+        """Find engines that have died, and wait until one can get weights."""
+        self.life.outdate(self.life.loaded)
+        self.call(self.life.loaded, "set_version", _NO_WEIGHTS)
+        self.pause()
 
     def advance(self, wait_s: float = _WAIT_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""

@@ -90,16 +90,17 @@ class Fleet:
             self._transport = self._choose_transport(ranks.policy.where())
         group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
         self._engines = Engines(group, cfg.trainer.max_restarts, 60 * cfg.trainer.restart_window_minutes)
+        self._has_started = False
         self._channel_number = 0
         self._receivers: list[int] = []  # the engines that the channel of the weights joins
         if self._shares_gpus:
             # An engine measures what is free while it starts, and takes its share: the ranks must not load
             # anything before it is done, and need the room afterwards.
-            self._engines.check()
+            self._engines.load()
             self._engines.call(self._engines.life.loaded, "sleep")
 
     def start(self, version: int, fresh: bool) -> None:
-        """Wait for the engines, and bring them to the policy's weights.
+        """Wait for the engines, and bring them to the policy's weights. Again if the ranks have been started again.
 
         Args:
             version: of the policy's weights.
@@ -108,10 +109,13 @@ class Fleet:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
-        self._engines.check()
-        self._is_awake, self._receivers = False, []
-        if not self._shares_gpus:
-            self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.group.where()])
+        if self._has_started:  # the ranks have been started again
+            self._engines.check()
+        else:
+            self._engines.load()
+            if not self._shares_gpus:
+                self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.group.where()])
+        self._has_started, self._is_awake, self._receivers = True, False, []
         if self._transport in _CHANNELS:
             self._channel_number = 0
             self._open_channel(self._engines.life.loaded)

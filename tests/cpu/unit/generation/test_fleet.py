@@ -318,7 +318,7 @@ def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incident
     again = fleet.generate(requests, SAMPLED)
     assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
     assert len({one.logprobs[0] for one in again}) <= 2
-    fleet._engines.check()  # wait until it has loaded
+    fleet._engines.load()
     ranks.call("policy", "train")
     fleet.sync_weights(2)
     last = fleet.generate(requests, SAMPLED)
@@ -398,6 +398,6 @@ def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatc
     fleet.sync_weights(2)
     assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
     (incidents / "go on").touch()
-    fleet._engines.check()
+    fleet._engines.load()
     fleet.sync_weights(2)
     assert len({one.logprobs[0] for one in fleet.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2
