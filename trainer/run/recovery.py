@@ -73,13 +73,11 @@ class Recovery:
             raise self._ending(error, decision, last_good)
         self._failure, self._delay_s = error, decision.delay_s
         fact = error.fact if isinstance(error, WorkerError) else describe_error(error)
-        origin = last_good or "the start weights"
         after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
         LOG.warning(
-            "%s; the ranks start again%s, from %s (restart %d; trainer.max_restarts=%d)",
+            "%s; the ranks start again%s, from the last commit (restart %d; trainer.max_restarts=%d)",
             fact,
             after,
-            origin,
             self._restarts.count,
             self._limit,
         )

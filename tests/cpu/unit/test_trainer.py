@@ -254,7 +254,7 @@ def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, m
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
-@pytest.mark.parametrize("error", [UserError("choose another"), lost(member="engine 0"), lost("cluster"), KeyError()])
+@pytest.mark.parametrize("error", [UserError("choose another"), lost("spent", "engine 0"), lost("cluster"), KeyError()])
 def test_what_new_ranks_cannot_cure_ends_the_run(tmp_path, model, error):
     with failing(tmp_path, model, {2: [error]}) as trainer, pytest.raises(type(error)):
         trainer.fit()
