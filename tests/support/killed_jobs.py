@@ -62,8 +62,12 @@ def run_until(
     *overrides: str,
     env: dict[str, str] | None = None,
     kill_when: Callable[[float], bool] | None = None,
+    disturb: Callable[[int], None] | None = None,
 ) -> bool:
     """Run a job to its end, or until `kill_when(seconds)`, which is asked all the time. Returns whether it ended.
+
+    Args:
+        disturb: called all the time with the id of the job's process.
 
     Raises:
         AssertionError: it failed by itself.
@@ -82,6 +86,8 @@ def run_until(
         if kill_when is not None and not killed and kill_when(time.monotonic() - started):
             job.kill_group()
             killed = True
+        if disturb is not None:
+            disturb(job.pid)
         time.sleep(0.002)
     assert killed or job.returncode == 0, log.read_text()[-3000:]
     return not killed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.jobs import comparable, metrics
@@ -27,6 +29,7 @@ def overrides(tmp_path_factory) -> tuple[str, ...]:
         "trainer.num_workers=2",
         "trainer.silence_timeout_s=4",
         "trainer.max_restarts=5",
+        "reward.timeout_s=300",
         "algorithm.policy_loss=tests.support.faults:faulty_clip",
     )
 
@@ -45,10 +48,10 @@ def undisturbed(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
 
 
 def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_not(overrides, undisturbed, tmp_path):
-    """A step calls the loss twice. The last commit is of step 2 or 4; before it, the run starts from step 0."""
+    """A step calls the loss twice. The first two faults come before the first commit, the last ones after it."""
     faults = tmp_path / "faults"
     faults.mkdir()
-    for name in ("kill,3,1", "stop,6,0", "memory,7,1", "kill,8,0"):
+    for name in ("memory,2,1", "kill,3,1", "stop,6,0", "kill,7,0"):
         (faults / name).touch()
     run, log = tmp_path / "run", tmp_path / "log"
     assert run_until(log, f"trainer.run_dir={run}", *overrides, env={"TEST_FAULTS": str(faults)})
@@ -56,10 +59,38 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_no
     assert os.listdir(faults) == [], text
     assert outcome(run) == undisturbed
     assert [one.cause for one in read_incidents(str(run))] == [
+        "out of memory",
         "killed process",
         "silent process",
-        "out of memory",
         "killed process",
     ]
     assert "resume verified" in text and "WARNING: resumed from" not in text
     assert text.count("finished step") == 1 and len((run / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def members(job: int) -> list[psutil.Process]:
+    """The ranks and the engine of a job, in the order in which they were started."""
+
+    def children(process: psutil.Process) -> list[psutil.Process]:
+        return sorted(process.children(), key=lambda child: child.create_time())
+
+    launcher = children(psutil.Process(job))[0]
+    return children(launcher)
+
+
+def test_a_job_whose_only_engine_dies_and_hangs_ends_as_if_it_had_not(overrides, undisturbed, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    faults = [(2, signal.SIGKILL), (4, signal.SIGSTOP)]  # once so many lines are logged
+
+    def disturb(job: int) -> None:
+        file = run / "metrics.jsonl"
+        if faults and file.exists() and len(file.read_text().splitlines()) >= faults[0][0]:
+            members(job)[-1].send_signal(faults.pop(0)[1])
+
+    assert run_until(log, f"trainer.run_dir={run}", *overrides, disturb=disturb)
+    text = log.read_text()
+    assert faults == [] and outcome(run) == undisturbed, text
+    assert "the ranks start again" not in text, text
+    incidents = read_incidents(str(run))
+    assert [one.cause for one in incidents] == ["killed process", "silent process"]
+    assert {one.role for one in incidents} == {"engine"}
