@@ -160,8 +160,10 @@ class _ChunkedScores(torch.autograd.Function):
         n = len(hidden)
         logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
         normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for chunk in _chunks(n, weight):
-            z = _logits(hidden[chunk], weight, head, temperature)
+        chunks = _chunks(n, weight)
+        room = _room(chunks, weight)
+        for chunk in chunks:
+            z = _logits(hidden[chunk], weight, head, temperature, room)
             highest = part.highest(z)
             z -= highest
             chosen = part.pick(z, targets[chunk])
@@ -188,8 +190,10 @@ class _ChunkedScores(torch.autograd.Function):
         of_logprobs, of_entropies = grads
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(len(hidden), weight):
-            z = _logits(hidden[chunk], weight, head, temperature)
+        chunks = _chunks(len(hidden), weight)
+        room = _room(chunks, weight)
+        for chunk in chunks:
+            z = _logits(hidden[chunk], weight, head, temperature, room)
             slope = None if head.softcap is None else 1 - (z * (temperature / head.softcap)).square_()
             z -= normalizers[chunk, None]  # log p
             if entropy == "grad":
@@ -226,13 +230,29 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _logits(hidden: Tensor, weight: Tensor, head: Head, temperature: float) -> Tensor:
-    """Return a new tensor of the logits `(n, V)`, at least float32, divided by the temperature."""
+def _room(chunks: list[slice], weight: Tensor) -> Tensor | None:
+    """Return a tensor for the logits of any of the chunks on CPU, or None.
+
+    All chunks use it in turn, because the pages of a large new tensor cost about as much as what is computed in it.
+    torch keeps the memory of tensors on CUDA.
+    """
+    if weight.is_cuda or not chunks:
+        return None
+    longest = max(chunk.stop - chunk.start for chunk in chunks)
+    return weight.new_empty(longest, len(weight), dtype=_sum_dtype(weight))
+
+
+def _logits(hidden: Tensor, weight: Tensor, head: Head, temperature: float, room: Tensor | None) -> Tensor:
+    """Return the logits `(n, V)`, at least float32, divided by the temperature: in `room`, or in a new tensor."""
     dtype = _sum_dtype(weight)
-    if weight.is_cuda and weight.dtype != dtype:
+    if room is not None and weight.dtype == dtype:
+        z = torch.mm(hidden, weight.T, out=room[: len(hidden)])
+    elif room is not None:
+        z = room[: len(hidden)].copy_(hidden @ weight.T)
+    elif weight.dtype != dtype:
         z = torch.mm(hidden, weight.T, out_dtype=dtype)
     else:
-        z = (hidden @ weight.T).to(dtype)
+        z = hidden @ weight.T
     if head.softcap is not None:
         z.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / temperature)
     elif head.scale != temperature:

@@ -123,7 +123,7 @@ class _Logits(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dim() == 2:
             self.elements = max(self.elements, out.numel())
-            if function is torch.ops.aten.mm.default and out.shape[1] == VOCABULARY:
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out) and out.shape[1] == VOCABULARY:
                 self.tokens = max(self.tokens, len(out))
         return out
 
