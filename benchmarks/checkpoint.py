@@ -1,6 +1,6 @@
 """What a checkpoint costs training, against the usual ways to write one.
 
-    python -m benchmarks.checkpoint [--ranks 2] [--hidden 768] [--layers 8] [--rollout-s 6] [--dir DIR]
+    python -m benchmarks.checkpoint [--ranks 2] [--hidden 768] [--layers 8] [--rollout-s 6] [--dir DIR] [--store URL]
 
 One run, one state (AdamW, float32) of at least 1 GB over FSDP2 ranks. Each of `--repeat` rounds measures
 
@@ -9,6 +9,7 @@ One run, one state (AdamW, float32) of at least 1 GB over FSDP2 ranks. Each of `
 - `gather`: a full state dict gathered to rank 0 and `torch.save`d, with fsync,
 - our write from begin to commit, against one process that writes the same number of bytes with fsync,
 - our load, hashes checked, against reading the same files,
+- with `--store`, our write to and our read from an object store,
 
 and prints medians and ratios. Rollouts are stood in for by forward passes without gradients on the same
 cores, so the writer has to share them.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import socket
 import statistics
@@ -157,6 +159,11 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
             with open(os.path.join(path, "manifest.json"), "wb") as file:
                 file.write(manifests.dump({"step": 1, "parts": []}, files))
         dist.barrier()
+        if args.store:
+            prefix = [f"{args.store}/{secrets.token_hex(8)}/global_step_1"]
+            dist.broadcast_object_list(prefix)
+            clock("our write to the store", lambda: ours(prefix[0]))
+            clock("our read from the store", lambda: policy.load(ShardedFiles(prefix[0]), ("weights", "optimizer")))
         clock("plain sequential write", lambda: plain(fresh("plain"), size))
         clock("our load, hashes checked", lambda path=path: load(path))
         clock("reading the files", lambda path=path: read(path))
@@ -196,6 +203,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=13)
     parser.add_argument("--rollout-s", type=float, default=6.0)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--store", help="s3:// or gs:// prefix to write to and read from as well; nothing is deleted")
     parser.add_argument("--dir", help="where to write; the default is a temporary directory")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

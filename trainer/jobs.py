@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from typing import Any
 
+from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.cluster.groups import Cluster
 from trainer.config import Config, TrainerConfig
@@ -192,7 +193,7 @@ def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
     resume = directory.resume
     if resume is None or resume.restore.fork or resume.checkpoint.step < steps:
         return False
-    return not exported or os.path.exists(export_target(directory.cfg, resume.checkpoint.step))
+    return not exported or is_exported(export_target(directory.cfg, resume.checkpoint.step))
 
 
 # --------------------------------------------------------------------------------------------------------

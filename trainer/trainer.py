@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from functools import cached_property, partial
 from types import NoneType
 from typing import Any
 
+from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.parts import (
     Part,
     assets_part,
@@ -209,6 +209,8 @@ class Trainer:
         metrics = self.source.describe(metrics) | times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
+        if (lag := self.checkpoints.store.lag()) is not None:
+            metrics["time/upload_lag"] = lag
         last = step == t.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
             metrics |= self.source.evaluate(step)
@@ -409,7 +411,8 @@ class Trainer:
 
     def export(self, target: str) -> None:
         """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
-        self.exporter.export(target, self.cfg.rollout.dtype)
+        with place_for(target, self.cfg.trainer.run_dir) as place:
+            self.exporter.export(place, self.cfg.rollout.dtype)
         self._exported = self.state.step
         LOG.info("exported %s", target)
 
@@ -423,7 +426,7 @@ class Trainer:
     def _export_if_missing(self) -> None:
         """A run that was killed between its last checkpoint and its last export still owes it."""
         target = export_target(self.cfg, self.state.step)
-        if self.cfg.trainer.hf_save_interval > 0 and not os.path.exists(target):
+        if self.cfg.trainer.hf_save_interval > 0 and not is_exported(target):
             self.export(target)
 
     # ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
 from trainer.config.command_line import run_to_end
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.places import absolute
 
 
 def main() -> NoReturn:
@@ -34,7 +35,7 @@ def main() -> NoReturn:
 
     def job(config: Config) -> float | None:
         t = config.trainer
-        places = {name: os.path.abspath(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
+        places = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
         report(**places, best_metric=t.best_metric, best_mode=t.best_mode)
         write_functions(t.run_dir, message["pickles"])
         if message["supervised"]:

@@ -15,7 +15,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
 from trainer.checkpoint.parts import read_config
-from trainer.checkpoint.store import open_store
+from trainer.checkpoint.store import is_there, open_store
 from trainer.errors import UserError
 from trainer.run import record
 
@@ -99,7 +99,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         UserError: there is no checkpoint, or it is damaged.
     """
     path = os.fspath(path)
-    if not os.path.isdir(path):
+    if not is_there(path):
         raise UserError(f"{path}: no such checkpoint")
     checkpoint = manifests.verify(path, "hash") if step_in(path.rstrip("/")) is not None else _newest(path)
     return SavedCheckpoint(checkpoint.path, checkpoint.step, checkpoint)

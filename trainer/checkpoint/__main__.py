@@ -15,15 +15,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.lock import NAME as LOCK_NAME
+from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint, DamagedError
-from trainer.checkpoint.names import MANIFEST, step_in
+from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import files_at, is_there, open_store
 from trainer.errors import UserError
 from trainer.output import guard_output
+from trainer.places import is_url
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print JSON")
         return sub
 
-    root = ("root", "directory with global_step_N directories, or a run directory")
-    one = ("checkpoint", "a global_step_N directory, or a run: its newest valid checkpoint")
+    root = ("root", "directory or URL with global_step_N in it, or a run directory")
+    one = ("checkpoint", "global_step_N with its path or URL, or a run: its newest valid checkpoint")
     listing = command("ls", "list the checkpoints of a run: step, age, size, ranks, valid or not", root)
     listing.add_argument("--hash", action="store_true", help="read every byte to check that they are valid")
     command(
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command("show", "show the content of a checkpoint", one)
     command("diff", "compare two checkpoints: config, counters, tensors", ("a", one[1]), ("b", one[1]))
-    export = command("export", "write the policy in Hugging Face format", one, ("out", "directory to create"))
+    export = command("export", "write the policy in Hugging Face format", one, ("out", "directory or URL to create"))
     export.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -96,7 +97,7 @@ def _ls(args: argparse.Namespace) -> Result:
             f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}"
         )
     hidden = [name for name in checkpoints.store.names() if name.startswith(".")]
-    others = [name for name in hidden if not name.startswith(LOCK_NAME)]
+    others = [name for name in hidden if not name.startswith(BOOKKEEPING)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
     return {"root": checkpoints.store.root, "checkpoints": rows, "others": others}, lines, 0
 
@@ -180,7 +181,10 @@ def _export(args: argparse.Namespace) -> Result:
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
     checkpoint, limit = _one(args.checkpoint, "hash"), int(args.max_file_gb * 1e9)
-    files = export(NamedFiles(checkpoint), args.out, args.dtype, limit, args.adapter, args.base)
+    if is_url(args.out) and is_exported(args.out):
+        raise UserError(f"{args.out}: exists already; name another place")
+    with place_for(args.out) as place:
+        files = export(NamedFiles(checkpoint), place, args.dtype, limit, args.adapter, args.base)
     lines = [f"exported {checkpoint.path} to {args.out}: {', '.join(files)}"]
     return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
 

@@ -232,6 +232,7 @@ def bucket_of(scheme: str) -> Bucket:
             f"{scheme}:// needs a package that is not installed ({one_line(str(error))}); install the extra `{extra}`: "
             f"pip install 'trainer[{extra}]'"
         ) from error
+    fs.retries = 1  # of s3fs; `Bucket` sends a request again, and so does botocore
     return _KINDS[scheme](fs)
 
 
@@ -243,7 +244,7 @@ def in_words() -> Iterator[None]:
     except (FileNotFoundError, FileExistsError, Conflict, UserError):
         raise
     except Exception as error:
-        text = re.sub(r"(?<=://)[^/@\s]*@", "", f"{type(error).__name__}: {error}")
+        text = re.sub(r"(?<=://)[^@\s]*@", "", f"{type(error).__name__}: {error}")
         raise StoreError(f"the object store fails ({one_line(text)})") from error
 
 

@@ -147,6 +147,24 @@ class LocalStore:
         """Return the path of the checkpoint of a step, which need not exist."""
         return os.path.join(self.root, f"global_step_{step}")
 
+    def places(self, step: int) -> list[str]:
+        """Return where the checkpoint of a step may be."""
+        return [self.path(step)]
+
+    def unsafe(self) -> set[int]:
+        """Return the steps that retention must not delete yet: none."""
+        return set()
+
+    def start(self, fence: Callable[[], None]) -> None:
+        """Do nothing: a commit is the end of a save."""
+
+    def lag(self) -> float | None:
+        """Return None: nothing is uploaded after a commit."""
+        return None
+
+    def finish(self, timeout_s: float) -> None:
+        """Do nothing."""
+
     def begin(self, step: int) -> LocalFiles:
         """Make an empty draft.
 
@@ -235,6 +253,12 @@ class LocalStore:
     def piece(self, name: str) -> bytes:
         """Return a piece that was kept."""
         return read_inside(self.root, f"{_RECORD}/{name}")
+
+    def pieces(self) -> list[str]:
+        """Return the names of the pieces that are kept."""
+        with contextlib.suppress(FileNotFoundError):
+            return [name for name in os.listdir(os.path.join(self.root, _RECORD)) if not name.endswith(".tmp")]
+        return []
 
     def _hide(self, step: int, prefix: str) -> str:
         name = f"{prefix}global_step_{step}-{secrets.token_hex(4)}"

@@ -184,7 +184,7 @@ class CheckpointManager:
             scores = {step: self._score(step, metric) for step in steps}
             if any(score is not None for score in scores.values()):
                 break
-        protected = {committed} | ({self.resumed_from} - {None})
+        protected = {committed} | ({self.resumed_from} - {None}) | self.store.unsafe()
         self.delete(self.retention.disposable(scores, protected))  # type: ignore[arg-type]
 
     def delete(self, steps: list[int]) -> None:
@@ -225,16 +225,17 @@ class CheckpointManager:
         for step in reversed(self.steps()):
             if before is not None and step >= before:
                 continue
-            try:
-                checkpoint = manifests.verify(self.store.path(step), self.verify)
-            except DamagedError as error:
-                problems.append(str(error))
-                continue
-            for problem in problems:
-                LOG.warning("skipped a damaged checkpoint: %s", problem)
-            if len(problems) > 1:
-                self._test_storage(len(problems))
-            return checkpoint
+            for path in self.store.places(step):
+                try:
+                    checkpoint = manifests.verify(path, self.verify)
+                except DamagedError as error:
+                    problems.append(str(error))
+                    continue
+                for problem in problems:
+                    LOG.warning("skipped a damaged checkpoint: %s", problem)
+                if len(problems) > 1:
+                    self._test_storage(len(problems))
+                return checkpoint
         if problems:
             raise UserError(
                 f"trainer.resume_mode=latest: no checkpoint in {self.store.root} is valid: {'; '.join(problems)}; "
@@ -293,7 +294,7 @@ class CheckpointManager:
             raise refused[0]
         if refused:
             raise UserError(as_list(f"{checkpoint.path} cannot be used:", [str(error) for error in refused]))
-        if checkpoint.path == self.store.path(checkpoint.step):
+        if checkpoint.path in self.store.places(checkpoint.step):
             self.resumed_from = checkpoint.step
 
     def clean_up(self) -> None:

@@ -205,6 +205,24 @@ class ObjectStore:
         """Return the URL of the checkpoint of a step, which need not exist."""
         return f"{self.root}/global_step_{step}"
 
+    def places(self, step: int) -> list[str]:
+        """Return where the checkpoint of a step may be."""
+        return [self.path(step)]
+
+    def unsafe(self) -> set[int]:
+        """Return the steps that retention must not delete yet: none."""
+        return set()
+
+    def start(self, fence: Callable[[], None]) -> None:
+        """Do nothing: a commit is the end of a save."""
+
+    def lag(self) -> float | None:
+        """Return None: nothing is uploaded after a commit."""
+        return None
+
+    def finish(self, timeout_s: float) -> None:
+        """Do nothing."""
+
     def begin(self, step: int) -> ObjectFiles:
         """Return an empty draft. A random token in its name keeps it apart from every other."""
         folder = f"{_FILES}{secrets.token_hex(8)}"

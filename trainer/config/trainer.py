@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.config.fields import LARGEST_SEED, LONGEST_TIME, Section, choice, choices, number, refuse, value_of
 from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
-from trainer.places import is_url, problem_of
+from trainer.places import is_same, is_url, problem_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -98,6 +98,11 @@ class TrainerConfig(Section):
     """Directory of the checkpoints, or a prefix in an object store: `s3://bucket/run` (needs the extra `s3`),
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
     read them."""
+    ckpt_local_dir: str | None = None
+    """With `ckpt_path` in an object store: a directory on the local disk where checkpoints are committed first. They
+    are uploaded while training continues. All ranks must see it. null: checkpoints go straight to `ckpt_path`."""
+    ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME)
+    """With `ckpt_local_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1)
     """Steps between checkpoints; the last step is always saved. -1: do not save by steps. `auto`: save by time, at
     the interval that loses least, given the measured cost of a save and `mean_time_between_failures` (Young, 1974;
@@ -154,7 +159,7 @@ class TrainerConfig(Section):
     hf_save_lora: str = choice("merged", ("merged", "adapter"))
     """What an export of a policy with adapters contains: `merged` weights, or the `adapter` alone, as peft reads it."""
     export_path: str = "${trainer.run_dir}/exports"
-    """Directory of the exports; each is written to `global_step_N/policy` in it."""
+    """Directory of the exports, or a prefix in an object store; each is written to `global_step_N/policy` in it."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The policy."""
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -220,13 +225,25 @@ class TrainerConfig(Section):
                 "must be a plain name without slashes, control characters and spaces around it, at most "
                 f"{_LONGEST_NAME} bytes; trainer.run_dir takes a path",
             )
-        for key in ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_path"):
+        for key in (
+            "trainer.run_dir",
+            "trainer.ckpt_path",
+            "trainer.export_path",
+            "trainer.resume_path",
+            "trainer.ckpt_local_dir",
+        ):
             if (value_of(config, key) or "").startswith("~"):
                 refuse(config, key, "begins with ~, which only a shell replaces; write the whole path")
-        for key in ("trainer.ckpt_path", "trainer.resume_path"):
+        for key in ("trainer.ckpt_path", "trainer.resume_path", "trainer.export_path"):
             path = value_of(config, key) or ""
             if is_url(path) and (problem := problem_of(path)):
                 raise UserError(f"{key}: {problem}")  # without the value, which may hold a password
+
+        if self.ckpt_local_dir is not None:
+            if not is_url(self.ckpt_path):
+                refuse(config, "trainer.ckpt_local_dir", "needs a trainer.ckpt_path in an object store")
+            if is_url(self.ckpt_local_dir) or is_same(self.ckpt_local_dir, self.run_dir):
+                refuse(config, "trainer.ckpt_local_dir", "must be a directory other than trainer.run_dir")
 
     def _check_saving(self, config: Config) -> None:
         if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":

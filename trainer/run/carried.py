@@ -10,7 +10,7 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -82,10 +82,13 @@ class CarriedFiles:
 
         return Part(PART, begin)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
         """Write the files that the checkpoint carries, unless the run directory has them.
 
         A file of the run directory that begins with the content that the checkpoint carries stays: it has more lines.
+
+        Args:
+            only: the files to restore; None: all.
 
         Raises:
             DamagedError: a piece is missing or damaged.
@@ -99,7 +102,7 @@ class CarriedFiles:
             pieces = [Piece(**entry) for entry in entries]
             if not _is_carried(path):
                 raise DamagedError(f"{checkpoint.path}: {FILE} names {path!r}, which no checkpoint carries")
-            if not self._has(path, pieces):
+            if (only is None or path in only) and not self._has(path, pieces):
                 missing[path] = pieces
         with ThreadPoolExecutor(_PARALLEL) as pool:
             for path, pieces in missing.items():
@@ -108,7 +111,7 @@ class CarriedFiles:
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 write_file(target, content)
         if missing:
-            LOG.info("restored %d file(s) of %s from %s", len(missing), self._run_dir, checkpoint.path)
+            LOG.info("restored %d file(s) in %s from %s", len(missing), self._run_dir, checkpoint.path)
 
     # ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import open_store
+from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
@@ -44,7 +44,7 @@ class RunDirectory:
         self.cfg = cfg
         self.supervised = supervised
         t = cfg.trainer
-        store = open_store(t.ckpt_path)
+        store = open_tiers(t.ckpt_path, t.ckpt_local_dir)
         self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_timeout_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
@@ -80,6 +80,7 @@ class RunDirectory:
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_carried()
+                self.checkpoints.store.start(self.claim.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
                 self.lineage = lineage.read(self.cfg.trainer.run_dir)
@@ -188,7 +189,8 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Release the locks."""
+        """Wait for uploads, and release the locks."""
+        self.checkpoints.store.finish(self.cfg.trainer.ckpt_upload_timeout_s)
         INCIDENTS.close(self._incidents)
         self.claim.release()
 

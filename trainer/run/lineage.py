@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from typing import Any
 
 from trainer.checkpoint.manifest import LINEAGE, Checkpoint
+from trainer.checkpoint.store import open_store
 from trainer.documents import parse_object
 from trainer.durable import read_file, write_file
 from trainer.errors import UserError
 from trainer.hub import first_line
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
+from trainer.run.carried import CarriedFiles
 
 LOG = logging.getLogger(__name__)
 
@@ -55,18 +58,20 @@ def copy_metrics(run_dir: str, parent: Checkpoint, parent_run_dir: str) -> None:
     They are for the report alone: if they are gone or damaged, the fork starts without them.
 
     Args:
-        parent_run_dir: as the parent's config names it. The directory above the checkpoints is tried first, because a
-            run may have been moved.
+        parent_run_dir: as the parent's config names it. What the checkpoint carries, and the directory above the
+            checkpoints, are tried first, because a run may have been moved.
     """
-    for directory in (os.path.dirname(os.path.dirname(parent.path)), parent_run_dir):
+    with tempfile.TemporaryDirectory() as carried:
         try:
-            own = read_metrics(os.path.join(directory, METRICS_FILE))
-            earlier = read_metrics(os.path.join(directory, PARENT_FILE))
+            store = open_store(os.path.dirname(parent.path))
+            CarriedFiles(carried, store).restore(parent, (METRICS_FILE, PARENT_FILE))
+            for directory in (carried, os.path.dirname(os.path.dirname(parent.path)), parent_run_dir):
+                own = read_metrics(os.path.join(directory, METRICS_FILE))
+                earlier = read_metrics(os.path.join(directory, PARENT_FILE))
+                if own:
+                    rows = [row for row in earlier if row["step"] < own[0]["step"]]
+                    rows += [row for row in own if row["step"] <= parent.step]
+                    write_file(os.path.join(run_dir, PARENT_FILE), "".join(json.dumps(row) + "\n" for row in rows))
+                    return
         except (OSError, UserError) as error:
             LOG.warning("the report will not show the parent of this fork: %s", error)
-            return
-        if own:
-            rows = [row for row in earlier if row["step"] < own[0]["step"]]
-            rows += [row for row in own if row["step"] <= parent.step]
-            write_file(os.path.join(run_dir, PARENT_FILE), "".join(json.dumps(row) + "\n" for row in rows))
-            return

@@ -1,0 +1,87 @@
+"""A run that is killed in every phase of a save to an object store, and continued on another machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.jobs import environment
+from tests.support.toy import toy_config, toy_run
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.store import open_store
+
+_STRAIGHT = ["begin", "parts_written", "manifest_written", "published", "hinted", "deleting"]
+_names = itertools.count()
+
+_JOB = """
+import sys
+from pathlib import Path
+from tests.support.toy import toy_config, toy_run
+run, ckpt, local, model = sys.argv[1:]
+local = {"ckpt_local_dir": local} if local else {}
+toy_run(toy_config(Path(run), ckpt_path=ckpt, max_ckpts_to_keep=2, **local), Path(model))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run, and its start weights."""
+    model = tmp_path_factory.mktemp("start")
+    run = tmp_path_factory.mktemp("whole")
+    return toy_run(toy_config(run), model).learner.ranks.number, rows(run), model
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "tiers"),
+    [(f"save:{name}", False) for name in _STRAIGHT] + [("upload:copied", True), ("upload:published", True)],
+)
+def test_a_killed_run_continues_elsewhere_as_if_undisturbed(server, whole, tmp_path, monkeypatch, failpoint, tiers):
+    number, expected, model = whole
+    use_s3(monkeypatch, server)
+    root = make_bucket(f"killed-{next(_names)}") + "/run"
+    stopped, local = tmp_path / "stopped", str(tmp_path / "disk") if tiers else ""
+    kill_at(failpoint, 3 if failpoint != "save:deleting" else 1, stopped, tmp_path / "first", root, local, model)
+    steps = open_store(root).steps()
+    for step in steps:
+        manifests.verify(open_store(root).path(step), "hash")  # the older or the newer state, and both whole
+    assert steps, "something was committed before"
+    shutil.rmtree(tmp_path / "first")
+    if tiers:
+        shutil.rmtree(local)
+    second = tmp_path / "second"
+    continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2, lock_timeout_s=1), model)
+    assert continued.learner.ranks.number == number
+    assert rows(second) == expected
+    assert open_store(root).leftovers() == {}
+
+
+def kill_at(failpoint: str, nth: int, stopped: Path, run: Path, root: str, local: str, model: Path) -> None:
+    environ = {**environment(), "TRAINER_FAILPOINT": f"{failpoint},{nth},{stopped}"}
+    args = [sys.executable, "-c", _JOB, str(run), root, local, str(model)]
+    job = subprocess.Popen(args, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not stopped.exists():
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.05)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def rows(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))} for line in lines]

@@ -1,0 +1,144 @@
+"""An object store behind a network that loses, delays and cuts: always the older or the newer state."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.checkpoints import parts_of, save
+from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
+from trainer.checkpoint.bucket import StoreError, bucket_of
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.store import open_store
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def root(server, faults, monkeypatch):
+    """An empty prefix behind the proxy."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the tries of botocore; ours come on top
+    with fault_proxy(server, faults) as url:
+        use_s3(monkeypatch, url)
+        yield make_bucket(f"bucket-{next(_names)}") + "/run"
+
+
+@pytest.mark.parametrize("fault", [ERROR, SLOW_DOWN, CUT, LOST, SLOW])
+def test_a_request_that_fails_is_sent_again(root, faults, fault):
+    """Every third request fails: saves, retention and loads go on as if none had."""
+    number = itertools.count(1)
+    faults.plan = lambda method, path: fault if next(number) % 3 == 0 else PASS
+    checkpoints, state = CheckpointManager(open_store(root), Retention(newest=1)), {}
+    for step in (1, 2):
+        state |= {"n": step, "bytes": bytes([step]) * 10}
+        save(checkpoints, step, parts_of(state))
+    assert checkpoints.steps() == [2]
+    state.clear()
+    checkpoints.load(checkpoints.latest(), parts_of(state))
+    assert state == {"n": 2, "bytes": b"\2" * 10}
+    assert {seen for _, _, seen in faults.seen} == {PASS, fault}
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit(root, faults):
+    lost = itertools.count()
+
+    def plan(method: str, path: str) -> str:
+        return LOST if method == "PUT" and path.endswith("manifest.json") and next(lost) == 0 else PASS
+
+    faults.plan = plan
+    checkpoints = CheckpointManager(open_store(root))
+    save(checkpoints, 1)
+    assert ("PUT", LOST) in [(method, fault) for method, _, fault in faults.seen]
+    assert checkpoints.latest().step == 1 and checkpoints.store.leftovers() == {}
+
+
+def test_a_commit_that_seems_to_fail_and_appears_later_is_the_checkpoint(root, faults):
+    """Every answer to the put of the manifest is lost, and so is what would show that it was done."""
+    lost = ("PUT", "GET")
+    faults.plan = lambda method, path: LOST if path.endswith("manifest.json") and method in lost else PASS
+    checkpoints, state = CheckpointManager(open_store(root)), {"n": 1, "bytes": b"one"}
+    checkpoints.save(1, parts_of(state), {})
+    checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert outcome.error is not None
+    faults.plan = lambda method, path: PASS
+    assert checkpoints.latest().step == 1, "its files were not deleted"
+    save(checkpoints, 1, parts_of(state))  # the same process tries again
+    assert checkpoints.latest().step == 1 and checkpoints.store.leftovers() == {}
+
+
+def test_an_old_list_neither_hides_the_newest_checkpoint_nor_shows_a_deleted_one(root, faults):
+    checkpoints = CheckpointManager(open_store(root))
+    faults.stale_lists = True
+    assert checkpoints.steps() == []
+    for step in (1, 2):
+        save(checkpoints, step)
+    assert CheckpointManager(open_store(root)).steps() == [1, 2], "the list shows none"
+    faults.lists.clear()
+    assert "global_step_1" in checkpoints.store.names()
+    checkpoints.delete([1])
+    assert "global_step_1" in checkpoints.store.names(), "the list still shows it"
+    assert checkpoints.steps() == [2]
+
+
+def test_a_store_that_does_not_answer_makes_no_checkpoint_damaged(root, faults, monkeypatch):
+    """Else a resume would fall back to an older checkpoint, and train again what is safe."""
+    checkpoints = CheckpointManager(open_store(root))
+    for step in (1, 2):
+        save(checkpoints, step)
+    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
+    faults.plan = lambda method, path: ERROR if "global_step_2/files" in path else PASS
+    with pytest.raises(StoreError, match="the object store fails"):
+        checkpoints.latest()
+
+
+def test_of_two_jobs_one_gets_the_lock_and_the_other_is_told(root, faults):
+    lost = itertools.count()
+    faults.plan = lambda method, path: LOST if method == "PUT" and next(lost) % 2 == 0 else PASS
+    store = open_store(root)
+    first, second = (store.lock(2, "checkpoint directory", "end it") for _ in range(2))
+    assert first.acquire() is None
+    with pytest.raises(ValueError, match="in use by process"):
+        second.acquire()
+    first.check()
+    first.release()
+    assert second.acquire() is None
+    with pytest.raises(ValueError, match="this job lost the checkpoint directory to process"):
+        first.check()
+    second.release()
+
+
+def test_a_lock_whose_owner_is_silent_is_taken_over_and_cannot_come_back(root, monkeypatch):
+    store = open_store(root)
+    silent, other = (store.lock(1, "checkpoint directory", "end it") for _ in range(2))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("trainer.checkpoint.lock._machine", lambda: "another machine")
+        silent.acquire()
+    silent._stop.set()  # as a suspended process: no heartbeat any more
+    assert "no heartbeat for 1 s" in other.acquire()
+    silent._renew()
+    other.check()
+    with pytest.raises(ValueError, match="this job lost the checkpoint directory"):
+        silent.check()
+    other.release()
+
+
+def test_a_store_that_ignores_conditions_is_refused(root, monkeypatch):
+    store, bucket = open_store(root), bucket_of("s3")
+    monkeypatch.setattr(bucket, "_put_on_condition", lambda path, data, tag: bucket.fs.pipe_file(path, data))
+    with pytest.raises(OSError, match="If-None-Match"):
+        store.probe()

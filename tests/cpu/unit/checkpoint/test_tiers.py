@@ -1,0 +1,133 @@
+"""A local disk below an object store: a real S3 server, behind a proxy that can refuse."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+
+import pytest
+
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.checkpoints import parts_of, save
+from tests.support.fault_proxy import ERROR, PASS, Faults, fault_proxy
+from tests.support.toy import toy_config, toy_run
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.store import open_store
+from trainer.checkpoint.tiers import TieredStore, open_tiers
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def root(server, faults, monkeypatch):
+    """An empty prefix behind the proxy."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
+    with fault_proxy(server, faults) as url:
+        use_s3(monkeypatch, url)
+        yield make_bucket(f"tiers-{next(_names)}") + "/run"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tmp_path_factory.mktemp("start")
+
+
+def tiers(root: str, local) -> TieredStore:
+    store = open_tiers(root, str(local))
+    store.start(lambda: None)
+    return store
+
+
+def no_uploads(method: str, path: str) -> str:
+    return ERROR if method in ("PUT", "POST") else PASS
+
+
+def test_a_save_is_uploaded_and_a_lost_disk_costs_nothing(root, tmp_path):
+    state = {"n": 7, "bytes": b"seven"}
+    store = tiers(root, tmp_path / "disk")
+    path = save(CheckpointManager(store), 1, parts_of(state))
+    assert path == str(tmp_path / "disk" / "global_step_1"), "committed on the disk"
+    store.finish(60)
+    assert store.lag() == 0.0
+    shutil.rmtree(tmp_path / "disk")
+    state.clear()
+    elsewhere = CheckpointManager(open_tiers(root, str(tmp_path / "another")))
+    elsewhere.load(elsewhere.latest(), parts_of(state))
+    assert state == {"n": 7, "bytes": b"seven"}
+
+
+def test_nothing_is_deleted_before_something_newer_is_above(root, tmp_path, faults, caplog):
+    store = tiers(root, tmp_path)
+    checkpoints = CheckpointManager(store, Retention(newest=1))
+    save(checkpoints, 1)
+    wait_until_above(root, [1])
+    faults.plan = no_uploads
+    for step in (2, 3):
+        save(checkpoints, step)
+    assert checkpoints.steps() == [1, 2, 3], "only 1 is safe, and it is the oldest"
+    assert store.lag() > 0
+    faults.plan = lambda method, path: PASS
+    store.finish(60)
+    assert 3 in open_store(root).steps()
+    save(checkpoints, 4)
+    assert checkpoints.steps() == [3, 4], "4 is not uploaded: the uploads have ended"
+
+
+def test_what_was_not_uploaded_is_uploaded_at_the_next_start(root, tmp_path, faults, caplog):
+    faults.plan = no_uploads
+    store = tiers(root, tmp_path)
+    save(CheckpointManager(store), 5)
+    store.finish(0)
+    assert f"global_step_5 is in {tmp_path} alone, not in {root}" in caplog.text
+    faults.plan = lambda method, path: PASS
+    again = tiers(root, tmp_path)
+    again.finish(60)
+    assert open_store(root).steps() == [5]
+
+
+def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
+    state = {"n": 1, "bytes": b"good"}
+    store = tiers(root, tmp_path)
+    save(CheckpointManager(store), 1, parts_of(state))
+    store.finish(60)
+    (tmp_path / "global_step_1" / "weights" / "shard").write_bytes(b"evil")
+    checkpoints = CheckpointManager(open_tiers(root, str(tmp_path)))
+    newest = checkpoints.latest()
+    assert newest.path == f"{root}/global_step_1"
+    checkpoints.load(newest, parts_of(state))
+    assert state["bytes"] == b"good" and checkpoints.resumed_from == 1
+
+
+def test_a_run_with_two_tiers_continues_on_another_machine(root, tmp_path, model):
+    whole = toy_run(toy_config(tmp_path / "whole"), model)
+    first = tmp_path / "first"
+    toy_run(toy_config(first, ckpt_path=root, ckpt_local_dir=str(first / "disk")), model, stop_after=3)
+    lines = (first / "metrics.jsonl").read_bytes()
+    assert all("time/upload_lag" in json.loads(line) for line in lines.splitlines())
+    shutil.rmtree(first)
+    second = tmp_path / "second"
+    continued = toy_run(toy_config(second, ckpt_path=root, ckpt_local_dir=str(second / "disk")), model)
+    assert continued.learner.ranks.number == whole.learner.ranks.number
+    assert (second / "metrics.jsonl").read_bytes().startswith(lines)
+    assert 5 in open_store(root).steps()
+
+
+def wait_until_above(root: str, steps: list[int]) -> None:
+    waiting = threading.Event()
+    while open_store(root).steps() != steps:
+        waiting.wait(0.1)

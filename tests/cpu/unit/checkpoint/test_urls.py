@@ -1,0 +1,103 @@
+"""The command line on URLs, and what of the credentials is written anywhere: nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+
+import pytest
+
+from tests.support.buckets import KEY, SECRET, make_bucket, s3_server, use_s3
+from tests.support.toy import toy_config, toy_run
+from trainer.checkpoint.__main__ import main
+from trainer.checkpoint.bucket import bucket_of
+from trainer.checkpoint.store import open_store
+from trainer.checkpoint.tiers import open_tiers
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    use_s3(monkeypatch, server)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str]:
+    status = main(list(arguments))
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
+    root = make_bucket("commands") + "/run"
+    model = tmp_path_factory.mktemp("start")
+    toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=4), model)
+    status, listed = run(capsys, "ls", root)
+    assert status == 0 and listed.count(" yes") == 4 and "also there" not in listed
+    assert run(capsys, "verify", root)[0] == 0
+    status, shown = run(capsys, "show", "--json", f"{root}/global_step_2")
+    assert json.loads(shown)["state"]["step"] == 2
+    status, differences = run(capsys, "diff", f"{root}/global_step_2", f"{root}/global_step_3")
+    assert status == 0 and "state.step: 2 -> 3" in differences
+    assert run(capsys, "prune", root, "--keep", "3")[0] == 0
+    assert run(capsys, "rollback", root, "--to", "3")[0] == 0
+    assert open_store(root).steps() == [2, 3]
+    assert "not a checkpoint" in run(capsys, "verify", f"{root}/global_step_9")[1]
+    assert "no checkpoint is there" in run(capsys, "ls", f"{root}/elsewhere")[1]
+
+
+def test_a_policy_is_exported_from_a_url_and_to_a_url(s3, saved_run, capsys, tmp_path):
+    root = make_bucket("exports") + "/run"
+    store = open_tiers(root, str(saved_run / "checkpoints"))
+    store.start(lambda: None)
+    store.finish(60)
+    step = store.steps()[-1]
+    assert run(capsys, "export", str(saved_run), str(tmp_path / "from-disk"))[0] == 0
+    assert run(capsys, "export", f"{root}/global_step_{step}", str(tmp_path / "from-url"))[0] == 0
+    assert run(capsys, "export", root, f"{root}-exported")[0] == 0
+    for name in sorted(os.listdir(tmp_path / "from-disk")):
+        content = (tmp_path / "from-disk" / name).read_bytes()
+        assert (tmp_path / "from-url" / name).read_bytes() == content, name
+        assert bucket_of("s3").read(f"exports/run-exported/{name}") == content, name
+    status, refused = run(capsys, "export", root, f"{root}-exported")
+    assert status == 2 and "exists already" in refused
+
+
+def test_no_credential_is_printed_or_saved(s3, capsys, caplog, tmp_path, tmp_path_factory, monkeypatch):
+    caplog.set_level(logging.INFO)
+    root = make_bucket("secrets") + "/run"
+    toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=2), tmp_path_factory.mktemp("start"))
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 1)
+    use_s3(monkeypatch, f"http://user:{SECRET}@127.0.0.1:9")
+    status, printed = run(capsys, "verify", f"{root}/global_step_1")
+    assert status == 2 and "the object store fails" in printed
+    texts = [printed, caplog.text]
+    texts += [path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [text for text in texts if SECRET in text or KEY in text]
+
+
+def test_no_credential_is_in_the_store(s3, tmp_path, tmp_path_factory):
+    root = make_bucket("stored") + "/run"
+    toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=1), tmp_path_factory.mktemp("start"))
+    bucket = bucket_of("s3")
+    contents = [bucket.read(path) for path in bucket.list("stored")]
+    assert contents and not [data for data in contents if SECRET.encode() in data or KEY.encode() in data]
+
+
+def test_a_fork_of_a_url_has_the_metrics_of_its_parent(s3, tmp_path, tmp_path_factory):
+    root = make_bucket("forks") + "/run"
+    model = tmp_path_factory.mktemp("start")
+    toy_run(toy_config(tmp_path / "parent", ckpt_path=root, total_steps=3), model)
+    lines = (tmp_path / "parent" / "metrics.jsonl").read_text().splitlines()
+    shutil.rmtree(tmp_path / "parent")
+    fork = tmp_path / "fork"
+    cfg = toy_config(fork, total_steps=4, resume_mode="from_path", resume_path=f"{root}/global_step_2")
+    toy_run(cfg, model)
+    assert (fork / "metrics.parent.jsonl").read_text().splitlines() == lines[:2]

@@ -1,0 +1,336 @@
+"""Two tiers: a save is committed on the disk of this node, and an object store gets it while training continues.
+
+A checkpoint is found in the tier where it is complete. Nothing is deleted before something newer is safe above: the
+newest checkpoint of the object store stays, and so does every newer one of the disk, until the next is uploaded.
+A node that is lost with its disk costs what had not been uploaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.local_store import LocalFiles, LocalStore
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.object_store import ObjectFiles, ObjectStore
+from trainer.checkpoint.store import CheckpointStore, open_store
+from trainer.documents import parse_object
+from trainer.failpoints import failpoint
+
+LOG = logging.getLogger(__name__)
+
+_PARALLEL = 8
+_CHUNK_BYTES = 8 << 20
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_LOCAL, _ABOVE = "local/", "above/"
+
+
+def open_tiers(ckpt_path: str, local_dir: str | None) -> CheckpointStore:
+    """Return the store at `ckpt_path`, below it the directory `local_dir` if there is one."""
+    store = open_store(ckpt_path)
+    if local_dir is None:
+        return store
+    assert isinstance(store, ObjectStore), ckpt_path
+    return TieredStore(LocalStore(local_dir), store)
+
+
+class TieredStore:
+    """Checkpoints on the disk of this node, and above it in an object store."""
+
+    keeps_record = True
+
+    def __init__(self, local: LocalStore, above: ObjectStore):
+        self.root = above.root
+        self._local = local
+        self._above = above
+        self._safe: set[int] | None = None
+        self._remains: dict[str, list[str]] = {}
+        self._pieces: set[str] = set()
+        self._committed: dict[int, float] = {}
+        self._fence: Callable[[], None] = lambda: None
+        self._moves = threading.Lock()  # held while a step enters or leaves a tier
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._uploader: threading.Thread | None = None
+        self._problem = ""
+
+    # ---------------------------------------------------------------------------------------------------
+    # The interface of a store
+
+    def exists(self) -> bool:
+        """Return whether the place exists: a prefix always does."""
+        return True
+
+    def lock(self, timeout_s: float, name: str, remedy: str) -> _Locks:
+        """Return the locks of both tiers, not yet taken."""
+        return _Locks(tier.lock(timeout_s, name, remedy) for tier in (self._local, self._above))
+
+    def names(self) -> list[str]:
+        """Return all names in both tiers."""
+        return sorted({*self._local.names(), *self._above.names()})
+
+    def steps(self) -> list[int]:
+        """Return the steps that are committed in a tier, ascending."""
+        return sorted({*self._local.steps(), *self._steps_above()})
+
+    def path(self, step: int) -> str:
+        """Return the path of the checkpoint of a step, in the nearest tier that has it."""
+        return self.places(step)[0]
+
+    def places(self, step: int) -> list[str]:
+        """Return where the checkpoint of a step may be, the nearest first."""
+        near = [self._local.path(step)] if step in self._local.steps() else []
+        far = [self._above.path(step)] if step in self._steps_above() else []
+        return [*near, *far] or [self._local.path(step)]
+
+    def begin(self, step: int) -> LocalFiles:
+        """Make an empty draft on the disk."""
+        return self._local.begin(step)
+
+    def publish(self, draft: LocalFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+        """Commit a draft on the disk, and have it uploaded."""
+        for entry in parse_object(manifest)["files"]:
+            if not os.path.exists(os.path.join(draft.path, entry["path"])):
+                raise OSError(
+                    errno.ENOENT,
+                    f"trainer.ckpt_local_dir={self._local.root}: {entry['path']} is not there; all ranks must see this "
+                    "directory, so the ranks of several nodes cannot use it",
+                )
+        self._local.publish(draft, step, manifest, before_commit)
+        self._committed[step] = time.monotonic()
+        self._wake.set()
+
+    def discard(self, draft: LocalFiles) -> None:
+        """Delete a draft."""
+        self._local.discard(draft)
+
+    def unsafe(self) -> set[int]:
+        """Return the steps that must stay until a newer one is uploaded."""
+        newest = max(self._steps_above(), default=-1)
+        return {newest, *(step for step in self._local.steps() if step > newest)}
+
+    def withdraw(self, step: int) -> str:
+        """Take a checkpoint out of service in both tiers; returns a name of its remains, for `remove`."""
+        name = f"global_step_{step}"
+        with self._moves:
+            remains = []
+            if step in self._local.steps():
+                remains.append(_LOCAL + self._local.withdraw(step))
+            if step in self._steps_above():
+                remains.append(_ABOVE + self._above.withdraw(step))
+                self._safe = self._steps_above() - {step}
+        self._remains[name] = remains
+        return name
+
+    def set_aside(self, step: int) -> str:
+        """Take a checkpoint out of service in both tiers and keep it; returns a new name."""
+        name = ""
+        with self._moves:
+            if step in self._steps_above():
+                name = _ABOVE + self._above.set_aside(step)
+                self._safe = self._steps_above() - {step}
+            if step in self._local.steps():
+                name = _LOCAL + self._local.set_aside(step)
+        return name
+
+    def asides(self, step: int) -> list[str]:
+        """Return the names of checkpoints of this step that were set aside."""
+        local = [_LOCAL + name for name in self._local.asides(step)]
+        return local + [_ABOVE + name for name in self._above.asides(step)]
+
+    def leftovers(self) -> dict[str, str]:
+        """Return the names of the leftovers of interrupted operations, and the kind of each."""
+        local = {_LOCAL + name: kind for name, kind in self._local.leftovers().items()}
+        return local | {_ABOVE + name: kind for name, kind in self._above.leftovers().items()}
+
+    def remove(self, name: str) -> None:
+        """Delete what `leftovers`, `withdraw` or `asides` names."""
+        for part in self._remains.pop(name, [name]):
+            if part.startswith(_LOCAL):
+                self._local.remove(part.removeprefix(_LOCAL))
+            else:
+                self._above.remove(part.removeprefix(_ABOVE))
+
+    def hint(self, step: int) -> None:
+        """Write the newest step of the disk to a file for people and tools."""
+        self._local.hint(step)
+
+    def probe(self, size: int = 64) -> None:
+        """Test the operations of a save in both tiers."""
+        self._local.probe(size)
+        self._above.probe(size)
+
+    def keep_piece(self, name: str, data: bytes) -> None:
+        """Keep a piece of a file of the run directory on the disk; it is uploaded with the next checkpoint."""
+        self._local.keep_piece(name, data)
+
+    def piece(self, name: str) -> bytes:
+        """Return a piece that was kept in one of the tiers."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._local.piece(name)
+        return self._above.piece(name)
+
+    # ---------------------------------------------------------------------------------------------------
+    # Uploading
+
+    def start(self, fence: Callable[[], None]) -> None:
+        """Begin to upload what is on the disk alone, and what is committed from now on.
+
+        Args:
+            fence: raises if this process may no longer write to the store.
+        """
+        self._fence = fence
+        now = time.monotonic()
+        self._committed = dict.fromkeys(self._missing_above(), now)
+        self._wake.set()
+        self._uploader = threading.Thread(target=self._upload_all, name="uploader", daemon=True)
+        self._uploader.start()
+
+    def lag(self) -> float | None:
+        """Return the seconds for which the oldest checkpoint that is newer than all above has waited; 0: none waits."""
+        newest, now = max(self._steps_above(), default=-1), time.monotonic()
+        since = [committed for step, committed in list(self._committed.items()) if step > newest]
+        return now - min(since) if since else 0.0
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until the newest checkpoint is uploaded, and end the uploads."""
+        if self._uploader is None:
+            return
+        missing = [step for step in self._missing_above() if step in self.unsafe()]
+        if missing:
+            LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self.root)
+            deadline = time.monotonic() + timeout_s
+            while missing[-1] not in self._steps_above() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self._ending.set()
+        self._wake.set()
+        left = [step for step in self._missing_above() if step in self.unsafe()]
+        if left:
+            LOG.warning(
+                "global_step_%d is in %s alone, not in %s (%s); the same command on this machine uploads it",
+                left[-1],
+                self._local.root,
+                self.root,
+                self._problem or f"the upload took longer than trainer.ckpt_upload_timeout_s={timeout_s:g}",
+            )
+        else:
+            self._uploader.join()
+        self._uploader = None
+
+    def _steps_above(self) -> set[int]:
+        """Return the steps in the object store. This process holds its lock, so the store is asked once."""
+        if self._safe is None:
+            self._safe = set(self._above.steps())
+        return self._safe
+
+    def _missing_above(self) -> list[int]:
+        return [step for step in self._local.steps() if step not in self._steps_above()]
+
+    def _upload_all(self) -> None:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while missing := self._missing_above():
+                if self._ending.is_set() and missing[-1] not in self.unsafe():
+                    return
+                try:
+                    self._upload(missing[-1])  # the newest first: it makes the most safe
+                except Exception as error:
+                    if missing[-1] not in self._local.steps():
+                        continue  # it was set aside meanwhile
+                    self._problem = str(error)
+                    LOG.warning("global_step_%d is not uploaded yet: %s", missing[-1], error)
+                    if self._ending.wait(wait_s):
+                        return
+                    wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                else:
+                    self._problem, wait_s = "", _FIRST_WAIT_S
+            if self._ending.is_set():
+                return
+
+    def _upload(self, step: int) -> None:
+        """Copy a checkpoint of the disk to the object store, and commit it there.
+
+        Raises:
+            DamagedError: a file on the disk does not have the content that was saved.
+            OSError: the store fails, or the checkpoint is gone.
+        """
+        checkpoint = manifests.read(self._local.path(step))
+        self._fence()
+        self._upload_pieces()
+        draft = self._above.begin(step)
+        try:
+            with ThreadPoolExecutor(_PARALLEL) as pool:
+                for _ in pool.map(lambda entry: _copy(checkpoint, entry, draft), checkpoint.entries):
+                    pass
+            failpoint("upload:copied")
+            content = {
+                name: value
+                for name, value in checkpoint.manifest.items()
+                if name not in ("files", "self", "format_version")
+            }
+            data = manifests.dump({**content, "folder": draft.folder}, checkpoint.entries)
+            with self._moves:
+                if step not in self._local.steps():
+                    raise FileNotFoundError(errno.ENOENT, "it was set aside", checkpoint.path)
+                self._above.publish(draft, step, data, self._fence)
+                self._safe = self._steps_above() | {step}
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._above.discard(draft)
+            raise
+        self._committed.pop(step, None)
+        failpoint("upload:published")
+        with contextlib.suppress(OSError):
+            self._above.hint(step)
+        LOG.info("uploaded %s to %s", checkpoint.path, self._above.path(step))
+
+    def _upload_pieces(self) -> None:
+        new = [name for name in self._local.pieces() if name not in self._pieces]
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for _ in pool.map(lambda name: self._above.keep_piece(name, self._local.piece(name)), new):
+                pass
+        self._pieces.update(new)
+
+
+class _Locks(RunLock):
+    """Several locks that are held together."""
+
+    def __init__(self, locks: Iterable[RunLock]):
+        self._locks = list(locks)
+
+    def acquire(self, wait: bool = False) -> str | None:
+        lines = []
+        try:
+            for lock in self._locks:
+                lines.append(lock.acquire(wait))
+        except BaseException:
+            self.release()
+            raise
+        return next((line for line in lines if line is not None), None)
+
+    def check(self) -> None:
+        for lock in self._locks:
+            lock.check()
+
+    def release(self) -> None:
+        for lock in reversed(self._locks):
+            lock.release()
+
+
+def _copy(checkpoint: Checkpoint, entry: FileEntry, draft: ObjectFiles) -> None:
+    source = os.path.join(checkpoint.path, entry.path)
+    with open(source, "rb") as file, draft.stream(entry.path) as stream:
+        while chunk := file.read(_CHUNK_BYTES):
+            stream.write(chunk)
+    if draft.written[entry.path] != (entry.bytes, entry.hash):
+        raise DamagedError(f"{source}: does not have the content that was saved")
