@@ -16,6 +16,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import google_crc32c
+import pytest
+
+from trainer.checkpoint.bucket import bucket_of
+
+
+def use_gcs(patch: pytest.MonkeyPatch, url: str) -> None:
+    """Point this process at a server."""
+    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks for the kind of a bucket over gRPC
+    import gcsfs
+    from fsspec.config import conf
+
+    for name in ("gs", "gcs"):
+        patch.setitem(conf, name, {"endpoint_url": url, "token": "anon"})
+    bucket_of.cache_clear()
+    gcsfs.GCSFileSystem.clear_instance_cache()
 
 
 @contextlib.contextmanager

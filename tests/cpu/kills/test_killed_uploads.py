@@ -18,6 +18,8 @@ from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.store import open_store
 
+pytestmark = pytest.mark.slow
+
 _STRAIGHT = ["begin", "parts_written", "manifest_written", "published", "hinted", "deleting"]
 _names = itertools.count()
 

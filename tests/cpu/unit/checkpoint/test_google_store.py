@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
 from tests.support.checkpoints import parts_of, save
-from tests.support.gcs import gcs_server
+from tests.support.gcs import gcs_server, use_gcs
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.bucket import bucket_of
 from trainer.checkpoint.manager import CheckpointManager
@@ -19,20 +18,8 @@ from trainer.checkpoint.store import open_store
 @pytest.fixture
 def gs(monkeypatch):
     with gcs_server() as url:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-        monkeypatch.setenv("FSSPEC_GS", json.dumps({"endpoint_url": url, "token": "anon"}))
-        forget(monkeypatch, url)
+        use_gcs(monkeypatch, url)
         yield
-
-
-def forget(monkeypatch, url: str) -> None:
-    import gcsfs
-    from fsspec.config import conf
-
-    monkeypatch.setitem(conf, "gs", {"endpoint_url": url, "token": "anon"})
-    monkeypatch.setitem(conf, "gcs", {"endpoint_url": url, "token": "anon"})
-    bucket_of.cache_clear()
-    gcsfs.GCSFileSystem.clear_instance_cache()
 
 
 def test_objects_are_written_on_conditions_and_in_parts(gs):
