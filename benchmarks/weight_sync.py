@@ -40,6 +40,7 @@ def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float],
     with LocalCluster(cfg, device) as cluster:
         ranks = Ranks(cfg, cluster)
         fleet = Fleet(cfg, cluster, ranks, path)
+        fleet.settle()
         ranks.connect()
         ranks.build(path)
         fleet.start(version=1, fresh=True)

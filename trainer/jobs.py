@@ -104,9 +104,13 @@ def rollout_trainer(
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(cfg, cluster, timer)
     fleet = Fleet(cfg, cluster, learner.ranks, path)
+    reading = learner.ranks.read_files(path)
     with stage("reading the data"):
         tokenizer = _load_tokenizer(cfg, path)
         source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
+    with stage("starting ranks and engines, and reading the model's files"):
+        reading.result()
+        fleet.settle()
     with stage("loading the model into the ranks"):
         learner.build(path)
     return Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)

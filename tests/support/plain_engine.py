@@ -178,6 +178,15 @@ class FaultyStreamingEngine(FaultyEngine):
         return {number: self.generate([request], sampling)[0]}
 
 
+class SlowEngine(PlainEngine):
+    """Starts once there is a file `go`."""
+
+    def __init__(self, model_path: str, **options: Any):
+        while not (Path(model_path) / "go").exists():
+            threading.Event().wait(0.01)
+        super().__init__(model_path, **options)
+
+
 class ForgetfulEngine(PlainEngine):
     """Keeps the version that it has."""
 

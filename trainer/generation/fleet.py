@@ -51,7 +51,8 @@ class PolicyRanks(Protocol):
 class Fleet:
     """Engines on `cluster` that share out the requests and hold one version of the policy's weights.
 
-    Construction returns while the engines start, unless they share the GPUs of the ranks.
+    Construction returns while the engines start. If they share the GPUs of the ranks, the ranks may load nothing there
+    before `settle`.
 
     Args:
         ranks: those that train the policy.
@@ -93,9 +94,13 @@ class Fleet:
         self._has_started = False
         self._channel_number = 0
         self._receivers: list[int] = []  # the engines that the channel of the weights joins
+
+    def settle(self) -> None:
+        """Wait until the ranks may load models on the GPUs. Once, before they do.
+
+        An engine measures what is free while it starts, and takes its share. The ranks need that room afterwards.
+        """
         if self._shares_gpus:
-            # An engine measures what is free while it starts, and takes its share: the ranks must not load
-            # anything before it is done, and need the room afterwards.
             self._engines.load()
             self._engines.call(self._engines.life.loaded, "sleep")
 

@@ -61,6 +61,10 @@ class Ranks:
         for i, (group, _) in enumerate(self._hosts()):
             group.call("connect", self.cluster.meeting_place(group, port + i if port else 0))
 
+    def read_files(self, model_path: str) -> Pending:
+        """Begin to read the model's files into host memory, while engines hold the GPUs."""
+        return self.policy.start("read_files", model_path)
+
     def build(self, model_path: str) -> None:
         """Load the start weights of every role."""
         t = self.cfg.trainer

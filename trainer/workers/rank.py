@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
 from typing import Any
@@ -28,6 +29,7 @@ from trainer.workers.saving import BackgroundSaver, StateFiles
 
 _WITH_OPTIMIZER = ("update", "load")
 """Methods of workers that need the states of the optimizers."""
+_READ_BYTES = 2**24
 
 
 class Rank:
@@ -127,6 +129,16 @@ class Rank:
         """Return the seconds that optimizer steps have waited for a save since the last call."""
         assert self.saver is not None, "connect first"
         return self.saver.take_blocked()
+
+    def read_files(self, model_path: str) -> None:
+        """Read this rank's share of the model's files, so that they are in host memory when `build` needs them.
+
+        Not a collective.
+        """
+        for path in sorted(glob.glob(os.path.join(model_path, "*.safetensors")))[self.rank :: self.world_size]:
+            with open(path, "rb", buffering=0) as file:
+                while file.read(_READ_BYTES):
+                    pass
 
     def release_memory(self) -> None:
         """Make room on the GPU for engines: move what `trainer.offload` says, and return torch's cached memory.

@@ -48,6 +48,7 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
             call_timeout_s: float = 600.0,
             master_port: int = 0,
             max_restarts: int = 0,
+            settles: bool = True,
             **rollout,
         ) -> tuple[Fleet, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
@@ -57,7 +58,10 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
             ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
-            return Fleet(cfg, cluster, ranks, str(tmp_path)), ranks
+            fleet = Fleet(cfg, cluster, ranks, str(tmp_path))
+            if settles:
+                fleet.settle()
+            return fleet, ranks
 
         yield start
 
@@ -119,6 +123,19 @@ def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     requests = [Request([i, 0], seed=i) for i in range(3)] + [Request([plain_engine.WAITS, 99], seed=0)]
     with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.call_timeout_s\)"):
         fleet.generate(requests, SAMPLED)
+
+
+def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_path):
+    """On a shared GPU, too. Only what takes its memory waits."""
+    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:SlowEngine")
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    fleet, ranks = start("cuda", settles=False, share_gpus=True)
+    assert ranks.call("policy", "weight_bytes", "auto") == 1000
+    (tmp_path / "go").touch()
+    fleet.settle()
+    ranks.call("policy", "compute")  # the engine sleeps
+    fleet.start(version=1, fresh=True)
+    assert answers(fleet, 1) == [[0, 7, 0]]
 
 
 def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
