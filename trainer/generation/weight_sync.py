@@ -229,25 +229,25 @@ def _fill_buckets(weights: Weights, take: Callable[[int], Tensor]) -> Iterator[t
         may be shorter.
     """
     slots = itertools.cycle(range(_BUFFERS))
-    slot = next(slots)
-    buffer, used, pieces = take(slot), 0, []
+    slot, buffer, used, pieces = next(slots), None, 0, []
     for name, tensor in weights:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         kind, shape, begin = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
         while True:
-            if used >= len(buffer):
-                yield slot, len(buffer), pieces
-                slot = next(slots)
+            if buffer is None:
                 buffer, used, pieces = take(slot), 0, []
             count = min(len(data) - begin, len(buffer) - used)
             buffer[used : used + count].copy_(data[begin : begin + count])
             pieces.append([name, kind, shape, begin, used, count])
             begin += count
             used += count + -count % _ALIGNMENT
+            if used >= len(buffer):  # send it before the next tensor is gathered
+                yield slot, len(buffer), pieces
+                slot, buffer = next(slots), None
             if begin == len(data):
                 break
-    if pieces:
-        yield slot, min(used, len(buffer)), pieces
+    if buffer is not None:
+        yield slot, used, pieces
 
 
 class _Joiner:
