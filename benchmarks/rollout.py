@@ -98,8 +98,8 @@ def main() -> None:
             ranks = Ranks(cfg, cluster)
             fleet = Fleet(cfg, cluster, ranks, path)
             ranks.connect()
+            ranks.build(path)
             fleet.start(version=1, fresh=True)
-            begin = time.perf_counter()
             fleet.generate(requests, sampling)
             judge(pool, fleet, requests[:8], sampling, early=True)  # starts the process
             begin = time.perf_counter()
