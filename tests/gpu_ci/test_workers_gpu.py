@@ -19,6 +19,8 @@ from tests.support.training import (
     stream_and_write,
     train_on_axes_of_one_rank,
     train_two_steps,
+    train_with_parking,
+    update,
 )
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -40,13 +42,22 @@ def model_path(request, tmp_path_factory) -> str:
 def in_float32(cfg: Config, **fsdp) -> Config:
     """The same in float32, so that results can be compared closely."""
     for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-        role.fsdp = FSDPConfig(param_dtype="float32", **fsdp)
+        role.fsdp = FSDPConfig(**{"param_dtype": "float32", "compile": False, **fsdp})
     return cfg
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    "fsdp", [{}, {"cpu_offload": True}, {"activation_checkpointing": "full"}], ids=["plain", "offload", "recompute"]
+    "fsdp",
+    [
+        {},
+        {"cpu_offload": True},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"compile": True},
+        {"compile": True, "activation_checkpointing": "selective"},
+    ],
+    ids=["plain", "offload", "recompute", "selective", "compiled", "compiled-selective"],
 )
 def test_training_does_not_depend_on_gpus_offload_or_recomputation(model_path, world_size, fsdp):
     expected = run_ranks(1, train_two_steps, model_path, cfg=in_float32(config()))
@@ -152,3 +163,43 @@ def test_adapters_do_not_depend_on_gpus_offload_or_recomputation(model_path, tmp
 def on_host(rank: Rank, function, *args) -> dict:
     result = function(rank, *args)
     return {**result, "streamed": {name: tensor.cpu() for name, tensor in result["streamed"].items()}}
+
+
+def update_compiled(rank: Rank, path: str) -> tuple[dict[str, float], int]:
+    rank.build(["policy"], path)
+    return update(rank, "policy", make_batch(), 1), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_agree_in_bfloat16(model_path, mode):
+    """With the variable-length attention inside of the graph, and one graph for all micro-batches."""
+    cfg = config(max_tokens_per_micro_batch=70, mini_batch_size=6)
+    cfg.trainer.policy.fsdp = FSDPConfig(compile=False)
+    expected, _ = run_ranks(1, update_compiled, model_path, cfg=cfg)[0]
+    cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=mode)  # compile: null
+    ours, graphs = run_ranks(1, update_compiled, model_path, cfg=cfg)[0]
+    assert graphs == 1
+    assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    assert ours["loss"] == pytest.approx(expected["loss"], abs=0.01)
+
+
+def allocated_while_parked(rank: Rank, path: str, directory: str) -> tuple[dict, int]:
+    result = train_with_parking(rank, path, directory)
+    rank.release_memory()
+    return result, torch.cuda.memory_allocated()
+
+
+def test_states_leave_the_gpu_while_engines_generate(model_path, tmp_path):
+    results = {}
+    for offload in ("none", "optimizer", "all"):
+        cfg = in_float32(config(offload=offload))
+        directory = str(tmp_path / offload)
+        result, allocated = run_ranks(1, allocated_while_parked, model_path, directory, cfg=cfg)[0]
+        results[offload] = result, allocated, result.pop("held")
+        resumed = run_ranks(1, load_then_step, model_path, directory, cfg=in_float32(config()))[0]
+        for ours, theirs in zip(resumed, result["metrics"][2:], strict=True):
+            assert_close(ours, dict(theirs))
+    (plain, most, _), (_, less, _), (parked, least, held) = (results[name] for name in ("none", "optimizer", "all"))
+    assert most > less > least and held == 0
+    for ours, theirs in zip(parked["metrics"], plain["metrics"], strict=True):
+        assert_close(ours, theirs)

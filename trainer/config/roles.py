@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
 class ShardingConfig(Section):
     param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
     """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
-    or `float32`. The optimizer always keeps float32 master weights."""
+    or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
     cpu_offload: bool = False

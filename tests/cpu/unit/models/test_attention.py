@@ -214,3 +214,13 @@ def test_attention_as_one_operator_has_the_same_gradients(window, softcap):
     expected = compute(attend_buckets, packing)
     for ours, theirs in zip(compute(opaque_attention, packing.sizes), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def test_packed_rows_in_bfloat16_are_near_padded_rows():
+    model = packable("qwen3").bfloat16()
+    packed = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
+    alone = [token_logprobs(model, ids[None], Packing([len(ids)], "cpu")) for ids in sequences()]
+    for row, ids, expected in zip(packed, sequences(), alone, strict=True):
+        assert row[: len(ids)] == pytest.approx(expected[0], abs=0.05)
+    assert packed.dtype == torch.float32
