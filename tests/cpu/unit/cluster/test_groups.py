@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.cpu.unit.cluster.members import FailsToLoad, Host, SlowToLoad
@@ -15,8 +16,9 @@ from trainer.cluster import groups
 from trainer.cluster.groups import Group, Pending
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.runtime import RayCluster
+from trainer.cluster.supervisor import is_running
 from trainer.config import Config
-from trainer.errors import UserError, WorkerError
+from trainer.errors import UserError, WorkerError, origin_of
 
 
 def settings() -> Config:
@@ -175,3 +177,27 @@ def test_a_rank_that_stands_still_after_quick_calls_is_named(group):
             group.call("pid")
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_member_that_died_or_is_stopped_is_replaced(group):
+    pids = group.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    group.end(1)
+    assert not psutil.pid_exists(pids[1]) or not is_running(psutil.Process(pids[1]))
+    group.replace(1)
+    again = group.call("pid")
+    assert again[0] == pids[0] and again[1] not in pids
+    assert group.call("rank") == [0, 1]
+
+
+def test_polling_gives_the_failure_of_one_member_and_the_results_of_the_others(group):
+    calls = Pending(group)
+    calls.begin(0, "waits_a_little")
+    calls.begin(1, "is_killed")
+    outcomes = {}
+    while calls.is_running:
+        outcomes |= {member: (result, error) for member, result, error in calls.poll()}
+    assert outcomes[0] == ("waited", None)
+    result, error = outcomes[1]
+    assert result is None and error.cause == "killed" and origin_of(error).name == "rank 1"
+    assert origin_of(error).role == "rank"
