@@ -155,6 +155,11 @@ class _Member:
                 self._pulse, self._asked = self._begin_pulse(), now
             return now - self._asked if self._pulse is not None and self.at is not None else 0.0
 
+    def end(self) -> None:
+        """End the process."""
+        self.silence_s()  # the answer to the first pulse tells where it is
+        self._backend.kill(self.process, self.at)
+
     def _begin_pulse(self) -> Any:
         return self._backend.begin(self.process, "pulse", "", (), {})
 
@@ -264,7 +269,7 @@ class Group:
 
     def end(self, member: int) -> None:
         """End the process of one member. `replace` starts another one."""
-        self.backend.kill(self.members[member].process, self.members[member].at)
+        self.members[member].end()
 
     def replace(self, member: int) -> None:
         """Begin to start a new process in the place of a member that has ended."""
@@ -273,7 +278,7 @@ class Group:
     def kill(self) -> None:
         """End the members' processes."""
         for member in self.members:
-            self.backend.kill(member.process, member.at)
+            member.end()
         self.members = []
 
     def _start(self, channel: str, method: str, *args: Any, **kwargs: Any) -> Pending:
