@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import sys
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ _PER_RUN = (
     "trainer.ckpt_path",
     "trainer.export_path",
     "trainer.resume_",
+    "trainer.allow_config_change",
     "logger.",
 )
 """Keys that differ between runs without a meaning for their results."""
 _UNKNOWN = "-"
+_WIDTH_OF_FILES = 1000
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,30 @@ def differing_keys(runs: list[Run]) -> list[str]:
     return [key for key in keys if len({repr(config.get(key)) for config in known}) > 1]
 
 
+def find_runs(paths: list[str]) -> list[str]:
+    """Return the run directories among `paths`, and those in the directories that hold several, such as a sweep.
+
+    Other files are left out, and so are directories without metrics, with a line that names them: `sweep/*` names both.
+
+    Raises:
+        UserError: no run is left.
+    """
+    runs, others = [], []
+    for path in paths:
+        inside = glob.glob(os.path.join(glob.escape(path), "*", METRICS_FILE))
+        if os.path.exists(os.path.join(path, METRICS_FILE)):
+            runs.append(path)
+        elif inside:
+            runs += sorted(os.path.dirname(file) for file in inside)
+        elif not os.path.isfile(path):
+            others.append(path)
+    if not runs:
+        raise UserError(f"{others[0] if others else paths[0]}: is no run directory; it has no {METRICS_FILE}")
+    for path in others:
+        print(f"left out {path}: it has no {METRICS_FILE}", file=sys.stderr)
+    return runs
+
+
 def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> None:
     """Print a table of runs, best first, and draw the curves of the metric.
 
@@ -90,7 +117,7 @@ def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> N
         picture: the PNG file to write.
         metric: None: the `trainer.best_metric` of the first run.
     """
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path) for path in find_runs(paths)]
     defaults = Config().trainer
     metric = metric or runs[0].config.get("trainer.best_metric", defaults.best_metric)
     mode = runs[0].config.get("trainer.best_mode", defaults.best_mode)
@@ -112,7 +139,10 @@ def _print_table(runs: list[Run], metric: str, best: dict[str, Best | None]) -> 
 
     keys = differing_keys(runs)
     table = Table()
-    for name in ("run", *keys):
+    lasts = [key.rpartition(".")[2] for key in keys]
+    # A long name makes a wide column: the last word stands for the key if it is the only such key.
+    names = [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
+    for name in ("run", *names):
         table.add_column(Text(name), overflow="fold")
     for name in (f"best {metric}", "at step", "last", "steps"):
         table.add_column(Text(name), justify="right", no_wrap=True)
@@ -123,9 +153,8 @@ def _print_table(runs: list[Run], metric: str, best: dict[str, Best | None]) -> 
         settings = [str(run.config.get(key, _UNKNOWN)) for key in keys]
         cells = (_name(run), *settings, *numbers, _UNKNOWN if last is None else f"{last:.4g}", str(run.steps))
         table.add_row(*map(Text, cells))
-    console = Console(file=sys.stdout)
     # A file or a pipe has no width: no line is cut there.
-    console.print(table, width=None if console.is_terminal else 32 + 40 * (len(keys) + 1))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
 
 def _name(run: Run) -> str:
@@ -163,7 +192,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs of the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.compare", description="Compare runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
     parser.add_argument("--out", default="compare.png", help="picture of the curves (default: %(default)s)")
     args = parser.parse_args(argv)

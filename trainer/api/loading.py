@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class SavedCheckpoint:
     """Its `global_step_N` directory."""
     step: int
     """The step after which it was saved."""
-    _checkpoint: Checkpoint
+    _checkpoint: Checkpoint = field(repr=False)
 
     @cached_property
     def config(self) -> dict[str, Any]:

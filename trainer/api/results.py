@@ -11,6 +11,7 @@ from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.metrics import tracker
 from trainer.metrics.best import Best, find_best
+from trainer.run.best import compared_metric
 
 if TYPE_CHECKING:
     import pandas
@@ -25,7 +26,10 @@ class RunResult:
     status: str
     """`finished`, or `stopped`: the run was saved early, and the same call continues it."""
     best: Best | None
-    """The best value of `trainer.best_metric`, with its step; None if no step has measured it."""
+    """The best value of `trainer.best_metric`, with its step; None if no step has measured it.
+
+    If `val/accuracy` is 0 at every step, it is that of `val/reward/mean`.
+    """
     checkpoints: list[str]
     """The checkpoints, oldest first."""
     exports: list[str]
@@ -50,13 +54,17 @@ def describe_result(places: dict[str, str], status: str) -> RunResult:
     """
     run_dir = places["run_dir"]
     rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
+    best = find_best(rows, places["best_metric"], places["best_mode"])
+    if best is not None:  # compare steps as the run does
+        metric = compared_metric({}, best.metric, {best.metric: best.value})
+        best = find_best(rows, metric, places["best_mode"]) or best
     checkpoints = open_store(places["ckpt_path"])
     exports = glob(os.path.join(escape(places["export_path"]), "global_step_*", "policy"))
     report = os.path.join(run_dir, "report.png")
     return RunResult(
         run_dir=run_dir,
         status=status,
-        best=find_best(rows, places["best_metric"], places["best_mode"]),
+        best=best,
         checkpoints=[checkpoints.path(step) for step in checkpoints.steps()],
         exports=sorted(exports, key=_step_of_export),
         report=report if os.path.exists(report) else None,

@@ -207,8 +207,15 @@ class _Sweep:
             name = f"{name} {config.trainer.run_dir}"
             print(name, flush=True)
             value = job(config)
-            if value is None and str(hydra.sweeper._target_).endswith(".OptunaSweeper"):
-                raise UserError(f"trainer.best_metric={config.trainer.best_metric}: no step has measured it")
+            if str(hydra.sweeper._target_).endswith(".OptunaSweeper"):
+                if value is None:
+                    raise UserError(f"trainer.best_metric={config.trainer.best_metric}: no step has measured it")
+                if value == 0 and config.trainer.best_metric == "val/accuracy":
+                    print(
+                        "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
+                        "a new sweep with trainer.best_metric=val/reward/mean compares such jobs",
+                        flush=True,
+                    )
             return value
         except Exception as error:
             outcome = _outcome(error)

@@ -37,7 +37,12 @@ class SweepCallback(Callback):
         overrides = OverridesParser.create().parse_overrides(
             OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
         )
+        swept = {override.key_or_group for override in overrides if override.is_sweep_override()}
         fixed = [override.key_or_group for override in overrides if not override.is_sweep_override()]
+        if twice := sorted(swept & set(fixed)):
+            raise UserError(
+                f"{twice[0]}: is given with one value and with several, so jobs would share a directory; keep one"
+            )
         if any(o.key_or_group == "trainer.run_dir" and "${sweep_suffix:}" not in str(o.value()) for o in overrides):
             raise UserError(
                 "trainer.run_dir: all jobs of a sweep would share it; name the sweep with trainer.run_name=NAME, or "

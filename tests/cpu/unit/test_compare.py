@@ -32,7 +32,7 @@ def test_the_table_has_differing_keys_best_and_last_values_and_steps_with_the_be
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
     cells = [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
     assert cells == [
-        ["run", "trainer.policy.lr", "best val/accuracy", "at step", "last", "steps"],
+        ["run", "lr", "best val/accuracy", "at step", "last", "steps"],
         ["better", "0.25", "0.75", "2", "0.625", "3"],
         ["worse", "0.5", "0.5", "1", "0.125", "2"],
     ]
@@ -55,3 +55,29 @@ def test_a_run_without_the_metric_comes_last(runs, tmp_path, capsys):
 def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}: is no run directory; it has no metrics.jsonl\n"
+
+
+def test_a_sweep_and_all_that_its_directory_holds_can_be_compared(runs, tmp_path, capsys):
+    (tmp_path / "multirun.yaml").write_text("")
+    (tmp_path / "refused").mkdir()
+    picture = ["--out", str(tmp_path / "x.png")]
+    assert main([*map(str, sorted(tmp_path.iterdir())), *picture]) == 0
+    by_glob = capsys.readouterr()
+    assert by_glob.err == f"left out {tmp_path}/refused: it has no metrics.jsonl\n"
+    assert main([str(tmp_path), *picture]) == 0
+    by_sweep = capsys.readouterr()
+    assert by_sweep.out == by_glob.out and by_sweep.err == ""
+    assert [line.split("│")[1].strip() for line in by_sweep.out.splitlines() if "│" in line] == ["better", "worse"]
+
+
+def test_long_keys_and_values_are_not_cut_where_output_goes_to_a_file(tmp_path, capsys):
+    settings = {f"a_key_with_a_long_name_{i}": "x" * 30 for i in range(6)}
+    paths = [
+        write_run(tmp_path / str(seed), [1], seed=seed, allow_config_change=[str(seed)],
+                  **{name: value + str(seed) for name, value in settings.items()})
+        for seed in (1, 2)
+    ]  # fmt: skip
+    assert main([*paths, "--out", str(tmp_path / "x.png")]) == 0
+    header, *rows = (line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line)
+    assert len(rows) == 2 and all(name in header for name in settings) and "x" * 30 + "1" in rows[0]
+    assert "allow_config_change" not in header

@@ -30,6 +30,8 @@ def job(cfg):
         raise RuntimeError("a bug")
     if seed == 4:
         return None
+    if seed == 6:
+        return 0.0
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
     with open(os.path.join(cfg.trainer.run_dir, "metrics.jsonl"), "w") as file:
         file.write(json.dumps({"step": 1, "val/accuracy": 1 - (lr - 0.3) ** 2}) + "\\n")
@@ -137,6 +139,19 @@ def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
     assert "error: trainer.run_dir: all jobs of a sweep would share it; name the sweep" in done.stderr
     done = sweep(tmp_path, "trainer.run_dir=here${sweep_suffix:}", "trainer.seed=1,5")
     assert [path for _, path in jobs(tmp_path)] == ["here/trainer.seed=1", "here/trainer.seed=5"], done.stderr
+
+
+def test_a_key_with_one_value_and_several_is_refused(tmp_path):
+    done = sweep(tmp_path, "trainer.seed=1", "trainer.policy.optimizer.lr=0.1", "trainer.seed=1,5")
+    assert done.returncode == 2 and not (tmp_path / "jobs").exists()
+    assert "error: trainer.seed: is given with one value and with several" in done.stderr
+
+
+def test_a_trial_whose_accuracy_is_0_says_that_optuna_cannot_use_it(tmp_path):
+    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.sampler.seed=1"]
+    done = sweep(tmp_path, *optuna, "trainer.seed=6,7")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trainer.best_metric=val/reward/mean compares such jobs") == 1
 
 
 def test_a_directory_name_is_cut_to_what_a_file_system_takes(tmp_path):
