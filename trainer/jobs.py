@@ -13,12 +13,14 @@ from typing import Any
 
 from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.lock import NAME as LOCK_NAME
+from trainer.checkpoint.manifest import Checkpoint, read_object
+from trainer.checkpoint.parts import Restore, start_weights_part
 from trainer.cluster.groups import Cluster
 from trainer.config import Config, TrainerConfig
 from trainer.config.trainer import PROCESSES
 from trainer.data.datasets import as_messages, check_files, read_examples
 from trainer.data.examples import load_train, load_val
-from trainer.errors import UserError
+from trainer.errors import UserError, as_list
 from trainer.generation.fleet import Fleet
 from trainer.keyed import key
 from trainer.learner.learner import Learner
@@ -32,10 +34,11 @@ from trainer.plugins import import_function
 from trainer.rewards.components import RewardInput, components_of
 from trainer.rewards.trial import try_rewards
 from trainer.run import record
+from trainer.run.compatibility import ConfigRefused
 from trainer.run.directory import RunDirectory
 from trainer.run.starts import record_start
 from trainer.run.stopping import StopRequest
-from trainer.sources.rollouts import RolloutSource
+from trainer.sources.rollouts import RolloutSource, prompt_ledger, read_prompts
 from trainer.sources.supervised import SupervisedSource, loop_config
 from trainer.stages import stage
 from trainer.trainer import Trainer
@@ -54,7 +57,7 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
     """
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    with RunDirectory(cfg).open() as directory:
+    with _open(cfg) as directory:
         record_start(t.run_dir, cfg)
         _check_inputs(cfg)
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
@@ -74,7 +77,7 @@ def train_supervised(cfg: Config, device: str) -> None:
     """A supervised run: from `model.path`, or from the embedded model with random weights."""
     t = cfg.trainer
     stop = StopRequest(t.stop_at)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with _open(cfg, supervised=True) as directory:
         record_start(t.run_dir, cfg)
         check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
         if _is_finished(directory, cfg.sft.steps, exported=True):
@@ -108,12 +111,14 @@ def rollout_trainer(
     with stage("reading the data"):
         tokenizer = _load_tokenizer(cfg, path)
         source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
+        trainer = Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)
+        _check_resumed_data(trainer)
     with stage("starting ranks and engines, and reading the model's files"):
         reading.result()
         fleet.settle()
     with stage("loading the model into the ranks"):
         learner.build(path)
-    return Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)
+    return trainer
 
 
 def supervised_trainer(
@@ -129,10 +134,83 @@ def supervised_trainer(
         vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
         parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
         held_out = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
-    source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
+        source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
+        trainer = Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+        _check_resumed_data(trainer)
     with stage("loading the model into the ranks"):
         learner.build(path)
-    return Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+    return trainer
+
+
+def _open(cfg: Config, supervised: bool = False) -> RunDirectory:
+    """Open the directory of the run.
+
+    Raises:
+        UserError: see `RunDirectory.open`. If the config cannot be used with the checkpoint, the message also lists
+            what of the data and the start weights cannot.
+    """
+    try:
+        return RunDirectory(cfg, supervised).open()
+    except ConfigRefused as refused:
+        # A change of these keys changes data or weights, too: then its own sentence is enough.
+        if any(key.startswith(("data.", "model.", "trainer.seed")) for key in refused.keys):
+            raise
+        with stage("comparing the data with the checkpoint"):
+            further = _refused_inputs(cfg, supervised, *refused.resume)
+        raise UserError(
+            as_list("the checkpoint cannot be used with this config:", [*refused.sentences, *further])
+        ) from None
+
+
+def _refused_inputs(cfg: Config, supervised: bool, checkpoint: Checkpoint, restore: Restore) -> list[str]:
+    """Return a sentence for each of data and start weights that cannot be used with the checkpoint."""
+    model = cfg.model.path or _cached_model(cfg)
+    if supervised and cfg.model.path is None or not (cfg.model.path or os.path.exists(model)):
+        return []  # the start weights are made in the run
+
+    def check_data() -> None:
+        path = resolve_model_path(model)
+        tokenizer = _load_tokenizer(cfg, path)
+        source: Any
+        if supervised:
+            vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
+            parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
+            source = SupervisedSource(cfg.sft, parts, [], cfg.trainer.seed, lambda _: 0.0)
+        else:
+            source = prompt_ledger(cfg, read_prompts(cfg, "train", tokenizer).prompts)
+        source.load_state_dict(read_object(checkpoint, "data.json"))
+
+    def check_weights() -> None:
+        start_weights_part(cfg, resolve_model_path(model)).load(checkpoint, restore)
+
+    checks = [check_data] if "data" in restore.kinds else []
+    if "weights" in restore.kinds and "start_weights" in checkpoint.manifest["parts"]:
+        checks.append(check_weights)
+    refused = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            refused.append(str(error))
+    return refused
+
+
+def _check_resumed_data(trainer: Trainer) -> None:
+    """Check that the data is that of the checkpoint to resume from, before models are loaded, which takes longer.
+
+    Raises:
+        UserError: it is not; the message lists changed start weights, too.
+    """
+    resume = trainer.directory.resume
+    if resume is None or "data" not in resume.restore.kinds:
+        return
+    parts = {part.name: part for part in resume.restore.chosen(trainer.parts, resume.checkpoint)}
+    try:
+        trainer.checkpoints.load(resume.checkpoint, [parts["data"]], resume.restore)
+    except UserError:
+        inputs = [parts[name] for name in ("start_weights", "data") if name in parts]
+        trainer.checkpoints.load(resume.checkpoint, inputs, resume.restore)
+        raise
 
 
 def _load_tokenizer(cfg: Config, path: str) -> Any:
@@ -156,22 +234,39 @@ def _check_inputs(cfg: Config) -> None:
     Raises:
         UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
     """
+    refused = []
+    for check in (_check_functions, _check_data, _check_model):
+        try:
+            check(cfg)
+        except UserError as error:
+            refused.append(str(error))
+    if refused:
+        raise UserError(as_list("the run cannot start:", refused))
+    if cfg.environment.name is None:
+        with stage("trying the rewards"):
+            _try_rewards(cfg)
+
+
+def _check_functions(cfg: Config) -> None:
     if cfg.environment.name is None:
         components_of(cfg.reward)
     else:
         import_function(cfg.environment.name, "environment.name")
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
+
+
+def _check_data(cfg: Config) -> None:
     with stage("checking the data files"):
         check_files(cfg.data, validation=cfg.trainer.val_interval > 0, as_rows=cfg.environment.name is not None)
-    if cfg.model.path is not None:
-        with stage(f"fetching the model {cfg.model.path}"):
-            _load_tokenizer(cfg, resolve_model_path(cfg.model.path))
-    else:
+
+
+def _check_model(cfg: Config) -> None:
+    if cfg.model.path is None:
         _check_cache(cfg)
-    if cfg.environment.name is None:
-        with stage("trying the rewards"):
-            _try_rewards(cfg)
+        return
+    with stage(f"fetching the model {cfg.model.path}"):
+        _load_tokenizer(cfg, resolve_model_path(cfg.model.path))
 
 
 def _try_rewards(cfg: Config) -> None:
@@ -273,11 +368,10 @@ def _check_cache(cfg: Config) -> None:
 
 
 def _cached_model(cfg: Config) -> str:
-    recipe = {
-        "tiny": dataclasses.asdict(cfg.model.tiny),
-        "sft": dataclasses.asdict(cfg.sft),
-        "data": dataclasses.asdict(cfg.data),
-    }
+    data = dataclasses.asdict(cfg.data)
+    if not cfg.data.generator:  # what is held out of files has no part in the model
+        data |= {"val_files": [], "val_size": -1}
+    recipe = {"tiny": dataclasses.asdict(cfg.model.tiny), "sft": dataclasses.asdict(cfg.sft), "data": data}
     return os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
 
 

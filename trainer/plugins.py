@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -34,9 +35,18 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         if module_name and function_name:
             raise UserError(f"{key}={path}: an import path has a colon before the function; write {with_colon(path)}")
         raise UserError(f"{key}={path}: {instead} an import path package.module:function")
+    if module_name.endswith(".py") or "/" in module_name:
+        name = os.path.normpath(module_name.removesuffix(".py")).replace("/", ".").lstrip(".")
+        raise UserError(
+            f"{key}={path}: an import path names a module, not a file; write {name}:{function_name} and give the "
+            "command in the directory of the module"
+        )
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
-    with user_code(f"{key}={path}: cannot be imported ({{}})"):
+    top = module_name.partition(".")[0]
+    places = f"; {top}.py or {top}/ is looked for in {os.getcwd()} and among the installed packages"
+    where = "" if importlib.util.find_spec(top) else places.replace("{", "{{").replace("}", "}}")
+    with user_code(f"{key}={path}: cannot be imported ({{}}){where}"):
         function = getattr(importlib.import_module(module_name), function_name, None)
     signals.SIGNALS.check()
     if not callable(function):

@@ -86,7 +86,7 @@ class Trainer:
         cfg: of the loop; for supervised training, what `sources.supervised.loop_config` makes of the user's.
         directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
         source: of the episodes.
-        learner: with its models built.
+        learner: its models are built before `fit`.
         model_path: the start weights, a local directory.
     """
 

@@ -15,7 +15,16 @@ from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.hydra import conf_dir, register, register_plugins, to_config
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.suggestions import did_you_mean
-from trainer.errors import JobFault, NonFiniteError, NotSavedError, UserError, WorkerError, memory_ran_out, one_line
+from trainer.errors import (
+    JobFault,
+    NonFiniteError,
+    NotSavedError,
+    UserError,
+    WorkerError,
+    as_list,
+    memory_ran_out,
+    one_line,
+)
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
 from trainer.signals import EXIT_STATUS, SIGNALS, Stopped
 
@@ -112,8 +121,11 @@ def explain(error: BaseException) -> str:
     first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
     for cause in chain:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-            return no_such_key(cause.full_key, _groups())
+            keys = dict.fromkeys([cause.full_key, *_wrong_keys()])
+            return as_list("the command has wrong keys:", [no_such_key(key, _groups()) for key in keys])
         if isinstance(cause, ValidationError) and cause.full_key:
+            if "is not a ListConfig" in first_lines[-1]:
+                return f"{cause.full_key}: must be a list; write {cause.full_key}=[{_given(cause.full_key)}]"
             return f"{cause.full_key}: {first_lines[-1].rstrip('.')}"
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
@@ -125,6 +137,30 @@ def explain(error: BaseException) -> str:
     if isinstance(error, (ConfigCompositionException, OverrideParseException)):
         return " ".join(str(error).split())
     return first_lines[0]
+
+
+def _wrong_keys() -> list[str]:
+    """Return the keys of `KEY=VALUE` on the command line that the schema does not have."""
+    known = {name for walk in (walk_keys, walk_sections) for name, *_ in walk(Config())} | set(_groups())
+    words = [word.partition("=")[0] for word in sys.argv[1:] if re.match(r"[\w.]+=", word)]
+    return [key for key in words if key not in known and not key.startswith("hydra.")]
+
+
+def _given(key: str) -> str:
+    """Return the last value that the command line gives to `key`."""
+    return next((word[len(key) + 1 :] for word in reversed(sys.argv) if word.startswith(f"{key}=")), "VALUE")
+
+
+def _refuse_dashes() -> None:
+    """Refuse `--key=value`, which other programs want.
+
+    Raises:
+        UserError: names the first such key, without dashes.
+    """
+    for word in sys.argv[1:]:
+        key, _, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and re.search(r"[._]", key):
+            raise UserError(f"{word}: keys have no dashes before them; write {key}={value or 'VALUE'}")
 
 
 def _help() -> str:
@@ -245,6 +281,7 @@ def _compose_and_run(job: Job) -> None:
 
     SIGNALS.check()
     register()
+    _refuse_dashes()
     register_plugins(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 

@@ -199,7 +199,9 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
         return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
     for key, name in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
         if name not in row:
-            raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}")
+            chats = [column for column, value in row.items() if _is_chat(value)]
+            hint = f"; if {chats[0]} holds whole chats, set data.messages_key={chats[0]}" if chats else ""
+            raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}{hint}")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
     if not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(

@@ -241,7 +241,8 @@ class Ledger:
             if state.get(name) != own:
                 raise UserError(
                     f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {state.get(name)}); "
-                    "resume with the data and seed of the run, or fork without `data` in trainer.resume_load"
+                    "restore the data and seed of the run, or fork the checkpoint (trainer.resume_mode=from_path) with "
+                    "trainer.resume_load=[weights,optimizer,rng,state], which begins the new data at its first row"
                 )
 
     def _problem(self, state: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,14 @@ def resolve_model_path(path: str) -> str:
     """
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "config.json")):
-            raise UserError(f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model")
+            below = (os.path.join(glob.escape(path), *depth, "config.json") for depth in (["*"], ["*", "*"]))
+            inside = [file for pattern in below for file in sorted(glob.glob(pattern))]
+            instead = f"; {os.path.dirname(inside[-1])} has one" if inside else ""
+            if os.path.exists(os.path.join(path, "manifest.json")):
+                instead = f"; it is a checkpoint: python -m trainer.checkpoint export {path} DIRECTORY makes one of it"
+            raise UserError(
+                f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model{instead}"
+            )
         return os.path.abspath(path)  # ranks on an existing cluster have another working directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

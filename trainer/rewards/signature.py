@@ -12,6 +12,15 @@ from trainer.errors import UserError
 NAMES = ("completion", "completions", "answer", "prompt", "messages", "row", "status")
 """The parameters that a reward function can have (docs/rewards.md says what each holds)."""
 _VALID = f"valid are {', '.join(NAMES)}; give others a default"
+_OTHER_NAMES = {
+    "prompts": "prompt",
+    "solution_str": "completion",
+    "response": "completion",
+    "text": "completion",
+    "ground_truth": "answer",
+    "solution": "answer",
+}
+"""What TRL, verl and others call what a reward can have here."""
 _OF_ONE = tuple(name for name in NAMES if name != "completions")
 """What a function with `**options` gets."""
 
@@ -68,7 +77,11 @@ def calling_of(function: Callable[..., Any], key: str) -> Calling:
     first_two = [p.name for p in slots[:2]]
     positional = bool(unknown) and _are_completion_and_answer(first_two, known) and set(unknown) <= set(first_two)
     if unknown and not positional:
-        raise UserError(f"{key}: the function asks for {', '.join(unknown)}, which no reward gets; {_VALID}")
+        instead = ", ".join(_OTHER_NAMES.get(name, f'row["{name}"]') + f" for {name}" for name in unknown)
+        raise UserError(
+            f"{key}: the function asks for {', '.join(unknown)}, which no reward gets; {_VALID}. If it was written for "
+            f"TRL or verl, or wants a column of the data, take {instead} (docs/rewards.md)"
+        )
     if "completions" in known and (positional or "completion" in known):
         raise UserError(f"{key}: the function asks for completions, the whole group, and for one completion; keep one")
     names = dict.fromkeys(known)

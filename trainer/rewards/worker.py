@@ -6,11 +6,12 @@ import asyncio
 import inspect
 import json
 import os
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from trainer.errors import describe_error
+from trainer.errors import describe_error, one_line
 from trainer.isolation.guard import ProcessState, send
 from trainer.rewards.functions import REMOTE, REWARDS, resolve
 from trainer.rewards.signature import Calling, calling_of
@@ -33,7 +34,7 @@ class _Reward:
         try:
             value = self.calling.call(self._function, given)
         except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
-            return _all_failed(calls, f"raised {describe_error(error)}")
+            return _all_failed(calls, f"raised {describe_error(error)}{self._place(error)}")
         return [_read(value, self.calling, given)]
 
     async def compute_async(self, calls: list[dict[str, Any]]) -> Results:
@@ -44,8 +45,14 @@ class _Reward:
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return _all_failed(calls, f"took longer than reward.timeout_s={self._timeout_s:g}")
-            return _all_failed(calls, f"raised {describe_error(error)}")
+            return _all_failed(calls, f"raised {describe_error(error)}{self._place(error)}")
         return [_read(value, self.calling, given)]
+
+    def _place(self, error: BaseException) -> str:
+        """Return ` in FILE:LINE`, the last line of the function's own file that `error` has passed; "" if unknown."""
+        file = getattr(getattr(inspect.unwrap(self._function), "__code__", None), "co_filename", None)
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        return f" in {one_line(os.path.basename(str(file)))}:{lines[-1]}" if lines else ""
 
 
 def serve(pipe: Connection, names: list[str], timeout_s: float, concurrency: int, remote: dict[str, Any]) -> NoReturn:

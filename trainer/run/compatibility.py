@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.checkpoint.parts import is_allowed
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.parts import Restore, is_allowed
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig, own_defaults
 from trainer.errors import UserError, as_list
 
@@ -163,6 +164,23 @@ class Change:
         return f"{self.key}: {self.saved} -> {self.now}"
 
 
+class ConfigRefused(UserError):
+    """A checkpoint cannot be used with the config of this start.
+
+    Args:
+        sentences: one for each key that must not change, with its remedy.
+        keys: these keys.
+    """
+
+    resume: tuple[Checkpoint, Restore]
+    """The checkpoint, and what of it would have been restored."""
+
+    def __init__(self, sentences: Sequence[str], keys: Sequence[str]):
+        super().__init__(as_list("the checkpoint cannot be used with this config:", sentences))
+        self.sentences = sentences
+        self.keys = keys
+
+
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
     """Return the leaf keys in which two nested configs differ.
 
@@ -235,10 +253,11 @@ def check(
         forked: the kinds of state that a fork restores; None: the run continues.
 
     Raises:
-        UserError: lists all keys that must not change, with the remedies.
+        ConfigRefused: lists all keys that must not change, with the remedies.
     """
     effective = [change for change in changes if not matches(change.key, (*HARMLESS, *harmless))]
     refused: list[str] = []
+    refused_keys: list[str] = []
     askable: list[str] = []
     for change in effective:
         saved = f"{change.key}={change.now}: the checkpoint was saved with {change.saved}"
@@ -248,17 +267,19 @@ def check(
                 "start a new run" if forked is None else f"leave {' and '.join(bound.kinds)} out of trainer.resume_load"
             )
             refused.append(f"{saved}, and {bound.reason}; restore the value, or {other}")
+            refused_keys.append(change.key)
         elif _needs_permission(change.key, forked) and not is_allowed(change.key, allowed):
             why = "".join(f", and {why}" for pattern, why in REASONS.items() if fnmatchcase(change.key, pattern))
             refused.append(
                 f"{saved}{why}; restore the value, or allow it with trainer.allow_config_change=[{change.key}]"
             )
+            refused_keys.append(change.key)
             askable.append(change.key)
     if len(askable) > 1:
         keys = ",".join([*allowed, *askable])
         refused.append(f"to allow all that can be allowed: trainer.allow_config_change=[{keys}]")
     if refused:
-        raise UserError(as_list("the checkpoint cannot be used with this config:", refused))
+        raise ConfigRefused(refused, refused_keys)
     return effective
 
 

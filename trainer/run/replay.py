@@ -19,6 +19,8 @@ REPLAY_FILE = "metrics.replay.jsonl"
 WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "critic/loss", "sft/loss")
 _WATCHED_STEPS = 3
 _HISTORY = 20
+_SMALL = 1e-3
+"""A metric that was 0 may leave it by this much: when rewards begin to differ, the policy begins to move."""
 _ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
 _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in the last bits
 
@@ -72,7 +74,11 @@ class ReplayAudit:
         if not self._expected:
             if step <= self._start + _WATCHED_STEPS:
                 for jump in jumps(metrics, self._history):
-                    LOG.warning("after the resume, %s", jump)
+                    LOG.warning(
+                        "after the resume, %s; if the next steps do not return to what was before, go back with "
+                        "`python -m trainer.checkpoint rollback`",
+                        jump,
+                    )
             return None
         row = self._expected.pop(step, None)
         if row is not None:
@@ -123,7 +129,7 @@ def jumps(metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]]) ->
             continue
         mean = sum(past) / len(past)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
-        if not abs(value - mean) <= 8 * deviation + 0.1 * abs(mean) + 1e-6:
+        if not abs(value - mean) <= 8 * deviation + 0.1 * abs(mean) + _SMALL:
             sentences.append(
                 f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} ± {deviation:.2g}"
             )

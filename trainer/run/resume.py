@@ -13,10 +13,11 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
 from trainer.checkpoint.parts import Restore, read_config
+from trainer.checkpoint.store import LocalStore
 from trainer.config import RESUME_LOAD, Config
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.places import absolute, is_same
+from trainer.places import absolute, is_same, is_url
 from trainer.run import compatibility, lineage, record
 
 LOG = logging.getLogger(__name__)
@@ -108,8 +109,9 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
     t = cfg.trainer
     assert t.resume_path is not None
     path = absolute(t.resume_path)
-    if step_in(path) is None:
-        raise UserError(f"trainer.resume_path={t.resume_path}: must be a global_step_N directory")
+    if step_in(path) is None or not (is_url(path) or os.path.isdir(path)):
+        problem = "must be a global_step_N directory" if step_in(path) is None else "no such checkpoint"
+        raise UserError(f"trainer.resume_path={t.resume_path}: {problem}{_checkpoints_near(path)}")
     if is_same(os.path.dirname(path), t.ckpt_path):
         return _verify_newest(cfg, checkpoints, path), False
     forked = lineage.read(t.run_dir)
@@ -128,6 +130,16 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             "continue it with trainer.resume_mode=latest"
         )
     return manifests.verify(path, t.verify_checkpoint), True  # no fallback: the user named this checkpoint
+
+
+def _checkpoints_near(path: str) -> str:
+    """Return which checkpoints there are in a run, or beside a checkpoint, as the end of a sentence; "" if none."""
+    for place in (os.path.join(path, "checkpoints"), path, os.path.dirname(path)):
+        steps = [] if is_url(place) else LocalStore(place).steps()
+        if steps:
+            more = ", …" if len(steps) > 5 else ""
+            return f"; {place} has {', '.join(f'global_step_{step}' for step in reversed(steps[-5:]))}{more}"
+    return ""
 
 
 def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
@@ -154,13 +166,17 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     harmless = compatibility.ignored_keys(cfg, supervised)
     if not (compatibility.has_critic(saved) and cfg.has_critic):  # no critic is restored
         harmless = (*harmless, "trainer.critic.*")
-    effective = compatibility.check(
-        changes,
-        cfg.trainer.allow_config_change,
-        harmless,
-        compatibility.impossible_changes(cfg, saved),
-        forked=restored if fork else None,
-    )
+    try:
+        effective = compatibility.check(
+            changes,
+            cfg.trainer.allow_config_change,
+            harmless,
+            compatibility.impossible_changes(cfg, saved),
+            forked=restored if fork else None,
+        )
+    except compatibility.ConfigRefused as refused:
+        refused.resume = (checkpoint, Restore(restored, fork))
+        raise
     for change in changes:
         if not change.key.startswith(("trainer.resume_", "trainer.allow_")):
             LOG.info("config changed since the checkpoint: %s", change)

@@ -54,6 +54,31 @@ class _Step:
     metrics: dict[str, float]
 
 
+def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
+    """Return the prompts of `train` or `val`; with an environment, the rows that it makes prompts of."""
+    if cfg.environment.name:
+        return load_rows(cfg.data, split)
+    return load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
+
+
+def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger:
+    """Return the ledger of a run that draws `prompts`."""
+
+    def fingerprint() -> str:
+        digest = xxhash.xxh3_128()
+        for prompt in prompts:
+            row = prompt.row if cfg.environment.name else None  # then there is nothing else
+            kept = (prompt.index, prompt.token_ids, prompt.answer)
+            digest.update(repr(kept).encode() if row is None else json.dumps([prompt.index, row], default=str).encode())
+        return digest.hexdigest()
+
+    name = cfg.data.curriculum
+    curriculum = import_function(name, "data.curriculum") if name else None
+    return Ledger(
+        [prompts], cfg.trainer.seed, "prompts", fingerprint, curriculum=curriculum, curriculum_name=name or ""
+    )
+
+
 class RolloutSource:
     """`rollout.n` episodes for each of `trainer.train_batch_size` prompts a step.
 
@@ -73,20 +98,12 @@ class RolloutSource:
         self._fence = fence
         self._stop_tokens = stop_token_ids(model_path, tokenizer)
         self._player: Player = (EnvironmentPlayer if cfg.environment.name else SingleTurn)(cfg, tokenizer)
-        train = self._load("train")
+        train = read_prompts(cfg, "train", tokenizer)
         self.prompts, self._dropped = train.prompts, train.dropped
-        name = cfg.data.curriculum
-        self.ledger = Ledger(
-            [self.prompts],
-            cfg.trainer.seed,
-            "prompts",
-            self._fingerprint,
-            curriculum=import_function(name, "data.curriculum") if name else None,
-            curriculum_name=name or "",
-        )
+        self.ledger = prompt_ledger(cfg, self.prompts)
         self._held_out: list[Prompt] = []
         if cfg.trainer.val_interval > 0:
-            self._held_out = self._load("val").prompts
+            self._held_out = read_prompts(cfg, "val", tokenizer).prompts
         self.rewards: RewardPool | None = None  # an environment gives the rewards itself
         if cfg.environment.name is None:
             self.rewards = RewardPool(cfg.reward, RewardStore(cfg.trainer.run_dir, fence))
@@ -95,11 +112,6 @@ class RolloutSource:
         self._last: _Step | None = None
         self._samples: dict[str, list[Transcript]] = {}
         self._sync_speed: dict[str, float] = {}
-
-    def _load(self, split: str) -> PromptSet:
-        if self.cfg.environment.name:
-            return load_rows(self.cfg.data, split)
-        return load_prompts(self.cfg.data, split, self.tokenizer, self.cfg.rollout.max_prompt_tokens)
 
     def __str__(self) -> str:
         r = self.cfg.rollout
@@ -386,14 +398,6 @@ class RolloutSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ledger.load_state_dict(state)
-
-    def _fingerprint(self) -> str:
-        digest = xxhash.xxh3_128()
-        for prompt in self.prompts:
-            row = prompt.row if self.cfg.environment.name else None  # then there is nothing else
-            kept = (prompt.index, prompt.token_ids, prompt.answer)
-            digest.update(repr(kept).encode() if row is None else json.dumps([prompt.index, row], default=str).encode())
-        return digest.hexdigest()
 
     # ---------------------------------------------------------------------------------------------------
     # Helpers

@@ -68,3 +68,18 @@ def test_an_import_path_without_a_colon_is_refused_with_the_right_form(key):
 def test_other_text_is_no_import_path(path):
     with pytest.raises(UserError, match=f"^data.curriculum={path}: must be an import path package.module:function$"):
         import_function(path, "data.curriculum")
+
+
+@pytest.mark.parametrize(
+    "path, name", [("mine.py:f", "mine:f"), ("./mine.py:f", "mine:f"), ("lib/mine.py:f", "lib.mine:f")]
+)
+def test_a_path_of_a_file_is_refused_with_the_name_of_the_module(path, name):
+    with pytest.raises(UserError, match=f"^reward.name={path}: .* not a file; write {name} "):
+        import_function(path, "reward.name")
+
+
+def test_a_module_that_is_not_there_is_refused_with_the_places_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = f"no_such.py or no_such/ is looked for in {tmp_path} and among the installed packages"
+    with pytest.raises(UserError, match=f"No module named 'no_such'.; {places}"):
+        import_function("no_such:f", "reward.name")

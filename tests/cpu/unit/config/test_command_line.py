@@ -37,7 +37,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
-        (["trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers\?$"),
+        (["trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers"),
         (["total_steps=10"], r"total_steps: no such key; did you mean trainer.total_steps\?$"),
         (["rollout.total_steps=10"], r"rollout.total_steps: no such key; did you mean trainer.total_steps\?$"),
         (["algoritm=ppo"], r"algoritm: no such key; did you mean algorithm\?$"),
@@ -47,10 +47,14 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["--cfg", "job", "rollout.m=2"], "rollout.m: no such key; docs/config.md lists the keys of rollout$"),
         (["nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
         (["trainer.num_workers=two"], "trainer.num_workers: .*'two'"),
+        (["data.train_files=a.jsonl"], r"data.train_files: must be a list; write data.train_files=\[a.jsonl\]$"),
+        (["reward.weights=1"], r"reward.weights: must be a list; write reward.weights=\[1\]$"),
+        (["--trainer.seed=5"], "--trainer.seed=5: keys have no dashes before them; write trainer.seed=5$"),
+        (["--total_steps", "5"], "--total_steps: keys have no dashes before them; write total_steps=VALUE$"),
         (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
         (["trainer.colocate=false"], "trainer.colocate: this key is now trainer.colocate_roles"),
         (["++rollout.colocate=true"], "rollout.colocate: this key is now rollout.share_gpus"),
-        (["+trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers\?$"),
+        (["+trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers"),
         (
             ["+lr=1e-5"],
             "lr: no such key; did you mean trainer.policy.optimizer.lr, or trainer.critic.optimizer.lr, or ",
@@ -73,6 +77,15 @@ def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("error: ") and re.search(sentence, line), done.stderr
     assert [p.name for p in tmp_path.rglob("*")] == ["deep"] + ["x"] * ("trainer.run_dir=x" in overrides)
+
+
+def test_all_wrong_keys_of_a_command_are_listed(tmp_path):
+    done = without_torch("trainer.sed=2", "rollout.n=2", "algorithm=ppo", "reward.nme=math", cwd=tmp_path)
+    assert done.returncode == 2
+    headline, first, second = done.stderr.splitlines()
+    assert headline == "error: the command has wrong keys:"
+    assert first == "  trainer.sed: no such key; did you mean trainer.seed, or model.tiny.seed?"
+    assert second.startswith("  reward.nme: no such key; did you mean reward.name, or ")
 
 
 def test_the_config_is_printed_without_torch(tmp_path):

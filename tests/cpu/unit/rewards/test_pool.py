@@ -65,7 +65,7 @@ def test_pool_keeps_the_order(custom):
 
 def test_a_bad_reward_costs_one_completion(custom):
     bad = {
-        "raise": "raised KeyError: 'oh'",
+        "raise": "raised KeyError: 'oh' in bad_rewards.py:",
         "exit": "raised SystemExit: 3",
         "nan": "is nan",
         "text": "returned str, which is not a number",

@@ -58,7 +58,13 @@ def test_without_replayed_steps_a_jump_is_reported(tmp_path, caplog):
     assert audit.check(11, {"policy/loss": 5.0, "policy/kl": 0.2}) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "policy/loss jumped to 5" in record.getMessage()
+    assert "python -m trainer.checkpoint rollback" in record.getMessage()
     assert jumps({"policy/loss": float("nan")}, rows)
+
+
+def test_a_policy_that_begins_to_move_is_no_jump():
+    rows = [{"step": n, "policy/kl": 0.0} for n in range(1, 11)]
+    assert jumps({"policy/kl": 7e-4}, rows) == [] and jumps({"policy/kl": 7e-2}, rows)
 
 
 LOGGED = {"reward/mean": 1.0, "policy/lr": 0.1, "policy/loss": 1.0, "val/accuracy": 0.5}

@@ -44,6 +44,13 @@ def test_a_checkpoint_with_the_old_names_of_keys_resumes(run_dir, capsys):
     assert resume(run_dir) == 2
 
 
+@pytest.mark.parametrize("path", ["checkpoints/global_step_7", "", "checkpoints"])
+def test_a_path_of_no_checkpoint_is_refused_with_those_that_there_are(run_dir, tmp_path, path):
+    cfg = configured(tmp_path / "fork", resume_mode="from_path", resume_path=str(run_dir / path))
+    with pytest.raises(UserError, match=r"^trainer.resume_path=.*: .*checkpoints has .*global_step_2"):
+        RunDirectory(cfg).open()
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What a resume may change
 

@@ -1,0 +1,104 @@
+"""Kill a job whose rewards come from a server: the result is that of an undisturbed job, and no answer is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import comparable, metrics, run_job
+from tests.support.judges import Answer, Server, rewards, serving
+from tests.support.killed_jobs import CONFIG, STEPS, run_until
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
+from trainer.rewards.store import STORE_FILE, key_of
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
+
+class Judge:
+    """Judges by content. It is overloaded now and then, and cannot judge some completions."""
+
+    def __init__(self) -> None:
+        self.run_dir = Path()
+        self.asked: list[str] = []
+        """The key of each completion that it has judged."""
+        self.asked_again: list[str] = []
+        """Those whose reward the run had stored before."""
+
+    def __call__(self, server: Server, document: Any) -> Answer:
+        if len(server.requests) % 5 == 0:
+            return 503, {"Retry-After": "0"}, b""
+        store = self.run_dir / STORE_FILE
+        stored = store.read_text() if store.exists() else ""
+        values: list[Any] = []
+        for item in document["completions"]:
+            key = key_of(f"{server.url}/score", item)
+            number = zlib.crc32(f"{item['completion']} {item['answer']}".encode())
+            fails = number % 5 == 0
+            with server.lock:
+                if item["completion"] != item["answer"]:  # else it is the trial before the start, which is not stored
+                    self.asked.append(key)
+                if f'"{key}"' in stored:
+                    self.asked_again.append(key)
+            values.append("I cannot say" if fails else {"taste": number / 2**32, "length": len(item["completion"]) / 8})
+        return rewards(values)
+
+
+def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
+    """Killed in every way. Then changed data, and all that has changed, are refused in one message each."""
+    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    build_tiny(size, str(tmp_path / "model"))
+    judge = Judge()
+    with serving(judge) as server:
+        base = (f"model.path={tmp_path}/model", "reward.name=[remote,tests.support.hashed_reward:hashed]",
+                "reward.weights=[1,0.5]", f"reward.url={server.url}/score", "algorithm.kl_coef=0.01",
+                "reward.remote.completions_per_request=3", "reward.max_failure_frac=1")  # fmt: skip
+        judge.run_dir = tmp_path / "whole"
+        started = time.monotonic()
+        assert run_until(tmp_path / "whole.log", f"trainer.run_dir={judge.run_dir}", *base)
+        seconds = time.monotonic() - started
+        rows = metrics(judge.run_dir)
+        assert sum(row.get("reward/failures", 0) for row in rows) > 0, "the judge has judged all"
+        assert rows[-1]["reward/taste/mean"] != rows[-2]["reward/taste/mean"]
+        stored = (judge.run_dir / STORE_FILE).read_text()
+        assert judge.asked and all(f'"{key}' in stored for key in judge.asked)
+        assert judge.asked_again == []
+
+        judge.run_dir, judge.asked = tmp_path / "killed", []
+        job = (f"trainer.run_dir={judge.run_dir}", *base)
+        kills, moments = 0, random.Random("judges")
+        for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):
+            reached, moment = tmp_path / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
+            env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
+            kills += not run_until(
+                tmp_path / "killed.log", *job, env=env,
+                kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
+            )  # fmt: skip
+        assert run_until(tmp_path / "killed.log", *job)
+    assert kills >= 2
+    assert judge.asked_again == []
+    assert comparable(metrics(judge.run_dir)) == comparable(rows)
+    for name in (f"exports/global_step_{STEPS}/policy/model.safetensors", f"validation/step_{STEPS}.jsonl"):
+        assert (judge.run_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert "resume verified" in (tmp_path / "killed.log").read_text()
+
+    again = (*CONFIG, *job, "trainer.ray_address=processes", "trainer.total_steps=8", "reward.max_failure_frac=1")
+    other_data = run_job(*again, "data.train_size=11", cwd=tmp_path, small=False)
+    assert other_data.returncode == 2, other_data.stderr
+    assert "data: the number of prompts is not that of the checkpoint" in other_data.stderr
+    assert "trainer.resume_load=[weights,optimizer,rng,state]" in other_data.stderr
+    assert "loading the model" not in other_data.stdout + other_data.stderr
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    changes = ("data.train_size=11", "trainer.policy.optimizer.lr=1e-4", "rollout.n=3")
+    all_at_once = run_job(*again, *changes, cwd=tmp_path, small=False)
+    assert all_at_once.returncode == 2, all_at_once.stderr
+    refused = [line.strip().split("=")[0].split(":")[0] for line in all_at_once.stderr.splitlines()[1:]]
+    assert {"rollout.n", "trainer.policy.optimizer.lr", "data", "model.path"} <= set(refused), all_at_once.stderr
+    assert json.loads((judge.run_dir / "committed.json").read_text()), "the refused starts have changed the run"

@@ -1,0 +1,42 @@
+"""What a run checks before it starts, and which embedded model it uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.jobs import _cached_model, _check_inputs
+
+
+def on_files(tmp_path) -> Config:
+    """A config whose training file has a column with chats."""
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"chat": chat}) + "\n")
+    cfg = Config()
+    cfg.data.train_files = cfg.data.val_files = [str(tmp_path / "train.jsonl")]
+    return cfg
+
+
+def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
+    cfg = on_files(tmp_path)
+    cfg.reward.name, cfg.model.path = "no_such:function", str(tmp_path)
+    with pytest.raises(UserError) as refused:
+        _check_inputs(cfg)
+    headline, reward, data, model = str(refused.value).split("\n  ")
+    assert headline == "the run cannot start:"
+    assert reward.startswith("reward.name=no_such:function: cannot be imported")
+    assert data.startswith("data.prompt_key=prompt: ")
+    assert data.endswith("if chat holds whole chats, set data.messages_key=chat")
+    assert model.startswith(f"model.path={tmp_path}: ")
+
+
+def test_what_is_held_out_of_files_makes_no_other_embedded_model(tmp_path):
+    cfg = on_files(tmp_path)
+    others = [dataclasses.replace(cfg.data, **change) for change in ({"val_size": 5}, {"val_files": []})]
+    assert {_cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {_cached_model(cfg)}
+    other = dataclasses.replace(cfg.data, train_size=5)
+    assert _cached_model(dataclasses.replace(cfg, data=other)) != _cached_model(cfg)
