@@ -45,7 +45,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         sys.path.insert(0, os.getcwd())
     top = module_name.partition(".")[0]
     places = f"; {top}.py or {top}/ is looked for in {os.getcwd()} and among the installed packages"
-    where = "" if importlib.util.find_spec(top) else places.replace("{", "{{").replace("}", "}}")
+    where = "" if not top or importlib.util.find_spec(top) else places.replace("{", "{{").replace("}", "}}")
     with user_code(f"{key}={path}: cannot be imported ({{}}){where}"):
         function = getattr(importlib.import_module(module_name), function_name, None)
     signals.SIGNALS.check()

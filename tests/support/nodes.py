@@ -185,6 +185,7 @@ def _end(holder: subprocess.Popen) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where `ip` and `tc` are
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
     if done.returncode:
         raise OSError(f"{shlex.join(command)}: {done.stderr.strip()}")

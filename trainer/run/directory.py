@@ -122,7 +122,7 @@ class RunDirectory:
 
     def _restore_carried(self) -> None:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""
-        if self.cfg.trainer.resume_mode in (None, "none"):
+        if self.cfg.trainer.resume_mode in (None, "none") or not self.checkpoints.store.keeps_record:
             return
         for step in reversed(self.checkpoints.steps()):
             try:

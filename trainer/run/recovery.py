@@ -109,7 +109,10 @@ class Recovery:
             LOG.warning("%s (%s)", sentence, socket.gethostname())
 
     def stopped(self, reason: Stopped) -> None:
-        """Record that the run ends early because it was asked to."""
+        """Record that the run ends early because it was asked to, perhaps while its ranks started again."""
+        if self._failure is not None:
+            self._record(self._failure, "restarted the ranks, in vain")
+            self._failure = None
         self._record(reason, "stopped")
 
     def _record(self, error: BaseException, action: str) -> None:

@@ -79,6 +79,7 @@ def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
         kill_all([rank for node in cluster if node not in (cut, lost) for rank in hosts(node, "rank")])
         output += reach(job, "2 rank(s)")
         assert hosts(added, "rank")
+        output += reach(job, "step 5/1000")
         driver(job).send_signal(signal.SIGTERM)
         output += job.communicate()[0]
         assert job.returncode == 75, output

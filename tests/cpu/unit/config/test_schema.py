@@ -192,7 +192,13 @@ def test_keys_sections_and_open_sections_may_be_allowed():
 
 
 def test_open_sections_are_those_with_keys_of_the_users_choice():
-    assert OPEN_SECTIONS == ("algorithm.options", "data.generator_args", "environment.options", "rollout.engine_args")
+    assert OPEN_SECTIONS == (
+        "algorithm.options",
+        "model.chat_template_kwargs",
+        "data.generator_args",
+        "environment.options",
+        "rollout.engine_args",
+    )
 
 
 def test_valid_keys_are_those_below_a_section():

@@ -257,6 +257,8 @@ def files(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("files")
     build_tiny(TinyConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(root / "model"))
     (root / "other.jinja").write_text("{% for m in messages %}<|user|>Q: {{ m['content'] }}{% endfor %}<|assistant|>")
+    polite = "{% for m in messages %}<|user|>{{ greeting }}{{ m['content'] }}{% endfor %}<|assistant|>"
+    (root / "polite.jinja").write_text(polite)
     for name, words in (("a", ("one", "three")), ("b", ("seven", "eleven"))):
         lines = [json.dumps({"prompt": word * (i + 1), "answer": word[::-1]}) for i, word in enumerate(words)]
         (root / f"{name}.jsonl").write_text("\n".join(lines))
@@ -272,6 +274,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     return {
         "model": str(root / "model"),
         "template": str(root / "other.jinja"),
+        "polite": str(root / "polite.jinja"),
         "a": str(root / "a.jsonl"),
         "b": str(root / "b.jsonl"),
         "rollouts": rollouts,
@@ -281,6 +284,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 ROLLOUTS = {"source": "rollouts", "files": ("rollouts", "rollouts"), "max_length": 8}
 LEDGER_CHANGES: list[tuple[str, Any, Settings, bool]] = [
     ("model.chat_template", "template", {}, False),
+    ("model.chat_template_kwargs", {"greeting": "hello "}, {"template": "polite"}, False),
     ("rollout.max_prompt_tokens", 8, {}, False),
     ("sft.batch_size", 2, {}, True),
     ("sft.max_length", 64, {}, True),
@@ -303,8 +307,9 @@ def source_of(files: dict[str, str], before: Settings, key: str, value: Any = No
     if changed.get("source") == "rollouts":
         names = ("rollouts", "rollouts")
     data = DataConfig(train_files=[files[file] for file in names])
-    template = files[changed["chat_template"]] if "chat_template" in changed else None
-    tokenizer = load_tokenizer(files["model"], template, False)
+    template = settings.pop("template", changed.get("chat_template"))
+    variables = changed.get("chat_template_kwargs", {})
+    tokenizer = load_tokenizer(files["model"], template and files[template], False, variables)
     if section != "sft":
         prompts = load_prompts(data, "train", tokenizer, changed.get("max_prompt_tokens", 512)).prompts
         return Ledger([prompts], 1, "prompts", lambda: repr(prompts))

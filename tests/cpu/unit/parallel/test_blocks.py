@@ -44,7 +44,7 @@ def test_recomputed_activations_take_less_memory_and_give_the_same_bits(model_pa
         assert result["metrics"] == modes["none"]["metrics"]
         assert all(map(torch.equal, result["weights"], modes["none"]["weights"]))
     peaks = {mode: result["peak"] for mode, result in modes.items()}
-    assert peaks["selective"] < 0.75 * peaks["none"] and peaks["full"] < 0.75 * peaks["selective"], peaks
+    assert peaks["selective"] < 0.75 * peaks["none"] and peaks["full"] < 0.9 * peaks["selective"], peaks
 
 
 def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
