@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import HINT, MANIFEST, step_in
+from trainer.checkpoint.one_tier import OneTier
 from trainer.durable import digest_file, forget, read_inside, sync_directory, sync_file, sync_tree, write_file
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class LocalFiles:
         return FileSystemWriter(os.path.join(self.path, folder), single_file_per_rank=True, sync_files=True)
 
 
-class LocalStore:
+class LocalStore(OneTier):
     """Checkpoints as directories below `root`. The rename of a draft to `global_step_N` is its commit.
 
         .writing-…     a draft, of a save that is under way or was killed
@@ -146,24 +147,6 @@ class LocalStore:
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step, which need not exist."""
         return os.path.join(self.root, f"global_step_{step}")
-
-    def places(self, step: int) -> list[str]:
-        """Return where the checkpoint of a step may be."""
-        return [self.path(step)]
-
-    def unsafe(self) -> set[int]:
-        """Return the steps that retention must not delete yet: none."""
-        return set()
-
-    def start(self, fence: Callable[[], None]) -> None:
-        """Do nothing: a commit is the end of a save."""
-
-    def lag(self) -> float | None:
-        """Return None: nothing is uploaded after a commit."""
-        return None
-
-    def finish(self, timeout_s: float) -> None:
-        """Do nothing."""
 
     def begin(self, step: int) -> LocalFiles:
         """Make an empty draft.

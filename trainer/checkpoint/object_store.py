@@ -30,6 +30,7 @@ import xxhash
 from trainer.checkpoint.bucket import Bucket, bucket_of
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import HINT, MANIFEST, step_in
+from trainer.checkpoint.one_tier import OneTier
 from trainer.documents import is_count, parse_object
 from trainer.durable import digest_bytes
 
@@ -164,7 +165,7 @@ class HashedStream(io.RawIOBase):
         return self._hash.hexdigest()
 
 
-class ObjectStore:
+class ObjectStore(OneTier):
     """Checkpoints below the URL `root`. Every method raises OSError if the store fails."""
 
     keeps_record = True
@@ -204,24 +205,6 @@ class ObjectStore:
     def path(self, step: int) -> str:
         """Return the URL of the checkpoint of a step, which need not exist."""
         return f"{self.root}/global_step_{step}"
-
-    def places(self, step: int) -> list[str]:
-        """Return where the checkpoint of a step may be."""
-        return [self.path(step)]
-
-    def unsafe(self) -> set[int]:
-        """Return the steps that retention must not delete yet: none."""
-        return set()
-
-    def start(self, fence: Callable[[], None]) -> None:
-        """Do nothing: a commit is the end of a save."""
-
-    def lag(self) -> float | None:
-        """Return None: nothing is uploaded after a commit."""
-        return None
-
-    def finish(self, timeout_s: float) -> None:
-        """Do nothing."""
 
     def begin(self, step: int) -> ObjectFiles:
         """Return an empty draft. A random token in its name keeps it apart from every other."""

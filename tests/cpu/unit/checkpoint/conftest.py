@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.checkpoints import write_two
+from tests.support.fault_proxy import Faults, fault_proxy
 from tests.support.one_rank import save_run
 from tests.support.ranks import run_ranks
 from trainer.config import TinyConfig
@@ -31,3 +35,25 @@ def saved_run(tmp_path_factory, model) -> Path:
     root = tmp_path_factory.mktemp("saved")
     run_ranks(1, save_run, str(root), str(model))
     return root
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The URL of an S3 server."""
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def faults() -> Faults:
+    """What goes wrong between this process and the store."""
+    return Faults()
+
+
+@pytest.fixture
+def bucket_behind_proxy(s3, faults, monkeypatch) -> Iterator[str]:
+    """The URL of an empty bucket, which is reached through a proxy with faults."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the tries of botocore; ours come on top
+    with fault_proxy(s3, faults) as url:
+        use_s3(monkeypatch, url)
+        yield make_bucket(f"bucket-{secrets.token_hex(4)}")

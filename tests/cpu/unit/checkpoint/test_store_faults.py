@@ -6,35 +6,18 @@ import itertools
 
 import pytest
 
-from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.checkpoints import parts_of, save
-from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
+from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN
 from trainer.checkpoint.bucket import StoreError, bucket_of
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import open_store
 
-_names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
-
 
 @pytest.fixture
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture
-def root(server, faults, monkeypatch):
-    """An empty prefix behind the proxy."""
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the tries of botocore; ours come on top
-    with fault_proxy(server, faults) as url:
-        use_s3(monkeypatch, url)
-        yield make_bucket(f"bucket-{next(_names)}") + "/run"
+def root(bucket_behind_proxy) -> str:
+    """An empty prefix."""
+    return f"{bucket_behind_proxy}/run"
 
 
 @pytest.mark.parametrize("fault", [ERROR, SLOW_DOWN, CUT, LOST, SLOW])

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import threading
 
 import pytest
 
-from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.checkpoints import parts_of, save
-from tests.support.fault_proxy import ERROR, PASS, Faults, fault_proxy
+from tests.support.fault_proxy import ERROR, PASS
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
 
-_names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
-
 
 @pytest.fixture
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture
-def root(server, faults, monkeypatch):
-    """An empty prefix behind the proxy."""
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+def root(bucket_behind_proxy, monkeypatch) -> str:
+    """An empty prefix of a store that is tried twice."""
     monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
-    with fault_proxy(server, faults) as url:
-        use_s3(monkeypatch, url)
-        yield make_bucket(f"tiers-{next(_names)}") + "/run"
+    return f"{bucket_behind_proxy}/run"
 
 
 @pytest.fixture(scope="module")
