@@ -119,13 +119,13 @@ def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]
 
 
 def _last_words(run_dir: str) -> str:
-    """Return the last line of the log, without its time."""
+    """Return the last line of the log that is not about the report, without its time."""
     try:
         with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
-            lines = [line for line in file.read().splitlines() if line.strip()]
+            lines = [line.split(" ", 2)[-1] for line in file.read().splitlines() if line.strip()]
     except FileNotFoundError:
         return "nothing was logged"
-    return lines[-1].split(" ", 2)[-1] if lines else "nothing was logged"
+    return next((line for line in reversed(lines) if not line.startswith("report: ")), "nothing was logged")
 
 
 def _counts(incidents: list[Incident]) -> str:

@@ -155,7 +155,7 @@ def _serve_driver(driver: Connection) -> None:
                     members[name] = os.fork()
                     if members[name] == 0:
                         driver.close()
-                        _run_member(Connection(its_end), launcher, environment, directory)
+                        _run_member(Connection(its_end), launcher, name, environment, directory)
                     os.close(its_end)
                 case "end", name:
                     if name in members:  # else it has been ended before
@@ -172,8 +172,10 @@ def _end_member(pid: int) -> None:
     psutil.wait_procs(family)
 
 
-def _run_member(driver: Connection, launcher: int, environment: dict[str, str], directory: str) -> NoReturn:
+def _run_member(driver: Connection, launcher: int, name: str, environment: dict[str, str], directory: str) -> NoReturn:
     try:
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+            file.write(name)  # `top` and `ps -o comm` show its first 15 characters
         signal_on_death_of_parent(signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getppid() == launcher:

@@ -128,7 +128,7 @@ class LocalCluster:
             ids = gpus[member * gpus_each : (member + 1) * gpus_each]
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.device == "cuda" else {}
             place = {"host": HOST, "node": "this", "gpus": ids}
-            return _Process(self._launcher, {**env, **visible}, factory, args[member], place)
+            return _Process(self._launcher, f"{name} {member}", {**env, **visible}, factory, args[member], place)
 
         group = Group(name, len(args), launch, _Processes(), self._patience)
         self._groups.append((group, own))
@@ -152,9 +152,11 @@ class _Stored:
 class _Process:
     """The connection of the driver to a member (see `trainer.cluster.launcher._Host`)."""
 
-    def __init__(self, launcher: Launcher, env: dict[str, str], factory: Any, args: tuple, place: dict[str, Any]):
+    def __init__(
+        self, launcher: Launcher, title: str, env: dict[str, str], factory: Any, args: tuple, place: dict[str, Any]
+    ):
         self._launcher = launcher
-        self._name = secrets.token_hex(4)
+        self._name = f"{title} {secrets.token_hex(4)}"  # after a restart, another member has the same title
         self._link = launcher.start(self._name, env)
         message = pickle.dumps((factory, args, place))
         with contextlib.suppress(OSError):  # the launcher has died: `_read` reports it

@@ -55,6 +55,12 @@ def test_a_run_that_failed(run, capsys, tmp_path):
     assert lines[-1] == f"next       cd {tmp_path} && {command}"
 
 
+def test_the_place_of_the_report_is_not_how_a_run_ended(run, capsys):
+    with (run / "log.txt").open("a") as file:
+        file.write("2026-11-22 04:00:00 finished step 9 of 9\n2026-11-22 04:00:01 report: run/report.png\n")
+    assert said(run, capsys)[1] == "ended      finished step 9 of 9"
+
+
 def test_a_damaged_checkpoint_is_not_good(run, capsys):
     (run / "checkpoints/global_step_2/trainer_state.json").write_text("{}")
     text = "\n".join(said(run, capsys))

@@ -58,6 +58,12 @@ def test_a_member_cannot_end_itself_unnoticed(launcher):
             cluster.launch_ranks("rank", Host, {}).call("exit")
 
 
+def test_members_show_their_names_as_processes(launcher):
+    with LocalCluster(settings(num_workers=2), "cpu", launcher) as cluster:
+        pids = cluster.launch_ranks("rank", Host, {}).call("pid")
+        assert [psutil.Process(pid).name()[:6] for pid in pids] == ["rank 0", "rank 1"]
+
+
 def test_release_ends_a_member_and_all_that_it_has_started(launcher):
     with LocalCluster(settings(num_workers=2), "cpu", launcher) as cluster:
         group, other = (cluster.launch_ranks("rank", Host, {}) for _ in range(2))
