@@ -90,11 +90,6 @@ def default_of(function: Callable[..., Any], name: str) -> Any:
     return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)
 
 
-def takes_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether it has a parameter of this name, or `**options`."""
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in _parameters(function))
-
-
 def takes_any_option(function: Callable[..., Any]) -> bool:
     """Return whether the function has a parameter `**options`."""
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))

@@ -123,5 +123,5 @@ def test_a_kill_in_a_save_leaves_the_checkpoint_before(device, tiny_path, tmp_pa
 def wait_for(file: Path) -> None:
     end = time.monotonic() + 120
     while not file.exists():
-        assert time.monotonic() < end, f"nobody has made {file}"
+        assert time.monotonic() < end, f"{file} was not made in time"
         time.sleep(0.05)

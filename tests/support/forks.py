@@ -56,7 +56,7 @@ def serve(listener: socket.socket) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads of an import"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes keepers that have ended
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):
         if ready:
             _take(listener)
@@ -81,7 +81,7 @@ def _take(listener: socket.socket) -> None:
 
 
 def _keep(link: socket.socket, spec: dict[str, Any], output: list[int]) -> NoReturn:
-    """Be the keeper of one command. Kill it if nobody waits for it any more."""
+    """Run one command and watch it, as its keeper. Kill it when the process that waits for it ends."""
     from trainer.cluster.supervisor import adopt_orphans, end_descendants
 
     os.setsid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +92,24 @@ def run_until(
         time.sleep(0.002)
     assert killed or job.returncode == 0, log.read_text()[-3000:]
     return not killed
+
+
+def run_killed(log: Path, *overrides: str, seed: str, seconds: float) -> int:
+    """Kill a job in a save, between saves and twice at random moments, then run it to its end. Returns the kills.
+
+    Args:
+        seed: of the moments.
+        seconds: that the job takes undisturbed.
+    """
+    kills, moments = 0, random.Random(seed)
+    for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):
+        reached, moment = log.parent / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
+        env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
+        kills += not run_until(
+            log,
+            *overrides,
+            env=env,
+            kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
+        )
+    assert run_until(log, *overrides)
+    return kills

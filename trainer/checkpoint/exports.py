@@ -15,7 +15,6 @@ from trainer.places import absolute, is_url
 _LAST = ("config.json", "adapter_config.json")
 """No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""
 _PARALLEL = 8
-_CHUNK_BYTES = 8 << 20
 
 
 def is_exported(target: str) -> bool:
@@ -44,14 +43,9 @@ def place_for(target: str, scratch: str | None = None) -> Iterator[str]:
         for name in _LAST:
             files.bucket.delete(files.place(name))  # of an earlier export, which is replaced
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in pool.map(lambda path: _put(made, path, files), [p for p in paths if p not in _LAST]):
+            first = [path for path in paths if path not in _LAST]
+            for _ in pool.map(lambda path: files.upload(os.path.join(made, path), path), first):
                 pass
         for path in _LAST:
             if path in paths:
-                _put(made, path, files)
-
-
-def _put(folder: str, path: str, files: ObjectFiles) -> None:
-    with open(os.path.join(folder, path), "rb") as source, files.stream(path) as stream:
-        while chunk := source.read(_CHUNK_BYTES):
-            stream.write(chunk)
+                files.upload(os.path.join(made, path), path)

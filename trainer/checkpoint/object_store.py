@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _FILES, _ASIDE, _RECORD, _PROBE, _STEPS = "files-", ".aside", ".record", ".probe-", ".steps.json"
 _PARALLEL = 16
 _READ_BYTES = 32 << 20
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class ObjectFiles:
             hashed = HashedStream(stream)
             yield hashed
         self.written[path] = (hashed.tell(), hashed.digest())
+
+    def upload(self, source: str, path: str) -> None:
+        """Put a file of this machine."""
+        with open(source, "rb") as file, self.stream(path) as stream:
+            while chunk := file.read(_CHUNK_BYTES):
+                stream.write(chunk)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of all objects in bytes, by path. The store may answer with an older state."""

@@ -28,7 +28,6 @@ from trainer.failpoints import failpoint
 LOG = logging.getLogger(__name__)
 
 _PARALLEL = 8
-_CHUNK_BYTES = 8 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _LOCAL, _ABOVE = "local/", "above/"
 
@@ -329,8 +328,6 @@ class _Locks(RunLock):
 
 def _copy(checkpoint: Checkpoint, entry: FileEntry, draft: ObjectFiles) -> None:
     source = os.path.join(checkpoint.path, entry.path)
-    with open(source, "rb") as file, draft.stream(entry.path) as stream:
-        while chunk := file.read(_CHUNK_BYTES):
-            stream.write(chunk)
+    draft.upload(source, entry.path)
     if draft.written[entry.path] != (entry.bytes, entry.hash):
         raise DamagedError(f"{source}: does not have the content that was saved")

@@ -174,16 +174,7 @@ class RayCluster:
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> Group:
         """Start `count` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
         count = count or self.cfg.trainer.num_workers
-        gpus = 1 if self.device == "cuda" else 0
-        placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
-        options = [
-            {
-                "num_cpus": 1,
-                "num_gpus": gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
-            }
-            for i in _by_node(placement)
-        ]
+        placement, options = self._places(count, gpus=1)
         args = [(rank, count, self.device) for rank in range(count)]
         return self._keep(self._launch(name, factory, args, options, env), placement)
 
@@ -194,19 +185,11 @@ class RayCluster:
         that many ranks.
         """
         r = self.cfg.rollout
+        placement: PlacementGroup | None
         if self.device == "cuda" and r.share_gpus:
             placement, options = None, self._colocated_options(ranks)
         else:
-            gpus = r.tensor_parallel_size if self.device == "cuda" else 0
-            placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * r.num_engines)
-            options = [
-                {
-                    "num_cpus": 1,
-                    "num_gpus": gpus,
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
-                }
-                for i in _by_node(placement)
-            ]
+            placement, options = self._places(r.num_engines, r.tensor_parallel_size)
         return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), placement)
 
     def _launch(
@@ -214,6 +197,20 @@ class RayCluster:
     ) -> Group:
         forwarded = forwarded_variables(os.environ) if self._local is None else {}
         return launch_actors(name, factory, args, options, {**forwarded, **env}, self._patience)
+
+    def _places(self, count: int, gpus: int) -> tuple[PlacementGroup, list[dict[str, Any]]]:
+        """Return `count` places with a CPU and, on GPUs, so many GPUs each, and Ray's options of their members."""
+        gpus = gpus if self.device == "cuda" else 0
+        placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
+        options = [
+            {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
+            }
+            for i in _by_node(placement)
+        ]
+        return placement, options
 
     def _colocated_options(self, ranks: Group) -> list[dict[str, Any]]:
         """Return Ray options that let each engine see the GPUs of its ranks. For Ray, the GPUs belong to the ranks."""

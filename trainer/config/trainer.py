@@ -35,8 +35,8 @@ class TrainerConfig(Section):
     num_workers: int = number(1, at_least=1)
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
     min_workers: int | None = number(None, at_least=1)
-    """Smallest number of ranks with which the job starts, or goes on after it has lost a node, if the cluster of
-    `ray_address` has no room for `num_workers`. null: `num_workers`."""
+    """If the cluster of `ray_address` has no room for `num_workers` ranks, at the start or after the loss of a node,
+    the job takes fewer ranks, but at least this number. null: it never takes fewer."""
     replicas: int = number(1, at_least=1)
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
     context_parallel: int = number(1, at_least=1)

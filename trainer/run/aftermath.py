@@ -39,14 +39,11 @@ class Aftermath:
         slowest = max(row["time/step"] for row in self._before)
         if now <= _SLOWER * slowest:
             return None
-        added = {phase: self._median(self._after, f"time/{phase}") - self._median(self._before, f"time/{phase}")
-                 for phase in PHASES}  # fmt: skip
-        phase = max(added, key=lambda phase: added[phase])
-        part = f"time/{phase}"
+        medians = {p: [self._median(rows, f"time/{p}") for rows in (self._before, self._after)] for p in PHASES}
+        phase, (before, after) = max(medians.items(), key=lambda item: item[1][1] - item[1][0])
         return (
             f"since the recovery, a step takes {now:.3g} s; before it took {was:.3g} s, and {slowest:.3g} s at most. "
-            f"The slow phase is {phase}: {self._median(self._after, part):.3g} s in place of "
-            f"{self._median(self._before, part):.3g} s"
+            f"The slow phase is {phase}: {after:.3g} s in place of {before:.3g} s"
         )
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, run_until
+from tests.support.killed_jobs import STEPS, run_killed, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -50,15 +49,7 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
 
     (tmp_path / "crashes").mkdir()
     job = (f"trainer.run_dir={tmp_path}/killed", *base, f"+environment.options.crashes={tmp_path}/crashes")
-    kills, moments = 0, random.Random("environments")
-    for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):
-        reached, moment = tmp_path / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
-        env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
-        kills += not run_until(
-            tmp_path / "killed.log", *job, env=env,
-            kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
-        )  # fmt: skip
-    assert run_until(tmp_path / "killed.log", *job)
+    kills = run_killed(tmp_path / "killed.log", *job, seed="environments", seconds=seconds)
     assert kills >= 2 and len(list((tmp_path / "crashes").iterdir())) > 2
     assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
     for name in (

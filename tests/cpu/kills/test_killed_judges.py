@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 import zlib
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from tests.support.jobs import comparable, metrics, run_job
 from tests.support.judges import Answer, Server, rewards, serving
-from tests.support.killed_jobs import CONFIG, STEPS, run_until
+from tests.support.killed_jobs import CONFIG, STEPS, run_killed, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.rewards.store import STORE_FILE, key_of
@@ -72,15 +71,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
 
         judge.run_dir, judge.asked = tmp_path / "killed", []
         job = (f"trainer.run_dir={judge.run_dir}", *base)
-        kills, moments = 0, random.Random("judges")
-        for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):
-            reached, moment = tmp_path / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
-            env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
-            kills += not run_until(
-                tmp_path / "killed.log", *job, env=env,
-                kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
-            )  # fmt: skip
-        assert run_until(tmp_path / "killed.log", *job)
+        kills = run_killed(tmp_path / "killed.log", *job, seed="judges", seconds=seconds)
     assert kills >= 2
     assert judge.asked_again == []
     assert comparable(metrics(judge.run_dir)) == comparable(rows)
