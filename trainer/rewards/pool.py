@@ -150,8 +150,8 @@ class RewardPool:
         worker.since = time.monotonic()
         try:
             worker.send([state.tasks[i].message(self.components) for i in worker.work])
-        except ProcessDied:
-            self._replace(state, worker, failed=False)
+        except ProcessDied:  # it has read nothing: none of its tasks is a suspect
+            record_replaced_process("reward", self._replace(state, worker, failed=False, died=True), cost_s=0.0)
 
     def _listen(self, state: State) -> None:
         """Wait for messages, output, or the next time limit, and handle them."""
