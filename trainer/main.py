@@ -7,7 +7,9 @@ from trainer.signals import SIGNALS
 if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
@@ -30,7 +32,12 @@ def prepare(cfg: Config, generates: bool = True) -> str:
     Raises:
         UserError: the run directory cannot be written, or the machine or a function is not as the config says.
     """
-    _make_run_dir(cfg.trainer.run_dir)
+    with _run_dir(cfg.trainer.run_dir):
+        return _check_machine(cfg, generates)
+
+
+def _check_machine(cfg: Config, generates: bool) -> str:
+    """Check what needs torch, and return the device."""
     if not is_metric(cfg.trainer.best_metric):
         raise UserError(
             f"trainer.best_metric={cfg.trainer.best_metric}: there is no such metric; docs/metrics.md lists them"
@@ -47,7 +54,10 @@ def prepare(cfg: Config, generates: bool = True) -> str:
     return device
 
 
-def _make_run_dir(run_dir: str) -> None:
+@contextlib.contextmanager
+def _run_dir(run_dir: str) -> Iterator[None]:
+    """Make the run directory, and remove it again if the block fails without having written into it."""
+    is_new = not os.path.exists(run_dir)
     try:
         os.makedirs(run_dir, exist_ok=True)
         probe = os.path.join(run_dir, ".writable")
@@ -56,6 +66,13 @@ def _make_run_dir(run_dir: str) -> None:
         os.remove(probe)
     except OSError as error:
         raise UserError(f"trainer.run_dir={run_dir}: cannot be written ({error.strerror}); choose another") from error
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if is_new:
+                os.rmdir(run_dir)
+        raise
 
 
 def _check_devices(cfg: Config, device: str) -> None:

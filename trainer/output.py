@@ -125,7 +125,13 @@ def logging_to_file() -> Iterator[None]:
 
 
 def show_messages() -> None:
-    """Print what modules of `trainer` log, and nothing of what libraries log. Every process calls this as it starts."""
+    """Print what modules of `trainer` log, and nothing of what libraries log. Every process calls this as it starts.
+
+    Progress bars of libraries would fill a log file with halves of lines, and disturb ours on a terminal: they are off,
+    unless a variable of the user turns them on.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it, too
+    os.environ.setdefault("TQDM_DISABLE", "1")
     logger = logging.getLogger("trainer")
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -5,12 +5,21 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
@@ -47,11 +56,30 @@ class KeyedSampler(LogitsProcessor):
         self.logprobs.append(logprobs.gather(-1, tokens).cpu())
         return torch.full_like(logprobs, -torch.inf).scatter_(-1, tokens, 0.0)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone."""
+        self._generators = [self._generators[row] for row in rows if self._generators]
+        self.logprobs = []
+
     def _gumbel(self, like: Tensor) -> Tensor:
         if not self._generators:
             return torch.zeros_like(like)
         draws = [torch.empty(like.shape[1]).exponential_(generator=g) for g in self._generators]
         return -torch.stack(draws).clamp_min(torch.finfo(torch.float32).tiny).log().to(like.device)
+
+
+class HalfHaveEnded(StoppingCriteria):
+    """Stops `generate` when at most half of the rows go on: it computes all of them until the last one ends."""
+
+    def __init__(self, stop_token_ids: Sequence[int], rows: int):
+        self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.long)
+        self._ended = torch.zeros(rows, dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        """Return for each row `(B,)` whether to stop: for all of them or for none."""
+        self._ended |= torch.isin(input_ids[:, -1].cpu(), self._stop_token_ids)
+        stop = 2 * int(self._ended.sum()) >= len(self._ended)
+        return torch.full((len(input_ids),), stop, device=input_ids.device)
 
 
 class TransformersEngine:
@@ -77,6 +105,8 @@ class TransformersEngine:
         self._model.eval()
         # The generation config of the model directory may set penalties or sampling.
         self._model.generation_config = GenerationConfig()
+        layers = DynamicCache(config=self._model.config).layers
+        self._can_drop_rows = all(hasattr(layer, "batch_select_indices") for layer in layers)  # linear attention cannot
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests. Requests of similar length run together."""
@@ -98,20 +128,59 @@ class TransformersEngine:
             ids[row, width - len(prompt) :] = prompt
             attention[row, width - len(prompt) :] = 1
         sampler = KeyedSampler(sampling, [request.seed for request in requests])
-        output = self._model.generate(
-            ids.to(self._device),
-            attention_mask=attention.to(self._device),
+        ids, attention = ids.to(self._device), attention.to(self._device)
+        tokens = np.zeros((len(requests), sampling.max_tokens), np.int32)
+        logprobs = np.zeros((len(requests), sampling.max_tokens), np.float32)
+        done, rows, cache = 0, list(range(len(requests))), None
+        while rows:
+            output = self._extend(ids, attention, cache, sampler, sampling, sampling.max_tokens - done)
+            new = output.sequences[:, ids.shape[1] :]
+            end = done + new.shape[1]
+            tokens[rows, done:end] = new.cpu().numpy()
+            logprobs[rows, done:end] = torch.cat(sampler.logprobs, dim=-1).numpy()
+            stopped = np.isin(tokens[rows, done:end], sampling.stop_token_ids).any(axis=1)
+            going_on = np.flatnonzero(~stopped).tolist() if end < sampling.max_tokens else []
+            rows, done = [rows[i] for i in going_on], end
+            if rows:
+                sampler.keep(going_on)
+                ids, cache = output.sequences[going_on], output.past_key_values
+                attention = torch.cat([attention, torch.ones_like(new)], dim=1)[going_on]
+                cache.batch_select_indices(torch.tensor(going_on, device=self._device))
+        return [self._completion(t, p, sampling) for t, p in zip(tokens, logprobs, strict=True)]
+
+    def _extend(
+        self,
+        ids: Tensor,
+        attention: Tensor,
+        cache: DynamicCache | None,
+        sampler: KeyedSampler,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> Any:
+        """Generate until half of the rows or all of them have ended. Returns transformers' output of `generate`.
+
+        Args:
+            ids: the tokens so far, `(B, T)`.
+            attention: 0 for padding, `(B, T)`.
+            cache: of all tokens but the last; None at the beginning.
+            max_tokens: most tokens to add.
+        """
+        stops = list(sampling.stop_token_ids)
+        may_stop = [HalfHaveEnded(stops, len(ids))] if stops and self._can_drop_rows else []
+        return self._model.generate(
+            ids,
+            attention_mask=attention,
+            past_key_values=cache,
             logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList(may_stop),
             generation_config=GenerationConfig(
                 do_sample=False,
-                max_new_tokens=sampling.max_tokens,
-                eos_token_id=list(sampling.stop_token_ids) or None,
+                max_new_tokens=max_tokens,
+                eos_token_id=stops or None,
                 pad_token_id=0,
+                return_dict_in_generate=True,
             ),
         )
-        tokens = output[:, width:].to(torch.int32).cpu().numpy()
-        logprobs = torch.cat(sampler.logprobs, dim=-1).numpy()
-        return [self._completion(t, p, sampling) for t, p in zip(tokens, logprobs, strict=True)]
 
     def _completion(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: Sampling) -> Completion:
         stops = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,9 +20,13 @@ from trainer.metrics.names import PHASES
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
 from trainer.output import LOG_FILE, messages_to
+from trainer.signals import SIGNALS
 
+LOG = logging.getLogger(__name__)
 _REFRESHES_PER_S = 2
 _STEPS_FOR_ETA = 20
+_QUIET_S = 30.0
+"""Outside of a terminal, a phase is named once no line has come for so long; then again after twice as long."""
 
 # Label, metric, format with the width it has in a line. The most important come first: lines are read from the left.
 _CELLS = (
@@ -38,7 +44,8 @@ class Progress:
     """Shows how far a run is and how it does. A context manager.
 
     On a terminal: a bar with the time left and the running phase, and a table of the main metrics; messages are
-    printed above it. Elsewhere (a pipe, a log file): one aligned line a step. Not `enabled`: messages alone.
+    printed above it. Elsewhere (a pipe, a log file): one aligned line a step, and the running phase when a step takes
+    long. Not `enabled`: messages alone.
 
     Args:
         total_steps: steps of the whole run.
@@ -65,6 +72,7 @@ class Progress:
         for row in history:
             self._remember_val(row)
         self._step_ends: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
+        self._shown_at = time.monotonic()
         self._display: _Display | None = None
         self._exit = ExitStack()
 
@@ -79,6 +87,13 @@ class Progress:
             self._display = self._exit.enter_context(display)
             self._display.add_task("", total=self._total, completed=self._completed)
             self._exit.enter_context(messages_to(self._print_above))
+        elif self._enabled:
+            is_over = threading.Event()
+            thread = threading.Thread(target=self._break_silence, args=[is_over], name="progress", daemon=True)
+            with SIGNALS.blocked():
+                thread.start()
+            self._exit.callback(thread.join)
+            self._exit.callback(is_over.set)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,6 +114,16 @@ class Progress:
         elif self._enabled:
             print(self._line(metrics), flush=True)
         LOG_FILE.write(self._line(metrics))
+        self._shown_at = time.monotonic()
+
+    def _break_silence(self, is_over: threading.Event) -> None:
+        told, patience_s = self._shown_at, _QUIET_S
+        while not is_over.wait(min(1.0, _QUIET_S)):
+            if self._shown_at > told:
+                told, patience_s = self._shown_at, _QUIET_S
+            if time.monotonic() - told > patience_s and (running := self._timer.running()) is not None:
+                told, patience_s = time.monotonic(), 2 * patience_s
+                LOG.info("step %d/%d: %s for %s …", self._completed + 1, self._total, running[0], clock(running[1]))
 
     def _print_above(self, text: str) -> None:
         self._display.console.print(Text(text), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
@@ -9,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.jobs import wait_until
 from tests.support.metrics import step_metrics
 from trainer.metrics.progress import Progress
+from trainer.metrics.timing import Timer
 
 ROOT = Path(__file__).parents[4]
 
@@ -46,6 +49,16 @@ def test_switched_off_it_prints_no_steps(capsys):
     with Progress(3, enabled=False) as progress:
         progress.update(1, step_metrics(1))
     assert capsys.readouterr().out == ""
+
+
+def test_a_long_step_tells_its_phase_now_and_then(monkeypatch, caplog):
+    monkeypatch.setattr("trainer.metrics.progress._QUIET_S", 0.05)
+    timer = Timer()
+    with caplog.at_level(logging.INFO), Progress(12, completed=1, timer=timer) as progress, timer("rollout"):
+        wait_until(lambda: len(caplog.messages) >= 2)
+        progress.update(2, step_metrics(2))
+        wait_until(lambda: any(text.startswith("step 3/12: ") for text in caplog.messages))
+    assert caplog.messages[0].startswith("step 2/12: rollout for 0:0")
 
 
 ON_A_TERMINAL = """
