@@ -125,6 +125,8 @@ def _run(spec: dict[str, Any], output: list[int]) -> NoReturn:
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(spec["env"])
+        if (config := sys.modules.get("fsspec.config")) is not None:
+            config.set_conf_env(config.conf)  # it was read under the environment of the server
         os.chdir(spec["cwd"])
         sys.path[0] = spec["cwd"]
         _imported(spec["function"])(*spec["arguments"])

@@ -22,13 +22,15 @@ from trainer.checkpoint.bucket import bucket_of
 
 
 def use_gcs(patch: pytest.MonkeyPatch, url: str) -> None:
-    """Point this process at a server."""
+    """Point this process, and its children, at a server."""
     patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks for the kind of a bucket over gRPC
     import gcsfs
     from fsspec.config import conf
 
+    settings = {"endpoint_url": url, "token": "anon"}
     for name in ("gs", "gcs"):
-        patch.setitem(conf, name, {"endpoint_url": url, "token": "anon"})
+        patch.setitem(conf, name, settings)
+        patch.setenv(f"FSSPEC_{name.upper()}", json.dumps(settings))
     bucket_of.cache_clear()
     gcsfs.GCSFileSystem.clear_instance_cache()
 

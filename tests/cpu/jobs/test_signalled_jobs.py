@@ -8,7 +8,7 @@ import json
 import pytest
 import yaml
 
-from tests.support.jobs import metrics
+from tests.support.jobs import comparable, metrics
 from tests.support.signalled_jobs import WAYS, ForkedJobs
 
 MOMENTS = [
@@ -47,7 +47,9 @@ def test_a_signal_at_any_moment_ends_with_75_one_sentence_and_nothing_left(tmp_p
         assert not (tmp_path / "run/.lock").exists(), where
     status, output = jobs.run()
     assert status == 0 and "finished step 3" in output, output
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    (tmp_path / "undisturbed").mkdir()
+    assert ForkedJobs(tmp_path / "undisturbed").run()[0] == 0
+    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "undisturbed/run"))
     log = (tmp_path / "run/log.txt").read_text()
     starts = [json.loads(line) for line in (tmp_path / "run/starts.jsonl").read_text().splitlines()]
     assert len(starts) == log.count(" start of ") >= len([moment for moment, _ in MOMENTS if moment != "start"])

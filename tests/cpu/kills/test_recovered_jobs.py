@@ -1,16 +1,22 @@
-"""Jobs that lose processes and continue: the driver stays, and the result is that of an undisturbed job."""
+"""Jobs that lose processes or disks and continue: the result is that of an undisturbed job."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.gcs import gcs_server, use_gcs
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, run_until
+from trainer.checkpoint.store import open_store
 from trainer.config import TinyConfig
 from trainer.incidents import read_incidents
 from trainer.models.tiny import build_tiny
@@ -94,3 +100,63 @@ def test_a_job_whose_only_engine_dies_and_hangs_ends_as_if_it_had_not(overrides,
     incidents = read_incidents(str(run))
     assert [one.cause for one in incidents] == ["killed process", "silent process"]
     assert {one.role for one in incidents} == {"engine"}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Lost disks
+
+
+@contextlib.contextmanager
+def empty_bucket(kind: str, patch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Start a server of object storage; yields the URL of an empty bucket."""
+    if kind == "s3":
+        with s3_server() as url:
+            use_s3(patch, url)
+            yield make_bucket("bucket")
+    else:
+        with gcs_server() as url:
+            use_gcs(patch, url)
+            yield "gs://bucket"
+
+
+def kill_at(place: str, log: Path, *overrides: str) -> None:
+    """Run a job, and kill all its processes at the failpoint `name,n`."""
+    reached = log.parent / "reached"
+    env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
+    assert not run_until(log, *overrides, env=env, kill_when=lambda _: reached.exists()), log.read_text()
+    reached.unlink()
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_job_killed_in_a_save_to_an_object_store_ends_elsewhere_as_if_undisturbed(
+    overrides, undisturbed, kind, tmp_path, monkeypatch
+):
+    log = tmp_path / "log"
+    with empty_bucket(kind, monkeypatch) as bucket:
+        stored = (*overrides, f"trainer.ckpt_path={bucket}/run")
+        kill_at("save:manifest_written,2", log, *stored, f"trainer.run_dir={tmp_path}/first")
+        shutil.rmtree(tmp_path / "first")
+        assert run_until(log, *stored, f"trainer.run_dir={tmp_path}/second")
+        assert open_store(f"{bucket}/run").leftovers() == {}
+    assert f"resumed from {bucket}/run/global_step_2, " in log.read_text()
+    assert outcome(tmp_path / "second") == undisturbed
+
+
+def test_a_job_with_two_tiers_loses_its_life_and_then_its_disk(overrides, undisturbed, tmp_path, monkeypatch):
+    """Killed before its first upload is complete, it continues from the disk; killed again in the next upload, and
+    without its disk, it continues from the object store."""
+    log, disk, first = tmp_path / "log", tmp_path / "disk", tmp_path / "first"
+    with empty_bucket("gs", monkeypatch) as bucket:
+        above = open_store(f"{bucket}/run")
+        tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_local_dir={disk}")
+        kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}")
+        assert above.steps() == []
+        kill_at("upload:copied,2", log, *tiers, f"trainer.run_dir={first}")
+        assert above.steps() == [2]
+        shutil.rmtree(first)
+        shutil.rmtree(disk)
+        assert run_until(log, *tiers, f"trainer.run_dir={tmp_path}/second")
+        assert max(above.steps()) == STEPS and above.leftovers() == {}
+    text = log.read_text()
+    assert f"resumed from {disk}/global_step_2, " in text and f"resumed from {bucket}/run/global_step_2, " in text
+    assert outcome(tmp_path / "second") == undisturbed
