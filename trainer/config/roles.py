@@ -47,6 +47,10 @@ class ShardingConfig(Section):
     """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory between uses."""
+    prefetch: int | None = number(None, at_least=0)
+    """Number of blocks whose parameters are gathered while the block before them computes. A higher number hides a
+    slower network, and takes the memory of as many blocks. 0: torch decides, which gathers one block ahead, but in
+    forward passes as late as it can. null: 1 on CUDA if the weights are sharded over several ranks, else 0."""
     compile: bool | None = None
     """Compile the blocks with `torch.compile`: faster passes, but the first ones wait for the compiler. null: on CUDA
     without `trainer.context_parallel` and `trainer.tensor_parallel`; not on CPU."""

@@ -36,9 +36,36 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
         if config.cpu_offload
         else OffloadPolicy(),
     }
-    for block in transformer_blocks(model):
+    blocks = transformer_blocks(model)
+    for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    depth = prefetch_depth(config, mesh.device_type, mesh["shard"].size())
+    if depth > 0:
+        _prefetch(model, blocks, depth)
+
+
+def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:
+    """Return the number of blocks whose parameters are gathered ahead of use; 0: as many as torch decides.
+
+    Args:
+        device: `cpu` or `cuda`.
+        shards: number of ranks over which a parameter is sharded.
+    """
+    if config.prefetch is None:
+        return 1 if device == "cuda" and shards > 1 else 0
+    return config.prefetch
+
+
+def _prefetch(model: nn.Module, blocks: list[nn.Module], depth: int) -> None:
+    """Let each FSDP unit begin to gather the `depth` units that run after it, forward and backward.
+
+    The unit of `model` itself (embeddings, output layer) runs around the blocks, and is gathered first both ways.
+    """
+    forward, backward = [model, *blocks], [model, *reversed(blocks)]
+    for i in range(len(forward)):
+        forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + depth])
+        backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + depth])
 
 
 def reshard(model: nn.Module) -> None:

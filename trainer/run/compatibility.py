@@ -66,6 +66,7 @@ HARMLESS = (
     "trainer.max_tokens_per_micro_batch",
     "trainer.*.fsdp.reshard_after_forward",
     "trainer.*.fsdp.cpu_offload",
+    "trainer.*.fsdp.prefetch",
     "trainer.*.fsdp.activation_checkpointing",
     "trainer.*.fsdp.compile",
     "trainer.*.fsdp.reduce_gradients",

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fsdp import in_order, prefetches
 from tests.support.memory import peak_bytes
 from tests.support.ranks import run_ranks
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
+from trainer.parallel.batching import select
 from trainer.parallel.blocks import compiles_blocks
 from trainer.workers.rank import Rank
 
@@ -48,14 +50,18 @@ def test_recomputed_activations_take_less_memory_and_give_the_same_bits(model_pa
 
 
 def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
-    """An update, and the log-probs before and after; the number of graphs, and the names of the weights."""
+    """An update, and the log-probs before and after; the number of graphs, and the names of the weights.
+
+    Another forward pass shows which blocks are gathered ahead.
+    """
     rank.build(["policy"], path)
     before = rank.call("policy", "logprobs", make_batch())[1]
     metrics = update(rank, "policy", make_batch(), 1)
     after = rank.call("policy", "logprobs", make_batch())[1]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    forward, _ = prefetches(lambda: rank.call("policy", "logprobs", select(make_batch(), [0])))
     names = list(rank.roles["policy"].state()["model"])
-    return {"metrics": metrics, "before": before, "after": after, "graphs": graphs, "names": names}
+    return {"metrics": metrics, "before": before, "after": after, "graphs": graphs, "names": names, "ahead": forward}
 
 
 @pytest.mark.slow
@@ -65,10 +71,11 @@ def test_compiled_blocks_agree_and_are_compiled_once(tmp_path):
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
     cfg = config(max_tokens_per_micro_batch=150, mini_batch_size=GROUPS)
     plain = run_ranks(1, compile_and_train, path, cfg=cfg)[0]
-    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
+    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective", prefetch=1)
     compiled = run_ranks(1, compile_and_train, path, cfg=cfg)[0]
     assert compiled["graphs"] == 2 and plain["graphs"] == 0
     assert compiled["names"] == plain["names"]
+    assert compiled["ahead"] == in_order(["", "model.layers.0", "model.layers.1"], 1)
     assert compiled["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, abs=1e-6)
     assert compiled["before"] == pytest.approx(plain["before"], abs=1e-5)
     assert compiled["after"] == pytest.approx(plain["after"], abs=1e-3)  # Adam enlarges rounding of small gradients
