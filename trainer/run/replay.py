@@ -95,7 +95,8 @@ class ReplayAudit:
             limits = [f"without {', '.join(self._altered)}, which the new config alters"] if self._altered else []
             limits += [] if self._all_steps else ["the first step alone can be compared with this config"]
             shown = f" ({'; '.join(limits)})" if limits else ""
-            LOG.info("resume verified: %d replayed steps %s%s", self._matched, how, shown)
+            steps = "step" if self._matched == 1 else "steps"
+            LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, shown)
         return None
 
     def _discard(self) -> None:

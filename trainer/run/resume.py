@@ -178,8 +178,9 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     except compatibility.ConfigRefused as refused:
         refused.resume = (checkpoint, Restore(restored, fork))
         raise
+    renamed = any(change.key == "trainer.run_name" for change in changes)
     for change in changes:
-        if not change.key.startswith(("trainer.resume_", "trainer.allow_")):
+        if not change.key.startswith(_NOT_SHOWN + (_NAMED_AFTER_RUN if renamed else ())):
             LOG.info("config changed since the checkpoint: %s", change)
     altered, by = compatibility.altered_metrics(changes, effective)
     if by and not fork:
@@ -195,6 +196,9 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     )
 
 
+_NOT_SHOWN = ("trainer.resume_", "trainer.allow_")
+_NAMED_AFTER_RUN = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "logger.name", "logger.group")
+"""Keys that follow `trainer.run_name`, unless they are set."""
 _NOT_COMPARED = {
     compatibility.ALL_METRICS: "replayed steps are not compared with what was logged",
     compatibility.OF_UPDATE: "of the replayed steps, the first alone is compared with what was logged, and only in "

@@ -143,7 +143,7 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     # Restarted with the same command it goes on from its own checkpoint, not from the parent's again.
     shutil.rmtree(tmp_path / "outputs/fork/checkpoints/global_step_4")
     done = run_forked_job(*fork, cwd=tmp_path)
-    assert done.returncode == 0 and "resume verified: 1 replayed steps identical" in done.stdout, done.stdout
+    assert done.returncode == 0 and "resume verified: 1 replayed step identical" in done.stdout, done.stdout
     assert comparable(metrics(tmp_path / "outputs/fork")) == comparable(rows)
 
     # The weights alone, into a run of another kind, whose reference would be in its checkpoints.
@@ -198,7 +198,7 @@ def test_an_export_is_the_trained_policy(tmp_path):
     assert tool("ls", str(tmp_path), status=2) == ""
     assert tool("show", str(tmp_path / "global_step_9"), status=2) == ""
     back = run_forked_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)
-    assert back.returncode == 0 and "resume verified: 1 replayed steps identical" in back.stdout, back.stdout
+    assert back.returncode == 0 and "resume verified: 1 replayed step identical" in back.stdout, back.stdout
     assert tool("prune", str(run), "--keep", "1", "--dry-run", "--json")["deleted"] == [1]
     assert tool("prune", str(run), "--keep", "1", "--json")["deleted"] == [1]
     assert [row["valid"] for row in tool("verify", str(run), "--json")] == [True]

@@ -53,7 +53,8 @@ def cells() -> str:
 def test_a_killed_script_continues_its_run_exactly_and_leaves_its_process_as_it_was(tmp_path, marker):
     """The run saves after each step. The script is killed after the first of three."""
     memory = shared_memory()
-    overrides = 'overrides += ["trainer.ckpt_interval=1", "trainer.total_steps=3", "sft.steps=40"]\nresult = train('
+    overrides = 'overrides += ["trainer.ckpt_interval=1", "trainer.total_steps=3", "sft.steps=40"]\n'
+    overrides += 'overrides += ["rollout=transformers", "trainer.ray_address=processes"]\nresult = train('
     script = BEFORE + cells().replace("result = train(", overrides) + AFTER
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "script.py"]

@@ -47,7 +47,7 @@ def test_on_other_ranks_the_first_step_is_compared_to_rounding(tmp_path, caplog)
     audit = ReplayAudit(logged(tmp_path, rows), 1, 0.0, same_layout=False)
     assert audit.check(2, {"policy/loss": 1.0001}) is None
     (message,) = caplog.messages
-    assert "1 replayed steps equal to 0.001" in message and "first step alone" in message
+    assert "1 replayed step equal to 0.001" in message and "first step alone" in message
     assert audit.check(3, {"policy/loss": 7.0}) is None
 
 

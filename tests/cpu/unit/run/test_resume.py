@@ -85,6 +85,17 @@ def test_what_is_computed_changes_with_permission_alone(tmp_path, caplog, change
         assert any(line.startswith(f"config changed since the checkpoint: {key}: ") for line in caplog.messages)
 
 
+def test_a_fork_does_not_list_the_paths_that_follow_from_its_name(tmp_path, caplog):
+    save_steps(configured(tmp_path / "parent"), 1)
+    (parent,) = (tmp_path / "parent/checkpoints").glob("global_step_*")
+    changes = {"trainer.policy.optimizer.lr": 0.5, "trainer.export_path": str(tmp_path / "fork/exports")}
+    settings = {"run_name": "fork", "resume_mode": "from_path", "resume_path": str(parent)}
+    caplog.set_level("INFO")
+    with RunDirectory(configured(tmp_path / "fork", changes, **settings)).open():
+        listed = [line.split(": ")[1] for line in caplog.messages if line.startswith("config changed")]
+    assert sorted(listed) == ["trainer.policy.optimizer.lr", "trainer.run_name"]
+
+
 @pytest.mark.parametrize(
     "settings, key, supervised, refused",
     [
