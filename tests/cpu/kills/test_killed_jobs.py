@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-import random
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.support.jobs import (
     family,
     kill_all,
     left_running,
+    members,
     metrics,
     run_forked_job,
     run_job,
@@ -27,6 +27,7 @@ from tests.support.jobs import (
     wait_until,
 )
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.incidents import read_incidents
 
 pytestmark = pytest.mark.early
 
@@ -37,29 +38,47 @@ def weights(run: Path) -> bytes:
     return (run / f"exports/global_step_{STEPS}/policy/model.safetensors").read_bytes()
 
 
-def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, after_s: float = math.inf) -> None:
-    """Start the job and kill all of it at the place `name,n`, or after so many seconds if it is not there before."""
+def start_and_reach(job: list[str], cwd: Path, place: str, attempt: int) -> subprocess.Popen:
+    """Start the job, and wait until it is at the place `name,n`."""
     reached, log = cwd / f"reached{attempt}", cwd / f"log{attempt}"
     process = start_job(*job, cwd=cwd, env={"TRAINER_FAILPOINT": f"{place},{reached}"}, log=log)
-    started = time.monotonic()
-    while not reached.exists() and time.monotonic() - started < after_s:
+    while not reached.exists():
         assert process.poll() is None, log.read_text()
         time.sleep(0.02)
+    return process
+
+
+def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str) -> None:
+    """Start the job and kill all of it at the place `name,n`."""
+    process = start_and_reach(job, cwd, place, attempt)
     kill_all(family(process.pid))
     process.wait()
     wait_until(lambda: left_running(marker) == [])
 
 
+def run_bereaved(job: list[str], cwd: Path, place: str) -> str:
+    """Run the job to its end, but kill a rank and the engine at the place `name,n`; returns its output."""
+    process = start_and_reach(job, cwd, place, 9)
+    hosts = members(process.pid)
+    engines = [host for host in hosts if "VLLM_LOGGING_LEVEL" in host.environ()]
+    kill_all([*engines, next(host for host in hosts if host not in engines)])
+    (cwd / "reached9").unlink()
+    status, output = process.wait(), (cwd / "log9").read_text()
+    assert status == 0, output
+    return output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "algorithm, settings, places, joins",
+    "algorithm, settings, places, joins, loses_members",
     [
-        ("grpo", ["trainer.num_workers=2"], ["save:manifest_written,2", "time"], False),
+        ("grpo", ["trainer.num_workers=2"], ["save:manifest_written,2"], False, True),
         (  # adapters, served by vLLM, beside a critic that is trained whole
             "ppo",
             ["trainer.policy.lora.rank=4"],
             ["save:shards_written,3", "save:published,1"],
+            False,
             False,
         ),
         (  # everything that remembers earlier steps, on a cluster that outlives the job
@@ -69,14 +88,18 @@ def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str, aft
              "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis", "logger.rollouts=true"],
             ["logged,2", "save:manifest_written,2"],
             True,
+            False,
         ),
     ],
     ids=["grpo", "ppo-lora", "dapo-curriculum"],
 )  # fmt: skip
 def test_a_job_killed_again_and_again_ends_as_if_never_killed(
-    algorithm, settings, places, joins, tmp_path, marker, request
+    algorithm, settings, places, joins, loses_members, tmp_path, marker, request
 ):
-    """SIGKILL to every process of it (on a cluster: to what runs the loop); then the same command again, at once."""
+    """SIGKILL to every process of it (on a cluster: to what runs the loop); then the same command again, at once.
+
+    The driver of the last start may outlive a rank and the engine.
+    """
     base = [f"algorithm={algorithm}", *settings, f"trainer.total_steps={STEPS}",
             f"trainer.hf_save_interval={STEPS}", "trainer.max_ckpts_to_keep=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
@@ -86,20 +109,22 @@ def test_a_job_killed_again_and_again_ends_as_if_never_killed(
     assert whole.returncode == 0, whole.stdout + whole.stderr
 
     job = [*base, "trainer.run_name=killed"]
-    moments, seconds = random.Random(algorithm), 0.0
-    for attempt, place in enumerate(places):
-        started = time.monotonic()
-        if place == "time":  # while it resumes, or in one of its steps
-            killed(job, tmp_path, "logged,3", attempt, marker, after_s=moments.uniform(0.5, 1.0) * seconds)
-        else:
-            killed(job, tmp_path, place, attempt, marker)
-        seconds = seconds or time.monotonic() - started
-    last = run_job(*job, cwd=tmp_path)
-    assert last.returncode == 0, last.stdout + last.stderr
     run = tmp_path / "outputs/killed"
+    for attempt, place in enumerate(places):
+        killed(job, tmp_path, place, attempt, marker)
+    if loses_members:
+        output = run_bereaved(job, tmp_path, "logged,2")
+        assert {("rank", "restarted the ranks"), ("engine", "replaced the engine")} <= {
+            (one.role, one.action) for one in read_incidents(str(run)) if one.cause == "killed process"
+        }
+        assert len((run / "starts.jsonl").read_text().splitlines()) == len(places) + 1, "the driver stays"
+    else:
+        last = run_job(*job, cwd=tmp_path)
+        output = last.stdout + last.stderr
+        assert last.returncode == 0, output
     assert comparable(metrics(run)) == comparable(metrics(tmp_path / "outputs/whole"))
     assert weights(run) == weights(tmp_path / "outputs/whole")
-    logs = last.stdout + "".join((tmp_path / f"log{i}").read_text() for i in range(len(places)))
+    logs = output + "".join((tmp_path / f"log{i}").read_text() for i in range(len(places)))
     assert "resume verified" in logs and "took over the run directory" in logs
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
     assert left_running(marker) == []
