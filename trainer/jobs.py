@@ -20,7 +20,7 @@ from trainer.config import Config, TrainerConfig
 from trainer.config.trainer import PROCESSES
 from trainer.data.datasets import as_messages, check_files, read_examples
 from trainer.data.examples import load_train, load_val
-from trainer.errors import UserError, as_list
+from trainer.errors import UserError, WorkerError, as_list
 from trainer.generation.fleet import Fleet
 from trainer.keyed import key
 from trainer.learner.learner import Learner
@@ -114,10 +114,9 @@ def rollout_trainer(
         trainer = Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)
         _check_resumed_data(trainer)
     with stage("starting ranks and engines, and reading the model's files"):
-        reading.result()
+        with contextlib.suppress(WorkerError):  # if ranks have died, `Trainer.fit` notices, and starts new ones
+            reading.result()
         fleet.settle()
-    with stage("loading the model into the ranks"):
-        learner.build(path)
     return trainer
 
 
@@ -137,8 +136,6 @@ def supervised_trainer(
         source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
         trainer = Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
         _check_resumed_data(trainer)
-    with stage("loading the model into the ranks"):
-        learner.build(path)
     return trainer
 
 

@@ -28,6 +28,7 @@ from trainer.durable import digest_bytes
 from trainer.episodes import Episode
 from trainer.errors import NonFiniteError, NotSavedError, UserError
 from trainer.failpoints import failpoint
+from trainer.keyed import key
 from trainer.learner.experience import Experience
 from trainer.learner.learner import Learner
 from trainer.metrics.health import Health
@@ -35,7 +36,7 @@ from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, first_step, read_metrics
 from trainer.models.export import PolicyExporter, export_target
-from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text
+from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
@@ -86,7 +87,6 @@ class Trainer:
         cfg: of the loop; for supervised training, what `sources.supervised.loop_config` makes of the user's.
         directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
         source: of the episodes.
-        learner: its models are built before `fit`.
         model_path: the start weights, a local directory.
     """
 
@@ -138,21 +138,26 @@ class Trainer:
             Stopped: a signal or deadline asked for it; everything is saved.
             NotSavedError: the last save failed.
         """
+        seed_rng(key(self.cfg.trainer.seed, "driver"))  # for user code
         begin = self.learner.kl.state_dict(), self.source.state_dict(), capture_rng()
-        failed = False
+        load, is_loaded = self._load_start_weights, False
         with self.source:
             while True:
                 try:
-                    if failed:
-                        self._restart(*begin)
+                    load()
+                    is_loaded = True
                     return self._train()
                 except Exception as error:
                     SIGNALS.restarting()
-                    self.recovery.accept(error, self.saves.last_good)
-                    failed = True
+                    self.recovery.accept(error, self.saves.last_good, is_loaded)
+                    load = partial(self._restart, *begin)
                 except Stopped as reason:
                     self.recovery.stopped(reason)
                     raise
+
+    def _load_start_weights(self) -> None:
+        with stage("loading the model into the ranks"):
+            self.learner.build(self.model_path)
 
     def _train(self) -> None:
         """Train from the last commit up to the last step: the same at the start of a job and after its ranks died."""

@@ -71,6 +71,9 @@ class ToyLearner:
         self.cluster = SimpleNamespace(device="cpu")
         self.kl = FixedKL(0.0)
 
+    def build(self, model_path: str) -> None:
+        pass
+
     def close(self) -> None:
         """The ranks are gone, and their state with them."""
         self.ranks.number = math.nan

@@ -16,6 +16,13 @@ from trainer.errors import UserError
 _TEXT_BYTES = 32768  # every state has this size, because DCP loads into existing tensors
 
 
+def seed_rng(seed: int) -> None:
+    """Seed this process's generators, for user code."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
     """Return the states of this process's generators as byte tensors, so that loading them unpickles nothing.
 

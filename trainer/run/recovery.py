@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config import TrainerConfig
 from trainer.errors import JobFault, NonFiniteError, WorkerError, describe_error
-from trainer.incidents import INCIDENTS, describe
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, classify, describe
 from trainer.restarts import Decision, Restarts
 from trainer.run.aftermath import Aftermath
 from trainer.run.stopping import StopRequest
@@ -51,11 +51,13 @@ class Recovery:
         self._step, self._step_began = step, time.monotonic()
         INCIDENTS.step = step
 
-    def accept(self, error: Exception, last_good: str) -> None:
+    def accept(self, error: Exception, last_good: str, is_loaded: bool = True) -> None:
         """Accept a failure that a restart of the ranks may cure; record and raise any other.
 
         Args:
             last_good: path of the newest checkpoint; empty: none yet.
+            is_loaded: the ranks have loaded their models in this process before. Until then only failures of the
+                machines are cured: a model that cannot be loaded is no accident.
 
         Raises:
             JobFault: the run itself is at fault.
@@ -64,6 +66,8 @@ class Recovery:
         if self._failure is not None:
             self._record(self._failure, "restarted the ranks, in vain")
         self._failure = None
+        if not is_loaded and classify(error)[0] != INFRASTRUCTURE:
+            raise error
         if self._stop.reason is not None:
             self._record(error, "ended the run, which was asked to stop")
             raise error

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +17,7 @@ from trainer.models.loading import load_causal_lm, load_critic
 from trainer.parallel.layout import Layout
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
 from trainer.parallel.peak import measure_peak
+from trainer.parallel.rng import seed_rng
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import clear_abandoned
 from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
@@ -72,10 +71,7 @@ class Rank:
         self.layout = Layout(self.device, t.replicas, t.context_parallel, t.tensor_parallel)
         self.saver = BackgroundSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
-        seed = key(t.seed, "rank", self.layout.data_rank)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        seed_rng(key(t.seed, "rank", self.layout.data_rank))
 
     def build(self, roles: list[str], model_path: str, critic_path: str | None = None) -> None:
         """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`.

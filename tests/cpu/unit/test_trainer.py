@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_run, toy_trainer
@@ -276,6 +279,37 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     actions = [one.action for one in read_incidents(str(tmp_path))]
     assert actions == ["restarted the ranks, in vain", "restarted the ranks"]
+
+
+def test_ranks_that_die_while_they_load_the_start_weights_are_started_again(tmp_path, model, whole):
+    with failing(tmp_path, model, {}) as trainer:
+        trainer.learner.build = raises(lost("silent"))
+        trainer.fit()
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+    assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"]
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_at_once(tmp_path, model):
+    with failing(tmp_path, model, {}) as trainer:
+        trainer.learner.build = raises(lost("memory"))
+        with pytest.raises(WorkerError, match="policy rank 1 died"):
+            trainer.fit()
+
+
+def raises(error: Exception) -> Callable[[str], None]:
+    def build(path: str) -> None:
+        raise error
+
+    return build
+
+
+def test_user_code_of_the_driver_draws_the_same_numbers_in_every_run(tmp_path, model):
+    drawn = []
+    for name in ("one", "another"):
+        with failing(tmp_path / name, model, {}, total_steps=1) as trainer:
+            trainer.learner.speed = lambda *_: drawn.append((random.random(), np.random.random(), torch.rand(1))) or {}
+            trainer.fit()
+    assert drawn[0] == drawn[1]
 
 
 def test_a_run_that_was_asked_to_stop_does_not_start_its_ranks_again(tmp_path, model):
