@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
+
 from trainer.errors import one_line
 
 _STOP_S = 10.0
@@ -89,6 +91,14 @@ class GuardedProcess:
             return json.loads(self.pipe.recv_bytes(maxlength=largest))
         except (EOFError, OSError, ValueError) as error:
             raise ProcessDied from error
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP): then its silence is not the fault of user code."""
+        with contextlib.suppress(psutil.Error):
+            guard = psutil.Process(self.process.pid)
+            return any(one.status() == psutil.STATUS_STOPPED for one in (guard, *guard.children()))
+        return False
 
     def end(self, died: bool = False) -> str:
         """End the process and everything that it has started. Return how it ended. `close` must follow.

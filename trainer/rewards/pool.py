@@ -185,7 +185,10 @@ class RewardPool:
         return worker.since + component.patience_s(len(worker.work), self._config.concurrency)
 
     def _give_up(self, state: State, worker: _Worker) -> None:
-        """End a process that takes too long."""
+        """End a process that takes too long. If somebody has stopped it, its tasks are repeated as after a death."""
+        if worker.is_stopped:
+            self._bury(state, worker, stopped=True)
+            return
         task = state.tasks[worker.work[0]]
         if task.component.calling.is_async and len(worker.work) > 1:
             state.alone.update(worker.work)  # one of them blocks the others
@@ -224,13 +227,18 @@ class RewardPool:
         if last:
             self._replace(state, worker, failed=failed > 0)
 
-    def _bury(self, state: State, worker: _Worker) -> None:
-        """Handle the death of a process. Its first task is the suspect; without one, the start has failed."""
+    def _bury(self, state: State, worker: _Worker, stopped: bool = False) -> None:
+        """Handle the death of a process. Its first task is the suspect; without one, the start has failed.
+
+        Args:
+            stopped: it has not died, but somebody has stopped it.
+        """
         suspects = list(worker.work)
         if suspects and not state.tasks[suspects[0]].component.calling.is_async:
             suspects = suspects[:1]
         cost_s = time.monotonic() - worker.since if suspects else 0.0
-        ending = self._replace(state, worker, bool(suspects), died=True)
+        ending = self._replace(state, worker, bool(suspects), died=not stopped)
+        ending = "stopped by a signal" if stopped else ending
         record_replaced_process("reward", ending, cost_s)
         if len(suspects) > 1:
             state.alone.update(suspects)

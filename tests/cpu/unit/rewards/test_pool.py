@@ -120,6 +120,20 @@ def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s, tmp_
     assert len(incidents) == 2
 
 
+def test_a_stopped_process_is_replaced_and_costs_no_completion(custom, tmp_path):
+    """A process that somebody stops is silent as a reward that hangs, but the reward is not at fault."""
+    before = INCIDENTS.open(str(tmp_path))
+    with reward_pool(custom("stopped_rewards"), timeout_s=1, num_processes=1) as pool:
+        score(pool, ["1"], ["0"])
+        for process in _processes():
+            if any(child in _processes() for child in process.children()):
+                continue  # the guard
+            process.suspend()
+        assert score(pool, ["1", "2"], ["0", "0"])[0] == [1.0, 2.0]
+    INCIDENTS.close(before)
+    assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
+
+
 def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):
     name = custom("vanishing_rewards")
     pool = reward_pool(name, timeout_s=30, num_processes=1)
