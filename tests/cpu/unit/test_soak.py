@@ -1,0 +1,85 @@
+"""The soak itself: what it draws, and whether it notices a run that differs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.soak.faults import FAULTS, draw_faults
+from tests.soak.kinds import KINDS, STEPS, draw_kind
+from tests.soak.outcomes import difference, outcome_of
+from tests.soak.tally import table
+from tests.support.toy import toy_config, toy_run
+
+
+def drawn(seed: int, has_disk: bool = True):
+    numbers = random.Random(seed)
+    kind = draw_kind(numbers, list(KINDS))
+    return kind, draw_faults(kind, numbers, has_disk)
+
+
+def test_a_seed_draws_the_same_round_again_and_all_seeds_draw_every_fault():
+    rounds = [drawn(seed) for seed in range(500)]
+    assert rounds == [drawn(seed) for seed in range(500)]
+    assert {kind.name for kind, _ in rounds} == set(KINDS)
+    assert {fault.name for _, faults in rounds for fault in faults} == set(FAULTS)
+    assert all(FAULTS[fault.name].applies(kind) for kind, faults in rounds for fault in faults)
+    without_disk = [fault.name for seed in range(500) for fault in drawn(seed, has_disk=False)[1]]
+    assert "full disk" not in without_disk
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Run directories of two jobs that did the same."""
+    model = tmp_path / "model"
+    for name in ("one", "other"):
+        toy_run(toy_config(tmp_path / name, total_steps=STEPS), model)
+        (tmp_path / name / "rollouts").mkdir()
+        (tmp_path / name / "rollouts/step_1.jsonl").write_text("{}")
+    return tmp_path / "one", tmp_path / "other"
+
+
+def compare(run: Path, other: Path) -> str:
+    kind = KINDS["supervised"]
+    return difference(*(outcome_of(kind, path, str(path / "checkpoints")) for path in (run, other)))
+
+
+def test_the_comparison_notices_what_differs(finished):
+    run, other = finished
+    assert compare(run, other) == ""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*lines, lines[-1]]))
+    assert compare(run, other).startswith("steps in metrics.jsonl: is ")
+    last = json.loads(lines[-1])
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "time/step": 1e9})]))
+    assert compare(run, other) == "", "times may differ"
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "sft/loss": 0.25})]))
+    assert f"metrics of step {STEPS}: sft/loss is 0.25, not " in compare(run, other)
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    (run / "rollouts/step_1.jsonl").write_text("{ }")
+    assert compare(run, other).startswith("rollouts/step_1.jsonl: is ")
+    (run / "rollouts/step_1.jsonl").unlink()
+    assert compare(run, other) == "missing: rollouts/step_1.jsonl"
+
+
+def test_a_damaged_or_missing_checkpoint_is_no_outcome(finished):
+    run, other = finished
+    file = run / f"checkpoints/global_step_{STEPS}/data.json"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="data.json"):
+        compare(run, other)
+
+
+def test_the_table_counts_faults_and_rounds():
+    fault = {"name": "kill of a rank", "recovered": "in the run"}
+    rounds = [
+        {"outcome": "identical", "faults": [fault, fault, {"name": "full disk", "recovered": "restart"}]},
+        {"outcome": "different", "faults": [fault]},
+    ]
+    assert table(rounds).splitlines()[2:] == [
+        "| full disk | 1 | 0 | 1 | 1 | 1 |",
+        "| kill of a rank | 3 | 3 | 0 | 2 | 1 |",
+    ]

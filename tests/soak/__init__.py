@@ -1,0 +1,1 @@
+"""Small jobs that are disturbed in every way for as long as one likes, and compared with undisturbed ones."""

@@ -1,0 +1,247 @@
+"""The faults that a soak draws from, and how each is done to a job that runs."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.soak.kinds import Kind
+from tests.soak.processes import family, send, with_role
+from tests.soak.scene import Place
+from trainer.checkpoint import manifest as manifests
+
+_END_S = 60
+KILLED = -signal.SIGKILL
+STOPPED = 75
+PLACES = (
+    "logged",
+    "save:begin",
+    "save:staging",
+    "save:staged",
+    "save:shards_written",
+    "save:parts_written",
+    "save:manifest_written",
+    "save:published",
+    "save:hinted",
+    "save:deleting",
+    "upload:copied",
+    "upload:published",
+    "export:written",
+)
+"""The fail points at which a whole job is killed."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One fault that was drawn for a round."""
+
+    name: str
+    wait: float
+    """Share of the time of an undisturbed job that passes before it, since the fault before or the start."""
+    seed: int
+    """Of what else is drawn: the process, the way, the duration."""
+
+
+Act = Callable[[Place, int, random.Random], str | None]
+"""(place, job, numbers) -> what was done; None: there is nothing to do it to yet."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault."""
+
+    act: Act
+    statuses: tuple[int, ...] = ()
+    """Exit statuses other than 0 with which the job may end after it. The same command must then continue the job."""
+    applies: Callable[[Kind], bool] = lambda kind: True
+    weight: float = 1.0
+    needs_disk: bool = False
+
+
+def draw_faults(kind: Kind, numbers: random.Random, has_disk: bool) -> list[Disturbance]:
+    """Draw the faults of one round."""
+    names = [name for name, fault in FAULTS.items() if fault.applies(kind) and (has_disk or not fault.needs_disk)]
+    chosen = numbers.choices(names, [FAULTS[name].weight for name in names], k=numbers.randint(2, 5))
+    return [Disturbance(name, numbers.uniform(0.05, 0.9), numbers.getrandbits(32)) for name in chosen]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def _kill_job(place: Place, job: int, numbers: random.Random) -> str:
+    processes = family(job)
+    send(processes, signal.SIGKILL)
+    psutil.wait_procs(processes, _END_S)
+    return f"{len(processes)} processes"
+
+
+def _signal_one(role: str, number: signal.Signals) -> Act:
+    def act(place: Place, job: int, numbers: random.Random) -> str | None:
+        found = with_role(job, role)
+        if number == signal.SIGSTOP and role in ("reward", "environment"):
+            found = found[1::2]  # without the guards, which run no user code
+        if not found:
+            return None
+        chosen = numbers.choice(found)
+        send([chosen], number)
+        return f"{role} {found.index(chosen)} of {len(found)}"
+
+    return act
+
+
+def _kill_driver(place: Place, job: int, numbers: random.Random) -> str:
+    os.kill(job, signal.SIGKILL)
+    return "driver"
+
+
+def _stop_driver(place: Place, job: int, numbers: random.Random) -> str:
+    number = numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    os.kill(job, number)
+    return number.name
+
+
+def _stop_group(place: Place, job: int, numbers: random.Random) -> str:
+    number = numbers.choice([signal.SIGTERM, signal.SIGUSR1])
+    os.killpg(job, number)
+    return number.name
+
+
+def _freeze_job(place: Place, job: int, numbers: random.Random) -> str:
+    processes, seconds = family(job), numbers.uniform(1, 15)
+    send(processes, signal.SIGSTOP)
+    time.sleep(seconds)
+    send(processes, signal.SIGCONT)
+    return f"{seconds:.0f} s"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Files and machines
+
+
+def _fill_disk(place: Place, job: int, numbers: random.Random) -> str:
+    left, seconds = numbers.choice([0, 0, 10_000, 200_000]), numbers.uniform(1, 8)
+    with place.scene.full_disk(left):
+        time.sleep(seconds)
+    return f"{left} bytes left for {seconds:.0f} s"
+
+
+def _damage(place: Place, job: int, numbers: random.Random) -> str | None:
+    """Kill the job and damage its newest checkpoint, if it has another one that is good."""
+    if len(place.checkpoints_on_disk()) < 2 and len(place.scene.store.seen) == 0:
+        return None
+    _kill_job(place, job, numbers)
+    checkpoints = [path for path in place.checkpoints_on_disk() if _is_good(path)]
+    if len(checkpoints) < 2:
+        return "killed alone: no two good checkpoints"
+    files = sorted(path for path in checkpoints[-1].rglob("*") if path.is_file() and path.stat().st_size)
+    file = numbers.choice(files)
+    return _damage_file(file, numbers)
+
+
+def _damage_file(file: Path, numbers: random.Random) -> str:
+    data, name = bytearray(file.read_bytes()), f"{file.parent.name}/{file.name}"
+    if numbers.random() < 0.5:
+        file.write_bytes(data[: numbers.randrange(len(data))])
+        return f"truncated {name}"
+    at = numbers.randrange(len(data))
+    data[at] ^= 1 << numbers.randrange(8)
+    file.write_bytes(data)
+    return f"flipped a bit of {name}"
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        manifests.verify(str(path), "hash")
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _tear_lines(place: Place, job: int, numbers: random.Random) -> str | None:
+    """Kill the job and leave a part of a line at the end of files to which it appends."""
+    file = place.run / "metrics.jsonl"
+    if not file.exists() or not file.read_bytes():
+        return None
+    _kill_job(place, job, numbers)
+    torn = []
+    for name in ("metrics.jsonl", "incidents.jsonl", "starts.jsonl"):
+        path = place.run / name
+        if path.exists() and (lines := path.read_bytes().splitlines()) and (not torn or numbers.random() < 0.5):
+            with open(path, "ab") as end:
+                end.write(lines[-1][: numbers.randrange(1, len(lines[-1]))])
+            torn.append(name)
+    return ", ".join(torn)
+
+
+def _lose_machine(place: Place, job: int, numbers: random.Random) -> str:
+    """Kill the job, and delete all that it had on the disk."""
+    _kill_job(place, job, numbers)
+    for path in (place.run, place.local):
+        if path is not None and path.exists():
+            shutil.rmtree(path)
+    return "run directory and local checkpoints deleted"
+
+
+def _disturb_store(place: Place, job: int, numbers: random.Random) -> str:
+    share, seconds = numbers.choice([0.1, 0.3, 0.6]), numbers.uniform(1, 10)
+    with place.scene.faulty_store(numbers, share):
+        time.sleep(seconds)
+    return f"{share:.0%} of the requests for {seconds:.0f} s"
+
+
+def _cut_link(place: Place, job: int, numbers: random.Random) -> str:
+    seconds = numbers.uniform(1, 8)
+    with place.scene.cut_store():
+        time.sleep(seconds)
+    return f"{seconds:.0f} s"
+
+
+def _has(role: str) -> Callable[[Kind], bool]:
+    return lambda kind: role in kind.roles
+
+
+def _on(*places: str) -> Callable[[Kind], bool]:
+    return lambda kind: kind.places >= set(places)
+
+
+def _is_plain(role: str) -> Callable[[Kind], bool]:
+    return lambda kind: role in kind.roles and not kind.with_ray
+
+
+KILL_IN_SAVE = "kill of the job in a phase of a save"
+FAULTS: dict[str, Fault] = {
+    "kill of the job": Fault(_kill_job, (KILLED,)),
+    KILL_IN_SAVE: Fault(_kill_job, (KILLED,)),
+    "kill of the driver": Fault(_kill_driver, (KILLED,)),
+    "kill of the launcher": Fault(_signal_one("launcher", signal.SIGKILL), (1,), lambda kind: not kind.with_ray, 0.5),
+    "kill of a rank": Fault(_signal_one("rank", signal.SIGKILL), applies=_has("rank")),
+    "kill of an engine": Fault(_signal_one("engine", signal.SIGKILL), applies=_has("engine")),
+    "kill of a reward process": Fault(_signal_one("reward", signal.SIGKILL), applies=_has("reward")),
+    "kill of an environment process": Fault(
+        _signal_one("environment", signal.SIGKILL), applies=_has("environment"), weight=2
+    ),
+    "stop (hang) of a rank": Fault(_signal_one("rank", signal.SIGSTOP), applies=_is_plain("rank")),
+    "stop (hang) of an engine": Fault(_signal_one("engine", signal.SIGSTOP), applies=_is_plain("engine")),
+    "stop (hang) of a reward process": Fault(_signal_one("reward", signal.SIGSTOP), applies=_is_plain("reward")),
+    "stop (hang) of an environment process": Fault(
+        _signal_one("environment", signal.SIGSTOP), applies=_is_plain("environment")
+    ),
+    "freeze of the whole job": Fault(_freeze_job, weight=0.5),
+    "stop request to the driver": Fault(_stop_driver, (STOPPED,)),
+    "stop request to the process group": Fault(_stop_group, (STOPPED,)),
+    "full disk": Fault(_fill_disk, (1, 2), needs_disk=True),
+    "damaged newest checkpoint": Fault(_damage, (KILLED,), _on("disk")),
+    "torn lines": Fault(_tear_lines, (KILLED,)),
+    "lost machine": Fault(_lose_machine, (KILLED,), _on("store")),
+    "errors of the object store": Fault(_disturb_store, (1, 2), _on("store"), 2),
+    "cut link to the object store": Fault(_cut_link, (1, 2), _on("store"), 2),
+}

@@ -1,0 +1,100 @@
+"""The kinds of jobs that are disturbed: small, and each with other parts of the system."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+STEPS = 8
+_COMMON = (
+    "logger.plot=false",
+    "logger.progress=false",
+    "trainer.device=cpu",
+    "trainer.resume_mode=latest",
+    "trainer.train_batch_size=4",
+    "trainer.mini_batch_size=2",
+    "trainer.ckpt_interval=2",
+    "trainer.max_ckpts_to_keep=3",
+    "trainer.val_interval=4",
+    f"trainer.hf_save_interval={STEPS}",
+    "trainer.silence_timeout_s=8",
+    "trainer.hang_timeout_s=8",
+    "trainer.lock_timeout_s=5",
+    "trainer.max_restarts=20",
+    "trainer.restart_window_minutes=0.3",
+    "data.train_size=10",
+    "data.val_size=4",
+)
+_ROLLOUTS = (
+    f"trainer.total_steps={STEPS}",
+    "trainer.policy.optimizer.lr=1e-3",
+    "trainer.policy.optimizer.scheduler=cosine",
+    "algorithm.policy_loss=tests.support.noisy_loss:noisy_clip",
+    "reward.name=tests.support.hashed_reward:hashed",
+    "reward.timeout_s=20",
+    "rollout.n=2",
+    "rollout.max_response_tokens=8",
+    "logger.rollouts=true",
+)
+_PROCESSES = ("trainer.ray_address=processes", "rollout=transformers")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of job."""
+
+    name: str
+    overrides: tuple[str, ...]
+    module: str = "trainer.main"
+    places: frozenset[str] = frozenset({"disk"})
+    """Where its checkpoints are: `disk`, `store`, or both."""
+    roles: frozenset[str] = frozenset({"rank", "engine", "reward"})
+    """The kinds of processes that it has, beside the driver and the launcher."""
+    with_ray: bool = False
+    weight: float = 1.0
+    """How often it is drawn, relative to the others."""
+
+
+def _rollouts(name: str, *overrides: str, **others: object) -> Kind:
+    return Kind(name, (*_COMMON, *_ROLLOUTS, *_PROCESSES, *overrides), **others)  # type: ignore[arg-type]
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        _rollouts("grpo", "trainer.num_workers=2", "rollout.num_engines=2", "algorithm.kl_coef=0.01"),
+        _rollouts("ppo", "trainer.num_workers=2", "algorithm=ppo", "trainer.critic.optimizer.lr=1e-3"),
+        _rollouts("dapo", "algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first"),
+        _rollouts("lora", "trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"),
+        _rollouts(
+            "episodes",
+            "environment.name=tests.support.environments:Hashed",
+            "environment.max_turns=3",
+            "environment.timeout_s=6",
+            "environment.num_processes=2",
+            "rollout.max_prompt_tokens=64",
+            "rollout.val_n=2",
+            roles=frozenset({"rank", "engine", "environment"}),
+        ),
+        Kind(
+            "supervised",
+            (*_COMMON, _PROCESSES[0], "trainer.num_workers=2", f"sft.steps={STEPS}", "sft.batch_size=2"),
+            "trainer.sft",
+            roles=frozenset({"rank"}),
+        ),
+        _rollouts("store", places=frozenset({"store"}), weight=1.5),
+        _rollouts("tiers", "trainer.num_workers=2", places=frozenset({"disk", "store"}), weight=1.5),
+        Kind(
+            "ray",
+            (*_COMMON, *_ROLLOUTS, "trainer.silence_timeout_s=30", "rollout.max_num_seqs=32", "rollout.kv_cache_mb=32"),
+            with_ray=True,
+            weight=0.15,
+        ),
+    )
+}
+
+
+def draw_kind(numbers: random.Random, names: list[str]) -> Kind:
+    """Draw one of the kinds with these names."""
+    kinds = [KINDS[name] for name in names]
+    return numbers.choices(kinds, [kind.weight for kind in kinds])[0]

@@ -1,0 +1,84 @@
+"""The processes of a job by their role."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from trainer.cluster.launcher import ForkedLauncher, run_launcher
+
+_GUARDED = {"trainer.rewards.worker:serve": "reward", "trainer.environments.worker:serve": "environment"}
+_MEMBERS = ("engine ", "rank ", "policy rank")
+
+
+class DetachedLauncher(ForkedLauncher):
+    """A launcher that is a fork of this process in a session of its own, as the launcher of a real job is."""
+
+    def _start(self, its_end, preload: Sequence[str]) -> psutil.Process:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            self._link.close()
+            run_launcher(its_end.fileno(), preload)
+        return psutil.Process(child)
+
+
+def run(module: str, *arguments: str) -> None:
+    """Do what `python -m module arguments` does, in this process, whose ranks and engines are forks of it."""
+    from tests.support.forks import run_module
+    from trainer.cluster import launcher
+
+    launcher.ForkedLauncher = DetachedLauncher  # type: ignore[misc]
+    run_module(module, *arguments)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
+
+
+def with_role(pid: int, role: str) -> list[psutil.Process]:
+    """The processes of a job that have a role: `rank`, `engine`, `reward`, `environment` or `launcher`.
+
+    A process of user code comes after its guard. With Ray, ranks and engines are not told apart.
+    """
+    found = [process for process in family(pid)[1:] if role in _roles_of(process)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _roles_of(process: psutil.Process) -> set[str]:
+    with contextlib.suppress(psutil.Error, OSError):
+        name = _name(process)
+        command = " ".join(process.cmdline())
+        if "ray::_Host" in command:
+            return {"rank", "engine"}
+        if name.startswith(_MEMBERS):
+            return {"engine" if name.startswith("engine ") else "rank"}
+        for serve, role in _GUARDED.items():
+            if serve in command:
+                return {role}
+        if any(_name(child).startswith(_MEMBERS) for child in process.children()):
+            return {"launcher"}
+    return set()
+
+
+def _name(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/comm").read_text().strip()
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those that still run."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)

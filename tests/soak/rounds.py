@@ -1,0 +1,235 @@
+"""One round: a job, disturbed and restarted with the same command until it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.soak.faults import FAULTS, KILL_IN_SAVE, PLACES, Disturbance, draw_faults
+from tests.soak.kinds import Kind, draw_kind
+from tests.soak.outcomes import Outcome, difference, outcome_of
+from tests.soak.processes import family, send
+from tests.soak.scene import Place, Scene
+from tests.support.forks import fork_server
+from tests.support.jobs import environment
+
+_LOOK_S = 0.02
+_MORE_STARTS = 4
+"""A job may be started this many times more than it has faults."""
+IDENTICAL, DIFFERENT, STUCK, WRONG_STATUS, LEFT = (
+    "identical",
+    "different",
+    "stuck",
+    "wrong exit status",
+    "left processes",
+)
+
+
+class RoundFailed(Exception):
+    """A round ended in another way than it must."""
+
+    def __init__(self, outcome: str, text: str):
+        super().__init__(text)
+        self.outcome = outcome
+
+
+@dataclasses.dataclass
+class Report:
+    """What happened in a round: a line of the file of results."""
+
+    round: int
+    seed: int
+    kind: str
+    outcome: str = IDENTICAL
+    difference: str = ""
+    faults: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    began: str = dataclasses.field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+
+    def line(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclasses.dataclass
+class Undisturbed:
+    """The outcome of an undisturbed job of a kind, and its duration."""
+
+    outcome: Outcome
+    seconds: float
+
+
+class Rounds:
+    """Runs rounds. Undisturbed jobs are run when their kind is drawn first, and kept."""
+
+    def __init__(self, scene: Scene, seed: int, kinds: list[str]):
+        self._scene = scene
+        self._seed = seed
+        self._kinds = kinds
+        self._undisturbed: dict[str, Undisturbed] = {}
+
+    def draw(self, number: int) -> tuple[Kind, list[Disturbance]]:
+        """Draw the kind of job and the faults of a round. They depend on the seed and the number alone."""
+        numbers = random.Random(f"{self._seed} {number}")
+        kind = draw_kind(numbers, self._kinds)
+        return kind, draw_faults(kind, numbers, self._scene.has_disk)
+
+    def undisturbed(self, kind: Kind) -> Undisturbed:
+        """Return what an undisturbed job of this kind makes."""
+        if kind.name not in self._undisturbed:
+            self._scene.empty_store()
+            place = Place(self._scene, kind, self._scene.directory / f"undisturbed-{kind.name}")
+            started = time.monotonic()
+            attempt = _Attempt(place, [], 3600.0)
+            status = attempt.run(Report(0, self._seed, kind.name), 1.0)
+            assert status == 0, place.log.read_text()[-5000:]
+            seconds = time.monotonic() - started
+            self._undisturbed[kind.name] = Undisturbed(outcome_of(kind, place.run, place.root), seconds)
+        return self._undisturbed[kind.name]
+
+    def run(self, number: int) -> tuple[Report, Path]:
+        """Run a round; returns what happened, and the directory of its job."""
+        kind, faults = self.draw(number)
+        expected = self.undisturbed(kind)
+        report, started = Report(number, self._seed, kind.name), time.monotonic()
+        self._scene.empty_store()
+        place = Place(self._scene, kind, self._scene.disk / f"round-{number}")
+        try:
+            self._run_to_the_end(place, faults, report, expected.seconds)
+            try:
+                found = outcome_of(kind, place.run, place.root)
+            except Exception as error:
+                raise RoundFailed(DIFFERENT, f"{type(error).__name__}: {error}") from error
+            if text := difference(found, expected.outcome):
+                raise RoundFailed(DIFFERENT, text)
+        except RoundFailed as failure:
+            report.outcome, report.difference = failure.outcome, str(failure)
+        report.seconds = round(time.monotonic() - started, 1)
+        return report, place.directory
+
+    def _run_to_the_end(self, place: Place, faults: list[Disturbance], report: Report, seconds: float) -> None:
+        left = list(faults)
+        deadline_s = 30 * seconds + 240
+        for _ in range(len(faults) + _MORE_STARTS):
+            attempt = _Attempt(place, left, deadline_s)
+            begun, already = time.monotonic(), len(report.faults)
+            status = attempt.run(report, seconds)
+            report.starts.append({"status": status, "seconds": round(time.monotonic() - begun, 1)})
+            done = report.faults[already:]
+            for fault in done:
+                fault["recovered"] = "in the run"
+            if status == 0:
+                return
+            allowed = {status for fault in done for status in FAULTS[fault["name"]].statuses}
+            if status not in allowed:
+                text = f"the job ended with {status} after {[fault['name'] for fault in done]}"
+                raise RoundFailed(WRONG_STATUS, f"{text}: {_last_lines(place.log)}")
+            cause = [fault for fault in done if status in FAULTS[fault["name"]].statuses][-1]
+            cause["recovered"] = "restart"
+        raise RoundFailed(STUCK, f"the job is not done after {len(faults) + _MORE_STARTS} starts")
+
+
+class _Attempt:
+    """One start of a job.
+
+    Args:
+        faults: those that are still to come. What is done to the job is taken from it.
+        deadline_s: longest time that the job may take.
+    """
+
+    def __init__(self, place: Place, faults: list[Disturbance], deadline_s: float):
+        self._place = place
+        self._faults = faults
+        self._deadline_s = deadline_s
+
+    def run(self, report: Report, seconds: float) -> int:
+        """Run the job until it ends; returns its exit status.
+
+        Raises:
+            RoundFailed: it does not end, or leaves processes behind.
+        """
+        reached, env = self._fail_point(report)
+        self._job = self._start(env)
+        started = last = time.monotonic()
+        due = last + self._wait(seconds)
+        try:
+            while self._job.poll() is None:
+                now = time.monotonic()
+                if now - started > self._deadline_s:
+                    self._show_stuck()
+                    raise RoundFailed(STUCK, f"the job did not end within {self._deadline_s:.0f} s")
+                is_due = reached.exists() if reached else now > due
+                if self._faults and is_due and self._disturb(report, now - started, reached):
+                    reached, due = None, time.monotonic() + self._wait(seconds)
+                time.sleep(_LOOK_S)
+        except AssertionError as error:
+            raise RoundFailed(LEFT, str(error)) from error
+        except BaseException:
+            send(family(self._job.pid), 9)
+            raise
+        return self._job.returncode
+
+    def _wait(self, seconds: float) -> float:
+        return self._faults[0].wait * seconds if self._faults else 0.0
+
+    def _fail_point(self, report: Report) -> tuple[Path | None, dict[str, str]]:
+        """If the next fault is a kill in a save, return the file that says when to kill, and the job's environment."""
+        if not self._faults or self._faults[0].name != KILL_IN_SAVE:
+            return None, {}
+        numbers = random.Random(self._faults[0].seed)
+        reached = self._place.directory / f"reached-{len(report.starts)}"
+        self._point = f"{numbers.choice(PLACES)},{numbers.randint(1, 3)}"
+        return reached, {"TRAINER_FAILPOINT": f"{self._point},{reached}"}
+
+    def _disturb(self, report: Report, at_s: float, reached: Path | None) -> bool:
+        """Do the next fault, if there is something to do it to; returns whether it was done."""
+        fault = self._faults[0]
+        name = fault.name if fault.name != KILL_IN_SAVE or reached else "kill of the job"
+        try:
+            done = FAULTS[name].act(self._place, self._job.pid, random.Random(fault.seed))
+        except ProcessLookupError:  # the job has just ended
+            return False
+        if done is None:
+            return False
+        detail = self._point if reached else done
+        report.faults.append({"name": name, "detail": detail, "start": len(report.starts), "at_s": round(at_s, 1)})
+        self._faults.pop(0)
+        return True
+
+    def _start(self, env: dict[str, str]) -> Any:
+        place, kind = self._place, self._place.kind
+        env = {**environment(), **place.scene.environment, **env}
+        with place.log.open("a") as log:
+            if kind.with_ray:
+                command = [sys.executable, "-m", kind.module, *kind.overrides, *place.overrides]
+                return subprocess.Popen(
+                    command, cwd=place.directory, env=env, stdout=log, stderr=log, start_new_session=True
+                )
+            return fork_server().start(
+                "tests.soak.processes:run",
+                *(kind.module, *kind.overrides, *place.overrides),
+                cwd=place.directory,
+                env=env,
+                stdout=log,
+                patience_s=60,
+            )
+
+    def _show_stuck(self) -> None:
+        """Write what the processes of the job do to its log."""
+        with self._place.log.open("a") as log:
+            for process in family(self._job.pid):
+                log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n")
+                log.flush()
+                if shutil.which("py-spy"):
+                    subprocess.run(["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)], stdout=log)
+
+
+def _last_lines(log: Path) -> str:
+    return " | ".join(log.read_text().strip().splitlines()[-3:])

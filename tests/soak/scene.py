@@ -1,0 +1,130 @@
+"""Where the jobs of a soak run: a small disk, an object store behind a proxy, a model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.soak.kinds import Kind
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
+
+DISK_BYTES = 96 << 20
+_BUCKET = "soak"
+
+
+class Scene:
+    """The place of one soak: `with Scene(directory) as scene`.
+
+    Args:
+        has_mounts: this process may mount, and nobody else sees its mounts.
+    """
+
+    def __init__(self, directory: Path, has_mounts: bool):
+        self.directory = directory
+        self.has_disk = has_mounts
+        self.disk = directory / "disk"
+        self.model = directory / "model"
+        self.store = Faults()
+
+    def __enter__(self) -> Scene:
+        self._stack = contextlib.ExitStack()
+        self.disk.mkdir()
+        if self.has_disk:
+            size = f"size={DISK_BYTES}"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)], check=True)
+            self._stack.callback(subprocess.run, ["umount", "--lazy", str(self.disk)], check=False)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+        build_tiny(TinyConfig(**sizes, head_dim=16), str(self.model))
+        self._server = self._stack.enter_context(s3_server())
+        self._proxy = self._stack.enter_context(fault_proxy(self._server, self.store))
+        patch = pytest.MonkeyPatch()
+        self._stack.callback(patch.undo)
+        self.environment = {**use_s3(patch, self._server), "AWS_ENDPOINT_URL": self._proxy}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def empty_store(self) -> None:
+        """Delete everything in the object store, and make the bucket again."""
+        self.store.plan, self.store.seen = lambda *_: PASS, []
+        request = urllib.request.Request(f"{self._server}/moto-api/reset", method="POST")
+        urllib.request.urlopen(request).close()
+        from trainer.checkpoint.bucket import bucket_of
+
+        bucket_of("s3").fs.invalidate_cache()
+        make_bucket(_BUCKET)
+
+    @contextlib.contextmanager
+    def full_disk(self, bytes_left: int) -> Iterator[None]:
+        """Fill the disk while the block runs."""
+        filler = self.disk / "filler"
+        try:
+            with open(filler, "wb", buffering=0) as file:
+                _fill(file.fileno())
+                os.ftruncate(file.fileno(), max(0, os.fstat(file.fileno()).st_size - bytes_left))
+            yield
+        finally:
+            filler.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def faulty_store(self, numbers: random.Random, share: float) -> Iterator[None]:
+        """Let this share of the requests fail or wait while the block runs, each in a way that is drawn."""
+        ways = (ERROR, SLOW_DOWN, CUT, LOST, SLOW)
+        self.store.plan = lambda *_: numbers.choice(ways) if numbers.random() < share else PASS
+        try:
+            yield
+        finally:
+            self.store.plan = lambda *_: PASS
+
+    @contextlib.contextmanager
+    def cut_store(self) -> Iterator[None]:
+        """Let no request reach the store while the block runs."""
+        self.store.plan = lambda *_: CUT
+        try:
+            yield
+        finally:
+            self.store.plan = lambda *_: PASS
+
+
+def _fill(descriptor: int) -> None:
+    for size in (1 << 20, 1 << 12):
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(descriptor, bytes(size))
+
+
+class Place:
+    """Where one job runs: its directories and its place in the object store."""
+
+    def __init__(self, scene: Scene, kind: Kind, directory: Path):
+        self.scene = scene
+        self.kind = kind
+        self.directory = directory
+        self.run = directory / "run"
+        self.local = directory / "local" if kind.places == {"disk", "store"} else None
+        self.root = f"s3://{_BUCKET}/run" if "store" in kind.places else str(self.run / "checkpoints")
+        self.log = directory / "log"
+        directory.mkdir()
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings of the job that depend on its place."""
+        given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
+        return [*given, f"trainer.ckpt_local_dir={self.local}"] if self.local else given
+
+    def checkpoints_on_disk(self) -> list[Path]:
+        """The committed checkpoints on the disk, the oldest first."""
+        above = self.local or self.run / "checkpoints"
+        found = [path.parent for path in above.glob("global_step_*/manifest.json")]
+        return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
