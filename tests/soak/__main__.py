@@ -69,11 +69,9 @@ def _soak(args: argparse.Namespace, directory: Path, has_mounts: bool) -> int:
     from tests.support.forks import fork_server
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # or the object store prints its requests
-    fork_server().start(
-        "time:sleep", 0, cwd=directory, env=os.environ
-    ).wait()  # it has imported all: time jobs from now
     end, number, before = time.monotonic() + 3600 * args.hours, args.round or args.first, len(_lines(args.out))
     with Scene(directory, has_mounts) as scene:
+        fork_server().start("time:sleep", 0, cwd=directory, env=os.environ).wait()  # jobs are timed from now on
         rounds = Rounds(scene, args.seed, args.kinds.split(","))
         while time.monotonic() < end:
             report, place = rounds.run(number)

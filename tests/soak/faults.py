@@ -17,6 +17,8 @@ from tests.soak.kinds import Kind
 from tests.soak.processes import family, send, with_role
 from tests.soak.scene import Place
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.bucket import bucket_of
+from trainer.checkpoint.store import open_store
 
 _END_S = 60
 KILLED = -signal.SIGKILL
@@ -136,31 +138,38 @@ def _fill_disk(place: Place, job: int, numbers: random.Random) -> str:
 
 def _damage(place: Place, job: int, numbers: random.Random) -> str | None:
     """Kill the job and damage its newest checkpoint, if it has another one that is good."""
-    if len(place.checkpoints_on_disk()) < 2 and len(place.scene.store.seen) == 0:
+    store = open_store(str(place.local or place.root))
+    if len(store.steps()) < 2:
         return None
     _kill_job(place, job, numbers)
-    checkpoints = [path for path in place.checkpoints_on_disk() if _is_good(path)]
-    if len(checkpoints) < 2:
+    good = [step for step in store.steps() if _is_good(store.path(step))]
+    if len(good) < 2:
         return "killed alone: no two good checkpoints"
-    files = sorted(path for path in checkpoints[-1].rglob("*") if path.is_file() and path.stat().st_size)
-    file = numbers.choice(files)
-    return _damage_file(file, numbers)
+    if place.local or "disk" in place.kind.places:
+        folder = Path(store.path(good[-1]))
+        file = numbers.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+        data, text = _damaged(file.read_bytes(), numbers)
+        file.write_bytes(data)
+        return f"{text} {file.relative_to(folder)}"
+    bucket, folder_above = bucket_of(place.kind.scheme), store.path(good[-1]).partition("://")[2]
+    name = numbers.choice(sorted(name for name, size in bucket.list(folder_above).items() if size))
+    data, text = _damaged(bucket.read(name), numbers)
+    bucket.write(name, data)
+    return f"{text} {name.rpartition('/')[2]}"
 
 
-def _damage_file(file: Path, numbers: random.Random) -> str:
-    data, name = bytearray(file.read_bytes()), f"{file.parent.name}/{file.name}"
+def _damaged(content: bytes, numbers: random.Random) -> tuple[bytes, str]:
+    """Return damaged content, and what was done to it."""
     if numbers.random() < 0.5:
-        file.write_bytes(data[: numbers.randrange(len(data))])
-        return f"truncated {name}"
-    at = numbers.randrange(len(data))
+        return content[: numbers.randrange(len(content))], "truncated"
+    data, at = bytearray(content), numbers.randrange(len(content))
     data[at] ^= 1 << numbers.randrange(8)
-    file.write_bytes(data)
-    return f"flipped a bit of {name}"
+    return bytes(data), "flipped a bit of"
 
 
-def _is_good(path: Path) -> bool:
+def _is_good(path: str) -> bool:
     try:
-        manifests.verify(str(path), "hash")
+        manifests.verify(path, "hash")
     except (ValueError, OSError):
         return False
     return True
@@ -239,7 +248,7 @@ FAULTS: dict[str, Fault] = {
     "stop request to the driver": Fault(_stop_driver, (STOPPED,)),
     "stop request to the process group": Fault(_stop_group, (STOPPED,)),
     "full disk": Fault(_fill_disk, (1, 2), needs_disk=True),
-    "damaged newest checkpoint": Fault(_damage, (KILLED,), _on("disk")),
+    "damaged newest checkpoint": Fault(_damage, (KILLED,)),
     "torn lines": Fault(_tear_lines, (KILLED,)),
     "lost machine": Fault(_lose_machine, (KILLED,), _on("store")),
     "errors of the object store": Fault(_disturb_store, (1, 2), _on("store"), 2),

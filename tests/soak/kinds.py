@@ -48,6 +48,8 @@ class Kind:
     module: str = "trainer.main"
     places: frozenset[str] = frozenset({"disk"})
     """Where its checkpoints are: `disk`, `store`, or both."""
+    scheme: str = "s3"
+    """Of the object store: `s3` or `gs`."""
     roles: frozenset[str] = frozenset({"rank", "engine", "reward"})
     """The kinds of processes that it has, beside the driver and the launcher."""
     with_ray: bool = False
@@ -83,6 +85,7 @@ KINDS = {
             roles=frozenset({"rank"}),
         ),
         _rollouts("store", places=frozenset({"store"}), weight=1.5),
+        _rollouts("google", "trainer.num_workers=2", places=frozenset({"store"}), scheme="gs"),
         _rollouts("tiers", "trainer.num_workers=2", places=frozenset({"disk", "store"}), weight=1.5),
         Kind(
             "ray",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from tests.soak.kinds import Kind
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
+from tests.support.gcs import gcs_server, use_gcs
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -45,20 +47,24 @@ class Scene:
             self._stack.callback(subprocess.run, ["umount", "--lazy", str(self.disk)], check=False)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
         build_tiny(TinyConfig(**sizes, head_dim=16), str(self.model))
-        self._server = self._stack.enter_context(s3_server())
-        self._proxy = self._stack.enter_context(fault_proxy(self._server, self.store))
+        self._s3, google = (self._stack.enter_context(server()) for server in (s3_server, gcs_server))
+        proxies = [self._stack.enter_context(fault_proxy(server, self.store)) for server in (self._s3, google)]
         patch = pytest.MonkeyPatch()
         self._stack.callback(patch.undo)
-        self.environment = {**use_s3(patch, self._server), "AWS_ENDPOINT_URL": self._proxy}
+        use_gcs(patch, google)
+        self.environment = {**use_s3(patch, self._s3), "AWS_ENDPOINT_URL": proxies[0]}
+        for name in ("FSSPEC_GS", "FSSPEC_GCS"):
+            self.environment[name] = json.dumps({"endpoint_url": proxies[1], "token": "anon"})
+            patch.setenv(name, self.environment[name])  # for the process whose forks the jobs are
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def empty_store(self) -> None:
-        """Delete everything in the object store, and make the bucket again."""
+        """Let the object store work again; delete everything in that of S3, and make the bucket again."""
         self.store.plan, self.store.seen = lambda *_: PASS, []
-        request = urllib.request.Request(f"{self._server}/moto-api/reset", method="POST")
+        request = urllib.request.Request(f"{self._s3}/moto-api/reset", method="POST")
         urllib.request.urlopen(request).close()
         from trainer.checkpoint.bucket import bucket_of
 
@@ -113,7 +119,9 @@ class Place:
         self.directory = directory
         self.run = directory / "run"
         self.local = directory / "local" if kind.places == {"disk", "store"} else None
-        self.root = f"s3://{_BUCKET}/run" if "store" in kind.places else str(self.run / "checkpoints")
+        self.root = (
+            f"{kind.scheme}://{_BUCKET}/{directory.name}" if "store" in kind.places else str(self.run / "checkpoints")
+        )
         self.log = directory / "log"
         directory.mkdir()
 
@@ -122,9 +130,3 @@ class Place:
         """The settings of the job that depend on its place."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
         return [*given, f"trainer.ckpt_local_dir={self.local}"] if self.local else given
-
-    def checkpoints_on_disk(self) -> list[Path]:
-        """The committed checkpoints on the disk, the oldest first."""
-        above = self.local or self.run / "checkpoints"
-        found = [path.parent for path in above.glob("global_step_*/manifest.json")]
-        return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
