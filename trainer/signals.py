@@ -51,10 +51,14 @@ class Signals:
         self._handled = 0  # by the steps
         self._last_s = 0.0
         self._held = 0
+        self._is_listening = False
         self._steps = "before"
 
     def listen(self) -> None:
-        """Handle the signals until the process ends. An entry point calls this before it imports anything else."""
+        """Record the signals until the process ends. An entry point calls this before it imports anything else.
+
+        Nothing raises before `listening` begins, which is where exceptions are handled.
+        """
         for number in HANDLED:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
@@ -67,6 +71,7 @@ class Signals:
             return
         before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
         self.listen()
+        self._is_listening = True
         try:
             yield
         finally:
@@ -190,7 +195,7 @@ class Signals:
             os._exit(EXIT_STATUS)
         if self._count == 1 and self._steps == "inside":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
-        else:
+        elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, 1.0)
 
     def _on_alarm(self, *_: object) -> None:

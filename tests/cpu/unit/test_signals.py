@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -214,3 +216,27 @@ def test_a_signal_during_an_import_is_not_lost(module, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (EXIT_STATUS, "")
     assert done.stdout.startswith("stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
+def test_a_signal_during_a_long_first_import_ends_with_75(module, tmp_path):
+    """Imports take half a minute where packages lie on a cold network disk."""
+    (tmp_path / "xxhash.py").write_text(
+        "import sys, time\n"
+        "print('importing', flush=True)\n"
+        "time.sleep(5)\n"  # longer than a signal waits for a safe point
+        "here = __file__.rpartition('/')[0]\n"
+        "sys.path[:] = [entry for entry in sys.path if entry not in (here, '')]\n"
+        "del sys.modules['xxhash']\n"
+        "import xxhash\n"
+    )
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, f"trainer.run_dir={tmp_path}/run"], cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (EXIT_STATUS, "")
+    assert output.startswith("stopped by SIGTERM before the first step")
