@@ -38,6 +38,8 @@ _CELLS = (
     ("tok/s", "perf/tokens_per_s", "6,.0f"),
     ("s/step", "time/step", "4,.1f"),
 )
+_ACCURACY, _REWARD = "val/accuracy", "val/reward/mean"
+_VALS = {_ACCURACY: "val", _REWARD: "val reward"}  # in a line
 
 
 class Progress:
@@ -67,8 +69,7 @@ class Progress:
         self._completed = completed
         self._timer = timer or Timer()
         self._metrics: dict[str, float] = {}
-        self._val: float | None = None
-        self._best: float | None = None
+        self._vals: dict[str, tuple[float, float]] = {}  # by metric: the last value, the best
         for row in history:
             self._remember_val(row)
         self._step_ends: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
@@ -129,18 +130,27 @@ class Progress:
         self._display.console.print(Text(text), soft_wrap=True)
 
     def _remember_val(self, metrics: Mapping[str, Any]) -> None:
-        accuracy = metrics.get("val/accuracy")
-        if accuracy is not None:
-            self._val = accuracy
-            self._best = accuracy if self._best is None else max(self._best, accuracy)
+        for name in (_ACCURACY, _REWARD):
+            if (value := metrics.get(name)) is not None:
+                self._vals[name] = value, max(value, self._vals[name][1] if name in self._vals else value)
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._completed:>{len(str(self._total))}}/{self._total}"]
         parts += [f"{label} {metrics[name]:{spec}}" for label, name, spec in _CELLS if name in metrics]
-        return "  ".join(part for part in (*parts, self._val_text("val "), self._left("left ")) if part)
+        parts += [" ".join(self._val()).strip(), self._left("left ")]
+        return "  ".join(part for part in parts if part)
 
-    def _val_text(self, label: str = "") -> str:
-        return "" if self._val is None else f"{label}{self._val:.3f} best {self._best:.3f}"
+    def _val(self) -> tuple[str, str]:
+        """What is shown of validations: its name, and the last and best value; empty before the first.
+
+        The mean reward takes the place of an accuracy that has always been 0 (see `trainer.run.best`).
+        """
+        known = [name for name in (_ACCURACY, _REWARD) if name in self._vals]
+        if not known:
+            return "", ""
+        name = _REWARD if _REWARD in known and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else known[0]
+        value, best = self._vals[name]
+        return _VALS[name], f"{value:.3f} best {best:.3f}"
 
     def _left(self, label: str = "", unit: str = "") -> str:
         """The time left, from the mean of the last steps, whatever happened between them; empty before the first."""
@@ -158,8 +168,8 @@ class Progress:
         """The main metrics, and each phase's share of the step: `rollout 45%  update 38%  …`, largest first."""
         metrics = self._metrics
         cells = [(label, f"{metrics[name]:{spec}}".strip()) for label, name, spec in _CELLS if name in metrics]
-        if self._val is not None:
-            cells.insert(1, ("val accuracy", self._val_text()))
+        if self._vals:
+            cells.insert(1, ("validation", " ".join(self._val()).removeprefix("val ")))
         table = Table.grid(padding=(0, 2))
         for start in range(0, len(cells), 4):
             row = cells[start : start + 4]

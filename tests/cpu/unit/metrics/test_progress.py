@@ -45,6 +45,14 @@ def test_a_supervised_run_shows_its_loss(capsys):
     assert capsys.readouterr().out.startswith("step 1/3  loss  1.250")
 
 
+def test_the_mean_reward_is_shown_while_nothing_has_succeeded(capsys):
+    with Progress(12, history=[{"step": 0, "val/accuracy": 0.0, "val/reward/mean": 0.3}]) as progress:
+        progress.update(1, {"val/accuracy": 0.0, "val/reward/mean": 0.2})
+        progress.update(2, {"val/accuracy": 0.1, "val/reward/mean": 0.1})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "val reward 0.200 best 0.300" in first and "val 0.100 best 0.100" in second
+
+
 def test_switched_off_it_prints_no_steps(capsys):
     with Progress(3, enabled=False) as progress:
         progress.update(1, step_metrics(1))
@@ -110,7 +118,7 @@ def test_on_a_terminal_it_is_live_and_leaves_cleanly_when_the_run_fails():
         "━━━",
         "2/60",
         "0.520",
-        "val accuracy",
+        "validation",
         "0.700 best 0.700",
         "tok/s",
         "6,400",
