@@ -15,17 +15,15 @@ import functools
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from benchmarks.models import DATA, SHAPES, Shape, make_model
-from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, one_policy
+from benchmarks.ranks import TimedRank, cpu_seconds, gsm8k_lengths, make_batch, one_policy
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config
-from trainer.workers.rank import Rank
 
 SMALL = Shape(2048, 256, 768, 4, 4, 2)
 MODELS = {"4M": SMALL, "17M": SHAPES["17M"], "48M": Shape(8192, 768, 2304, 6, 12, 4)}
@@ -41,23 +39,6 @@ def print_growth(title: str, values: Iterable[float], cost: Callable[[Any], floa
         ratio, growth = seconds / first[1], value / first[0]
         exponent = f"{math.log(ratio) / math.log(growth):.2f}" if growth != 1 else ""
         print(f"| {value:,.0f} | {seconds:.2f} s | {ratio:.2f} | {exponent} |", flush=True)
-
-
-class TimedRank:
-    """Hosts a rank, which measures its own updates."""
-
-    def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
-        self._rank = Rank(cfg, rank, world_size, device)
-
-    def run(self, address: str, path: str, batch: Any) -> tuple[float, float]:
-        """Return the seconds on the clock and the CPU seconds of an update."""
-        self._rank.connect(address)
-        self._rank.build(["policy"], path)
-        self._rank.call("policy", "update", batch, 1)
-        begin, cpu = time.perf_counter(), time.process_time()
-        for step in (2, 3):
-            self._rank.call("policy", "update", batch, step)
-        return (time.perf_counter() - begin) / 2, (time.process_time() - cpu) / 2
 
 
 def measure_ranks(path: str, vocabulary: int, rows: int, counts: list[int]) -> None:
