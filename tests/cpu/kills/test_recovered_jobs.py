@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,10 +144,11 @@ def test_a_job_killed_in_a_save_to_an_object_store_ends_elsewhere_as_if_undistur
 
 
 def test_a_job_with_two_tiers_loses_its_life_and_then_its_disk(overrides, undisturbed, tmp_path, monkeypatch):
-    """Killed before its first upload is complete, it continues from the disk; killed again in the next upload, and
-    without its disk, it continues from the object store."""
-    log, disk, first = tmp_path / "log", tmp_path / "disk", tmp_path / "first"
-    with empty_bucket("gs", monkeypatch) as bucket:
+    """Killed before its first upload is complete, it continues from the disk, which is in memory; killed again in the
+    next upload, and without its disk, it continues from the object store."""
+    log, first = tmp_path / "log", tmp_path / "first"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, empty_bucket("gs", monkeypatch) as bucket:
+        disk = Path(memory) / "disk"
         above = open_store(f"{bucket}/run")
         tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_local_dir={disk}")
         kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}")
