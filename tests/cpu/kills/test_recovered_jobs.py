@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -55,13 +56,16 @@ def undisturbed(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
 
 
 def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_not(overrides, undisturbed, tmp_path):
-    """A step calls the loss twice. The first two faults come before the first commit, the last ones after it."""
+    """A step calls the loss twice. The first two faults come before the first commit, the last ones after it. No
+    completion is judged again in a step that is trained again.
+    """
     faults = tmp_path / "faults"
     faults.mkdir()
     for name in ("memory,2,1", "kill,3,1", "stop,6,0", "kill,7,0"):
         (faults / name).touch()
-    run, log = tmp_path / "run", tmp_path / "log"
-    assert run_until(log, f"trainer.run_dir={run}", *overrides, env={"TEST_FAULTS": str(faults)})
+    run, log, calls = tmp_path / "run", tmp_path / "log", tmp_path / "calls"
+    env = {"TEST_FAULTS": str(faults), "TEST_CALLS": str(calls)}
+    assert run_until(log, f"trainer.run_dir={run}", "reward.store=true", *overrides, env=env)
     text = log.read_text()
     assert os.listdir(faults) == [], text
     assert outcome(run) == undisturbed
@@ -71,6 +75,8 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_no
         "silent process",
         "killed process",
     ]
+    judged = [line for line in calls.read_text().splitlines() if len(set(json.loads(line))) == 2]  # not the trial
+    assert len(judged) == len(set(judged)) > 0
     assert "resume verified" in text and "WARNING: resumed from" not in text
     assert text.count("finished step") == 1 and len((run / "starts.jsonl").read_text().splitlines()) == 1
 

@@ -16,6 +16,7 @@ import torch
 
 from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_run, toy_trainer
+from trainer.checkpoint.manifest import verify
 from trainer.errors import JobFault, NonFiniteError, NotSavedError, Origin, UserError, WorkerError, set_origin
 from trainer.incidents import INFRASTRUCTURE, JOB, read_incidents
 from trainer.run.directory import RunDirectory
@@ -226,6 +227,20 @@ def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, c
     assert all((one.name, one.role, one.node) == ("policy rank 1", "policy rank", "10.0.0.7") for one in incidents)
     verified = [line for line in caplog.messages if line.startswith("resume verified")]
     assert len(verified) == {1: 0, 2: 2, 3: 0, 100: 0}[interval]
+
+
+def test_a_step_whose_checkpoint_was_damaged_when_the_ranks_died_is_saved_again(tmp_path, model, whole):
+    with failing(tmp_path, model, {3: [lost()]}) as trainer:
+        close = trainer.learner.close
+
+        def damage() -> None:
+            (tmp_path / "checkpoints/global_step_2/policy/number.json").write_text("7")
+            close()
+
+        trainer.learner.close = damage
+        trainer.fit()
+    assert verify(str(tmp_path / "checkpoints/global_step_2")).step == 2
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 def test_a_restart_continues_a_fork_from_its_parent(tmp_path, model, whole):
