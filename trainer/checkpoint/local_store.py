@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,7 @@ class LocalStore(OneTier):
 
     def __init__(self, root: str):
         self.root = os.path.abspath(root)
+        self._tried: dict[int, bytes] = {}  # the manifests of the commits that this process has tried
 
     def exists(self) -> bool:
         """Return whether the root is a directory."""
@@ -163,10 +164,16 @@ class LocalStore(OneTier):
         Args:
             before_commit: called immediately before the commit. If it raises, nothing is committed.
         """
-        assert not os.path.exists(self.path(step)), self.path(step)
+        if os.path.exists(self.path(step)):
+            if read_inside(self.path(step), MANIFEST) != self._tried.get(step):
+                raise OSError(errno.EEXIST, f"{self.path(step)} has been committed by another job")
+            sync_directory(self.root)
+            self.discard(draft)  # an earlier try, which seemed to have failed, is the checkpoint
+            return
         sync_tree(draft.path)
         draft.write(MANIFEST, manifest)
         before_commit()
+        self._tried[step] = manifest
         self._rename(draft.path, self.path(step))
 
     def discard(self, draft: LocalFiles) -> None:
@@ -181,9 +188,10 @@ class LocalStore(OneTier):
         """Take a checkpoint out of service and keep it; returns its new name."""
         return self._hide(step, _ASIDE)
 
-    def asides(self, step: int) -> list[str]:
-        """Return the names of checkpoints of this step that were set aside."""
-        return [name for name in self.names() if name.startswith(f"{_ASIDE}global_step_{step}-")]
+    def asides(self, step: int | None = None) -> list[str]:
+        """Return the names of checkpoints of this step (None: of any step) that were set aside."""
+        prefix = _ASIDE if step is None else f"{_ASIDE}global_step_{step}-"
+        return [name for name in self.names() if name.startswith(prefix)]
 
     def leftovers(self) -> dict[str, str]:
         """Return the names of the leftovers of interrupted operations, and the kind of each."""
@@ -242,6 +250,11 @@ class LocalStore(OneTier):
         with contextlib.suppress(FileNotFoundError):
             return [name for name in os.listdir(os.path.join(self.root, _RECORD)) if not name.endswith(".tmp")]
         return []
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        """Delete pieces."""
+        for name in names:
+            os.remove(os.path.join(self.root, _RECORD, name))
 
     def _hide(self, step: int, prefix: str) -> str:
         name = f"{prefix}global_step_{step}-{secrets.token_hex(4)}"

@@ -20,7 +20,7 @@ import io
 import json
 import posixpath
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
@@ -253,10 +253,10 @@ class ObjectStore(OneTier):
         self._bucket.delete(self._manifest(step))
         return name
 
-    def asides(self, step: int) -> list[str]:
-        """Return the names of checkpoints of this step that were set aside."""
+    def asides(self, step: int | None = None) -> list[str]:
+        """Return the names of checkpoints of this step (None: of any step) that were set aside."""
         listed = ObjectFiles(f"{self.root}/{_ASIDE}").sizes()
-        return [f"{_ASIDE}/{name}" for name in listed if name.startswith(f"global_step_{step}-")]
+        return [f"{_ASIDE}/{name}" for name in listed if step is None or name.startswith(f"global_step_{step}-")]
 
     def leftovers(self) -> dict[str, str]:
         """Return the names of the leftovers of interrupted operations, and the kind of each."""
@@ -316,6 +316,16 @@ class ObjectStore(OneTier):
     def piece(self, name: str) -> bytes:
         """Return a piece that was kept."""
         return self._files.read(f"{_RECORD}/{name}")
+
+    def pieces(self) -> list[str]:
+        """Return the names of the pieces that are kept, as the store lists them."""
+        return self._bucket.names(self._files.place(_RECORD))
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        """Delete pieces."""
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for _ in pool.map(lambda name: self._bucket.delete(self._files.place(f"{_RECORD}/{name}")), names):
+                pass
 
     # ---------------------------------------------------------------------------------------------------
 

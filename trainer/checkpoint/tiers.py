@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import manifest as manifests
@@ -140,8 +140,8 @@ class TieredStore:
                 name = _LOCAL + self._local.set_aside(step)
         return name
 
-    def asides(self, step: int) -> list[str]:
-        """Return the names of checkpoints of this step that were set aside."""
+    def asides(self, step: int | None = None) -> list[str]:
+        """Return the names of checkpoints of this step (None: of any step) that were set aside."""
         local = [_LOCAL + name for name in self._local.asides(step)]
         return local + [_ABOVE + name for name in self._above.asides(step)]
 
@@ -176,6 +176,15 @@ class TieredStore:
         with contextlib.suppress(FileNotFoundError):
             return self._local.piece(name)
         return self._above.piece(name)
+
+    def pieces(self) -> list[str]:
+        """Return the names of the pieces that are kept in a tier."""
+        return sorted({*self._local.pieces(), *self._above.pieces()})
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        """Delete pieces in both tiers."""
+        self._local.remove_pieces([name for name in self._local.pieces() if name in names])
+        self._above.remove_pieces(names)
 
     # ---------------------------------------------------------------------------------------------------
     # Uploading

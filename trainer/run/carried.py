@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.bucket import StoreError
 from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_object
 from trainer.checkpoint.parts import Part
@@ -94,12 +95,8 @@ class CarriedFiles:
             DamagedError: a piece is missing or damaged.
             UserError: the store fails.
         """
-        if PART not in checkpoint.manifest["parts"]:
-            return
-        saved = read_object(checkpoint, FILE, {"files": {str: [{"bytes": is_count, "hash": _is_hash}]}})["files"]
         missing = {}
-        for path, entries in saved.items():
-            pieces = [Piece(**entry) for entry in entries]
+        for path, pieces in _listed(checkpoint).items():
             if not _is_carried(path):
                 raise DamagedError(f"{checkpoint.path}: {FILE} names {path!r}, which no checkpoint carries")
             if (only is None or path in only) and not self._has(path, pieces):
@@ -113,7 +110,33 @@ class CarriedFiles:
         if missing:
             LOG.info("restored %d file(s) in %s from %s", len(missing), self._run_dir, checkpoint.path)
 
+    def remove_unused(self) -> None:
+        """Delete the pieces that no checkpoint names, as killed saves and deleted checkpoints leave them.
+
+        Call it before the first save of this process, which must hold the lock. While a checkpoint is set aside or
+        cannot be read, nothing is deleted: it may name any piece.
+        """
+        try:
+            unused = set(self._store.pieces())
+            if not unused or self._store.asides():
+                return
+            steps = self._store.steps()
+            with ThreadPoolExecutor(_PARALLEL) as pool:
+                for some in (steps[-1:], steps[:-1]):  # the newest one names nearly all
+                    if unused:
+                        unused.difference_update(*pool.map(self._names_in, some))
+            self._store.remove_pieces(unused)
+        except (DamagedError, OSError) as error:
+            LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
+        else:
+            if unused:
+                LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
+
     # ---------------------------------------------------------------------------------------------------
+
+    def _names_in(self, step: int) -> set[str]:
+        listed = _listed(manifests.read(self._store.path(step)))
+        return {piece.hash for pieces in listed.values() for piece in pieces}
 
     def _paths(self) -> list[str]:
         found = (glob.glob(pattern, root_dir=self._run_dir) for pattern in PATTERNS)
@@ -160,6 +183,14 @@ class CarriedFiles:
         if digest_bytes(data) != piece.hash:
             raise DamagedError(f"{checkpoint.path}: the piece {piece.hash} of a carried file is damaged")
         return data
+
+
+def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
+    """Return the pieces of the files that a checkpoint carries, by file."""
+    if PART not in checkpoint.manifest["parts"]:
+        return {}
+    saved = read_object(checkpoint, FILE, {"files": {str: [{"bytes": is_count, "hash": _is_hash}]}})["files"]
+    return {path: [Piece(**entry) for entry in entries] for path, entries in saved.items()}
 
 
 def _common(pieces: list[Piece], data: bytes) -> list[Piece]:

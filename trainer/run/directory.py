@@ -80,6 +80,8 @@ class RunDirectory:
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_carried()
+                if self.checkpoints.store.keeps_record:
+                    self.carried.remove_unused()
                 self.checkpoints.store.start(self.claim.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)

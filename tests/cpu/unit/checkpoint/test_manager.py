@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -76,6 +77,27 @@ def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_pat
     assert outcome.error == "No space left on device"
     assert checkpoints.latest() == verify(first) and hidden(tmp_path) == []
     assert verify(save(checkpoints, 2)).step == 2
+
+
+def test_a_commit_that_is_done_but_seems_to_have_failed_is_completed_by_the_next_save(tmp_path, monkeypatch):
+    checkpoints, rename = manager(tmp_path), os.rename
+
+    def rename_and_fail(source: str, target: str) -> None:
+        rename(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "rename", rename_and_fail)
+        checkpoints.save(1, parts_of({"n": 1, "bytes": b"abc"}), {})
+        checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert "Input/output error" in outcome.error
+    assert save(checkpoints, 1) == str(tmp_path / "global_step_1")
+    assert verify(str(tmp_path / "global_step_1")).step == 1 and hidden(tmp_path) == []
+    other = manager(tmp_path)
+    other.save(1, parts_of({"n": 1, "bytes": b"abc"}), {})
+    other.wait()
+    assert "committed by another job" in other.outcomes()[0].error and hidden(tmp_path) == []
 
 
 def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):

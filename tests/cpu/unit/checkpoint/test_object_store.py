@@ -24,6 +24,8 @@ from trainer.checkpoint.parts import Part
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles, open_store
+from trainer.durable import digest_bytes
+from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,26 @@ def test_a_run_continues_on_a_machine_with_an_empty_disk(root, tmp_path, model):
     assert (tmp_path / "second" / "metrics.jsonl").read_bytes().startswith(lines), "byte for byte"
     rows = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp_path, model):
+    """As a killed save leaves them. The run still continues on a machine with an empty disk."""
+    cfg = toy_config(tmp_path / "first", ckpt_path=root)
+    toy_run(cfg, model, stop_after=3)
+    store, orphan = open_store(root), digest_bytes(b"lost")
+    named = set(store.pieces())
+    store.keep_piece(orphan, b"lost")
+    CheckpointManager(store).delete([1])
+    aside = store.set_aside(2)
+    with RunDirectory(cfg, supervised=True).open():
+        assert set(store.pieces()) == {*named, orphan}, "what is set aside may name any piece"
+    store.remove(aside)
+    with RunDirectory(cfg, supervised=True).open():
+        assert set(store.pieces()) == named
+    lines = (tmp_path / "first" / "metrics.jsonl").read_bytes()
+    second = tmp_path / "second"
+    with RunDirectory(toy_config(second, ckpt_path=root), supervised=True).open():
+        assert (second / "metrics.jsonl").read_bytes() == lines
 
 
 def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, server, monkeypatch):

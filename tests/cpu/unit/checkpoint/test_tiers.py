@@ -15,6 +15,8 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
+from trainer.durable import digest_bytes
+from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -93,6 +95,17 @@ def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
     assert newest.path == f"{root}/global_step_1"
     checkpoints.load(newest, parts_of(state))
     assert state["bytes"] == b"good" and checkpoints.resumed_from == 1
+
+
+def test_pieces_that_no_checkpoint_names_are_deleted_in_both_tiers(root, tmp_path, model):
+    cfg = toy_config(tmp_path, ckpt_path=root, ckpt_local_dir=str(tmp_path / "disk"), total_steps=1)
+    toy_run(cfg, model)
+    disk, above, orphan = open_store(str(tmp_path / "disk")), open_store(root), digest_bytes(b"lost")
+    named = [set(tier.pieces()) for tier in (disk, above)]
+    for tier in (disk, above):
+        tier.keep_piece(orphan, b"lost")
+    with RunDirectory(cfg, supervised=True).open():
+        assert [set(tier.pieces()) for tier in (disk, above)] == named and named[0] == named[1] != set()
 
 
 def test_a_run_with_two_tiers_continues_on_another_machine(root, tmp_path, model):

@@ -1,0 +1,177 @@
+"""Two jobs write to one place, where operations fail before or after they are done: no step is ever a mixture.
+
+The lock keeps two jobs apart, except for a moment: a job that stood still between its last look at the lock and its
+commit. So the second job acts between all operations of the first, and in the middle of its commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from tests.support.fault_proxy import ERROR, LOST, PASS, Faults
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.store import CheckpointStore, open_store
+from trainer.durable import digest_bytes
+
+STEPS, FILES = (1, 2), ("a", "folder/b")
+WRITERS = st.sampled_from((0, 1))
+OUTCOMES = st.lists(st.sampled_from((PASS, PASS, ERROR, LOST)), max_size=12)
+"""What happens to the next operations; those after them succeed."""
+REFUSED = (errno.EEXIST, errno.EBUSY, errno.ENOTEMPTY)
+"""Errors of a commit that is not done, because another job has written."""
+
+
+class TwoWriters(RuleBasedStateMachine):
+    """Both jobs train the same run, so what one of them saves in a step is always the same.
+
+    Args:
+        root: an empty place.
+        outcomes: decides about the next operations.
+    """
+
+    def __init__(self, root: str, outcomes: deque[str], faults: Faults):
+        super().__init__()
+        self.root, self.outcomes, self.faults = root, outcomes, faults
+        self.stores: list[CheckpointStore] = [open_store(root), open_store(root)]
+        self.possible: dict[int, set[int | None]] = defaultdict(lambda: {None})  # who may have committed a step
+        self.faults.stale_lists = False
+
+    @rule(writer=WRITERS, step=st.sampled_from(STEPS), outcomes=OUTCOMES, meanwhile=st.booleans())
+    def save(self, writer: int, step: int, outcomes: list[str], meanwhile: bool) -> None:
+        """Save a step; perhaps the other job saves both, immediately before the commit."""
+        self.outcomes.extend(outcomes)
+        self._save(writer, step, [(1 - writer, other) for other in STEPS] if meanwhile else [])
+
+    def _save(self, writer: int, step: int, meanwhile: list[tuple[int, int]]) -> None:
+        store = self.stores[writer]
+        draft = None
+        try:
+            draft = store.begin(step)
+            for name in FILES:
+                draft.write(name, content(writer, step, name))
+            data = manifest(writer, step, draft.folder)
+            store.publish(draft, step, data, lambda: [self._save(*other, []) for other in meanwhile])  # type: ignore
+        except OSError as error:
+            if error.errno not in REFUSED:
+                self.possible[step].add(writer)
+            with contextlib.suppress(OSError):
+                if draft is not None:
+                    store.discard(draft)
+        else:
+            assert self.possible[step] != {1 - writer}, "the other job's checkpoint has been overwritten"
+            self.possible[step] = {writer}
+            if meanwhile:
+                self.possible[step].add(None)  # an old list may hide a step that the other job did not see announced
+
+    @rule(writer=WRITERS, outcomes=OUTCOMES, aside=st.booleans())
+    def take_out_of_service(self, writer: int, outcomes: list[str], aside: bool) -> None:
+        """Delete the newest checkpoint, or set it aside."""
+        store = self.stores[writer]
+        steps = store.steps()
+        if not steps:
+            return
+        self.outcomes.extend(outcomes)
+        try:
+            if aside:
+                store.set_aside(steps[-1])
+            else:
+                store.remove(store.withdraw(steps[-1]))
+        except OSError:
+            self.possible[steps[-1]].add(None)
+        else:
+            self.possible[steps[-1]] = {None}
+
+    @rule(writer=WRITERS)
+    def clean_up(self, writer: int) -> None:
+        CheckpointManager(self.stores[writer]).clean_up()
+
+    @rule(stale=st.booleans())
+    def freeze_lists(self, stale: bool) -> None:
+        """Let the store answer with the lists of now from now on, or with new ones."""
+        self.faults.lists.clear()
+        self.faults.stale_lists = stale
+
+    @invariant()
+    def every_step_is_whole(self) -> None:
+        """Each step is one that a job has saved, or is not there."""
+        self.outcomes.clear()
+        store = open_store(self.root)
+        committed = store.steps()
+        for step in STEPS:
+            if step not in committed:
+                assert None in self.possible[step], f"step {step} is gone"
+                continue
+            checkpoint = manifests.verify(store.path(step))
+            writer = checkpoint.manifest["ranks"]
+            assert writer in self.possible[step], f"step {step} is that of job {writer}"
+            assert [checkpoint.files.read(name) for name in FILES] == [content(writer, step, name) for name in FILES]
+            self.possible[step] = {writer}
+
+
+def content(writer: int, step: int, name: str) -> bytes:
+    return f"{name} of job {writer} in step {step}".encode()
+
+
+def manifest(writer: int, step: int, folder: str) -> bytes:
+    contents = {name: content(writer, step, name) for name in FILES}
+    entries = [FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()]
+    fields = {"step": step, "parts": [], "saved_at": "2026-11-22T00:00:00+00:00", "parent_step": None, "ranks": writer}
+    return manifests.dump(fields | ({"folder": folder} if folder else {}), entries)
+
+
+def run_machine(root: Callable[[], str], outcomes: deque[str], faults: Faults, examples: int) -> None:
+    limits = settings(
+        max_examples=examples,
+        stateful_step_count=6,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(lambda: TwoWriters(root(), outcomes, faults), settings=limits)
+
+
+def test_an_object_store_holds_the_older_or_the_newer_state(bucket_behind_proxy, faults, monkeypatch):
+    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
+    outcomes: deque[str] = deque()
+    faults.plan = lambda method, path: outcomes.popleft() if outcomes else PASS
+    run_machine(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, faults, examples=8)
+
+
+@contextlib.contextmanager
+def failing_disk(outcomes: deque[str], patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let renames and syncs fail, before or after they are done."""
+
+    def fail(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: str) -> None:
+            outcome = outcomes.popleft() if outcomes else PASS
+            if outcome == ERROR:
+                raise OSError(5, "Input/output error")
+            function(*args)
+            if outcome == LOST:
+                raise OSError(5, "Input/output error")
+
+        return call
+
+    with patch.context() as inner:
+        inner.setattr("os.rename", fail(os.rename))
+        inner.setattr("os.replace", fail(os.replace))
+        inner.setattr("os.fsync", fail(os.fsync))
+        yield
+
+
+def test_a_local_store_holds_the_older_or_the_newer_state(tmp_path: Path, monkeypatch):
+    outcomes: deque[str] = deque()
+    with failing_disk(outcomes, monkeypatch):
+        run_machine(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, Faults(), examples=40)
