@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+"""By a part of the device's name. A longer name comes before a shorter one that it contains."""
 
 
 def peak_flops(device_name: str) -> float | None:

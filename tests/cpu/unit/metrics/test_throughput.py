@@ -6,7 +6,9 @@ from trainer.metrics.throughput import model_flops, peak_flops
 
 
 def test_known_gpus_have_a_peak_and_others_none():
-    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 NVL") == peak_flops("NVIDIA H200 NVL") == 835e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("cpu") is None and peak_flops("NVIDIA GeForce GTX 1080") is None
 
