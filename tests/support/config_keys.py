@@ -125,6 +125,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.colocate_roles",
     "trainer.offload",
     "trainer.ray_address",
+    "trainer.placement_timeout_s",
     "trainer.master_port",
     "trainer.worker_timeout_s",
     "trainer.silence_timeout_s",

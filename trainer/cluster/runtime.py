@@ -160,7 +160,7 @@ class RayCluster:
             count, waited_s = fitting_ranks(self.cfg, self.device, free, engines), time.monotonic() - started
             if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
                 break
-            if waited_s > _PLACEMENT_TIMEOUT_S:
+            if waited_s > self._placement_timeout_s:
                 raise UserError(
                     f"trainer.min_workers={t.min_workers}: the cluster of trainer.ray_address={t.ray_address} has room "
                     f"for {count} ranks; other jobs hold {_held()}"
@@ -261,7 +261,7 @@ class RayCluster:
         elsewhere = [{_NODE_ID: f"!in({', '.join(sorted(left_out))})"}] * len(bundles) if left_out else None
         with SIGNALS.held():
             placement = placement_group(bundles, strategy="PACK", bundle_label_selector=elsewhere)
-        end = time.monotonic() + _PLACEMENT_TIMEOUT_S
+        end = time.monotonic() + self._placement_timeout_s
         while time.monotonic() < end:
             with SIGNALS.held():
                 if placement.wait(_LOOK_S):
@@ -269,8 +269,9 @@ class RayCluster:
             self._patience.check_cluster()
         remove_placement_group(placement)
         raise UserError(
-            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {bundles} within "
-            f"{_PLACEMENT_TIMEOUT_S:g} s; other jobs hold {_held()}"
+            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {_described(bundles)} "
+            f"within {self._placement_timeout_s:g} s; jobs hold {_held()}; raise trainer.placement_timeout_s if nodes "
+            "are still to start"
         )
 
     def _left_out(self) -> dict[str, str]:
@@ -298,16 +299,20 @@ class RayCluster:
                 )
         return {node.id: reason for node, reason in left_out.items()}
 
+    @property
+    def _placement_timeout_s(self) -> float:
+        return self.cfg.trainer.placement_timeout_s or _PLACEMENT_TIMEOUT_S
+
     def _slots_needed(self) -> int:
         return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.rollout.num_engines
 
     def _check_resources(self) -> None:
-        if self._watch is not None and self.cfg.trainer.min_workers is not None:
-            return  # `count_ranks` looks
+        t = self.cfg.trainer
+        if self._watch is not None and (t.min_workers is not None or t.placement_timeout_s is not None):
+            return  # `count_ranks` looks, or nodes are still to start
         if self.device == "cuda":
             check_gpus(self.cfg, int(ray.cluster_resources().get("GPU", 0)))
             return
-        t = self.cfg.trainer
         slots, cpus = self._slots_needed(), int(ray.cluster_resources().get("CPU", 0))
         if slots > cpus:
             raise UserError(
@@ -328,6 +333,11 @@ def _nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def _described(bundles: list[dict[str, float]]) -> str:
+    each = " and ".join(f"{count:g} {kind}" for kind, count in bundles[0].items())
+    return f"{len(bundles)} processes with {each} each" if len(bundles) > 1 else f"a process with {each}"
 
 
 def _held() -> str:

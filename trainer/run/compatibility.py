@@ -55,6 +55,7 @@ HARMLESS = (
     "trainer.colocate_roles",
     "trainer.offload",
     "trainer.ray_address",
+    "trainer.placement_timeout_s",
     "trainer.master_port",
     "trainer.worker_timeout_s",
     "trainer.silence_timeout_s",

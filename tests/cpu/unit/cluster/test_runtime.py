@@ -58,6 +58,33 @@ def test_a_cluster_that_wants_a_token_is_named_without_it(token, cluster, tmp_pa
     assert joined.stdout.count("\n") == 1
 
 
+WAITS_FOR_NODES = """
+import dataclasses, sys
+from trainer.cluster.runtime import RayCluster
+from trainer.config import Config
+from trainer.errors import UserError
+for timeout_s in (None, 0.5):
+    trainer = dataclasses.replace(
+        Config().trainer, ray_address=sys.argv[1], num_workers=1000, placement_timeout_s=timeout_s
+    )
+    try:
+        with RayCluster(Config(trainer=trainer), "cpu") as cluster:
+            cluster.launch_ranks("rank", object, {})
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
+    """If the user says how long that can take. Otherwise the job is refused before it asks for places."""
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run([sys.executable, "-c", WAITS_FOR_NODES, address], capture_output=True, text=True, timeout=120)
+    at_once, later = done.stdout.splitlines()
+    assert "trainer.num_workers=1000: ranks and engines need 1001 CPUs" in at_once
+    assert f"trainer.ray_address={address}: the cluster has no room for 1000 processes with 1 CPU each" in later
+    assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes are still to start")
+
+
 LOSES_RAY = """
 import sys
 import numpy as np
