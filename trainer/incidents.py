@@ -30,6 +30,7 @@ _CAUSES = {
     "node": (INFRASTRUCTURE, "lost node"),
     "cluster": (INFRASTRUCTURE, "Ray died"),
     "memory": (JOB, "out of memory"),
+    "occupied": (INFRASTRUCTURE, "occupied GPU"),
 }
 """Class and name of the causes of a `WorkerError`."""
 

@@ -15,6 +15,7 @@ from trainer.cluster.groups import Group, Pending
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
 from trainer.durable import write_file
+from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
@@ -83,10 +84,11 @@ class PlainEngine:
     def set_version(self, version: int) -> None:
         self._version = version
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         assert self._shares, "nobody needs its memory"
         self._take(0)
         self._asleep = True
+        return 60
 
     def wake(self) -> None:
         self._take(60)
@@ -209,8 +211,13 @@ class PlainRank:
         self.compute()
         self._weights += 1
 
-    def release_memory(self) -> None:
-        self._gpu.hold(20)
+    def release_memory(self, needed: int = 0) -> None:
+        """It keeps 20 percent, or what a file `keeps` says."""
+        path = self._directory / "keeps"
+        kept = int(path.read_text()) if path.exists() else 20
+        self._gpu.hold(kept)
+        if needed > 100 - kept:
+            raise UserError(f"an engine needs {needed} beside {kept}")
 
     def weight_bytes(self, dtype: str) -> int:
         return 1000
@@ -255,8 +262,8 @@ class PlainRanks:
     def start(self, role: str, method: str, *args: Any) -> Pending:
         return self.policy.start("call", role, method, *args)
 
-    def release_memory(self) -> None:
-        self.policy.call("release_memory")
+    def release_memory(self, needed: int = 0) -> None:
+        self.policy.call("release_memory", needed)
 
     def check_shared(self, dtype: str) -> None:
         pass

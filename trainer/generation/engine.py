@@ -73,8 +73,12 @@ class Engine(Protocol):
         """Set the version of the weights that are loaded."""
         ...
 
-    def sleep(self) -> None:
-        """Release the GPU memory until `wake`, if the engine shares its GPU."""
+    def sleep(self) -> int:
+        """Release the GPU memory until `wake`, if the engine shares its GPU.
+
+        Returns:
+            the bytes of each GPU that the engine will take to generate. 0: it cannot tell.
+        """
         ...
 
     def wake(self) -> None:

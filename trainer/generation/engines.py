@@ -76,19 +76,19 @@ class Engines:
             self.advance()
         self._paused_s += time.monotonic() - began
 
-    def call(self, engines: Iterable[int], method: str, *args: Any) -> list[int]:
-        """Call `method` on these engines. Return those that have done it; the others are lost."""
+    def call(self, engines: Iterable[int], method: str, *args: Any) -> dict[int, Any]:
+        """Call `method` on these engines. Return the results of those that have done it; the others are lost."""
         calls = Pending(self.group)
         for engine in engines:
             calls.begin(engine, method, *args)
-        done = []
+        done = {}
         while calls.is_running:
-            for engine, _, error in calls.poll():
+            for engine, result, error in calls.poll():
                 if error is None:
-                    done.append(engine)
+                    done[engine] = result
                 else:
                     self.lose([engine], error)
-        return sorted(done)
+        return dict(sorted(done.items()))
 
     def lose(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.

@@ -39,7 +39,7 @@ class PolicyRanks(Protocol):
 
     def start(self, role: str, method: str, *args: Any) -> Pending: ...
 
-    def release_memory(self) -> None: ...
+    def release_memory(self, needed: int = 0) -> None: ...
 
     def check_shared(self, dtype: str) -> None: ...
 
@@ -74,6 +74,7 @@ class Fleet:
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
         self._is_awake = False
+        self._waking_bytes = 0  # of each GPU; 0: not known
         self._spec = spec = ENGINES[cfg.rollout.engine]
         build = functools.partial(
             _build_engine,
@@ -102,7 +103,10 @@ class Fleet:
         """
         if self._shares_gpus:
             self._engines.load()
-            self._engines.call(self._engines.life.loaded, "sleep")
+            self._put_to_sleep()
+
+    def _put_to_sleep(self) -> None:
+        self._waking_bytes = max(self._engines.call(self._engines.life.loaded, "sleep").values(), default=0)
 
     def start(self, version: int, fresh: bool) -> None:
         """Wait for the engines, and bring them to the policy's weights. Again if the ranks have been started again.
@@ -141,7 +145,7 @@ class Fleet:
         if self._is_awake or not self._shares_gpus:
             yield
             return
-        self._ranks.release_memory()
+        self._ranks.release_memory(self._waking_bytes)
         self._engines.call(self._engines.life.serving, "wake")
         self._is_awake = True
         try:
@@ -152,7 +156,7 @@ class Fleet:
                 self._engines.group.start("sleep")  # ranks that start again need the memory; not all can answer
             raise
         self._is_awake = False
-        self._engines.call(self._engines.life.loaded, "sleep")
+        self._put_to_sleep()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
@@ -227,8 +231,9 @@ class Fleet:
             engines.pause()
         if self._shares_gpus:
             if not self._is_awake:
-                engines.call(engines.life.loaded, "sleep")  # also those that are new
-            self._ranks.release_memory()  # sleeping engines wake their weights to take new ones
+                self._put_to_sleep()  # also those that are new
+            # Sleeping engines wake their weights to take new ones.
+            self._ranks.release_memory(0 if self._is_awake else self._waking_bytes)
         receivers = engines.life.loaded
         if receivers != self._receivers and self._transport in _CHANNELS:
             self._open_channel(receivers)
@@ -237,6 +242,7 @@ class Fleet:
                 engines.serve(engines.call(receivers, "sync_weights", source, version))
             else:
                 self._receive(receivers, source, version, sending)
+        self._waking_bytes = 0  # the weights are awake now, and there is room for the rest
         self._version = version
         if self._transport != "adapter":
             self.synced_bytes = self._weight_bytes

@@ -211,12 +211,13 @@ class TransformersEngine:
         """Set the version of the weights that are loaded."""
         self._version = version
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Move the weights to host memory."""
         self._model.to("cpu")
         if self._device == "cuda":
             torch.cuda.empty_cache()
         self._asleep = True
+        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def wake(self) -> None:
         """Move them back."""

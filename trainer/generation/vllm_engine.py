@@ -194,7 +194,7 @@ class VLLMEngine:
         """Set the version of the weights that are loaded."""
         self._version = version
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Release the GPU memory of weights and KV cache, if the engine shares its GPU.
 
         The weights wait in host memory (vLLM's level 1), so that waking does not depend on a sync.
@@ -202,6 +202,7 @@ class VLLMEngine:
         if self._can_sleep and not self._asleep:
             self._llm.sleep(level=1)
         self._asleep = True
+        return max(self._llm.collective_rpc("waking_bytes")) if self._can_sleep else 0
 
     def wake(self) -> None:
         """Take the memory back."""

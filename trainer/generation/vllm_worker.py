@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -34,6 +35,11 @@ class WeightReceiver:
             self.reload_weights(weights_path=path)
         with set_current_vllm_config(self.vllm_config):
             repack_tied_head(self.model_runner.get_model())
+
+    def waking_bytes(self) -> int:
+        """Return the bytes of its GPU that this worker takes when what sleeps of it wakes."""
+        allocations = get_mem_allocator_instance().pointer_to_data.values()
+        return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
     def unserved_layers(self, adapter: int) -> list[str]:
         """Return the layers of a loaded adapter that this worker's model does not have. vLLM ignores them."""

@@ -146,10 +146,14 @@ class Ranks:
         moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
         self.call(role, "load", files, kinds, **moved)
 
-    def release_memory(self) -> None:
-        """Let every rank give unused GPU memory back."""
+    def release_memory(self, needed: int = 0) -> None:
+        """Let every rank give unused GPU memory back.
+
+        Args:
+            needed: bytes that an engine will take of the GPU of a rank of the policy (see `Rank.release_memory`).
+        """
         for group, _ in self._hosts():
-            group.call("release_memory")
+            group.call("release_memory", needed if group is self.policy else 0)
 
     def take_blocked(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""

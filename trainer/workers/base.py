@@ -268,6 +268,15 @@ class TrainedWorker(ModelWorker):
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [s for s in states if isinstance(s, Tensor) and s.numel() > 1 and s.device.type == self.device]
 
+    def optimizer_growth(self) -> int:
+        """Return the bytes that states of the optimizer will yet take on this rank's device. Not a collective.
+
+        AdamW makes them at its first step: two numbers for each number of a parameter.
+        """
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        new = [p for p in parameters if p not in self.optimizer.state and p.device.type == self.device]
+        return sum(2 * (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in new)
+
     def _configure_optimizer(self) -> float:
         """Set every parameter group to the values of the config; returns the learning rate of the next step.
 

@@ -20,6 +20,11 @@ class ParkingPlace:
         self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._parked: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes that `restore` will take on the device."""
+        return sum(host.numel() for _, host in self._parked.values())
+
     @torch.no_grad()
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copy `tensors` to host memory (of DTensors, the local shards), and free their memory on the device."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.config import Config, FSDPConfig
-from trainer.errors import UserError
+from trainer.errors import AGAIN, UserError, WorkerError
 from trainer.keyed import key
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
@@ -22,6 +22,7 @@ from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import clear_abandoned
 from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
 from trainer.workers.critic import CriticWorker
+from trainer.workers.gpu_room import GpuRoom, engine_problem, rank_problem
 from trainer.workers.parking import ParkingPlace
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
 from trainer.workers.saving import BackgroundSaver, StateFiles
@@ -48,6 +49,7 @@ class Rank:
         self.layout: Layout | None = None
         self.saver: BackgroundSaver | None = None
         self._weights, self._optimizers = ParkingPlace(), ParkingPlace()
+        self._engine_has_fit = False  # beside this rank at its full size
 
     def find_address(self, host: str, port: int = 0) -> str:
         """Reserve a port of this rank for a store (0: a free one); returns `host:port`. Not a collective."""
@@ -136,10 +138,17 @@ class Rank:
                 while file.read(_READ_BYTES):
                     pass
 
-    def release_memory(self) -> None:
+    def release_memory(self, needed: int = 0) -> None:
         """Make room on the GPU for engines: move what `trainer.offload` says, and return torch's cached memory.
 
         Methods that need it bring it back. Not a collective.
+
+        Args:
+            needed: bytes of each GPU that an engine will take. 0: do not check.
+
+        Raises:
+            UserError: there will not be so much room beside this rank.
+            WorkerError: there is not, but there has been.
         """
         if self.roles and self.cfg.trainer.offload != "none":
             assert self.saver is not None, "connect first"
@@ -149,11 +158,31 @@ class Rank:
             if self.cfg.trainer.offload == "all":
                 self._weights.park(tensor for worker in self.roles.values() for tensor in worker.weight_tensors())
         torch.cuda.empty_cache()
+        has_engine = self.rank < self.cfg.rollout.num_engines * self.cfg.rollout.tensor_parallel_size
+        if needed and has_engine:
+            self._check_engine(needed)
+
+    def _check_engine(self, needed: int) -> None:
+        trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
+        growth = sum(worker.optimizer_growth() for worker in trained) if self.cfg.trainer.offload == "none" else 0
+        problem = engine_problem(needed, growth, GpuRoom(*torch.cuda.mem_get_info()), self.cfg)
+        if problem is None:
+            self._engine_has_fit |= growth == 0
+        elif self._engine_has_fit:  # then another program has taken the room
+            raise WorkerError(problem, AGAIN, "occupied")
+        else:
+            raise UserError(problem)
 
     def _restore(self, optimizer: bool) -> None:
-        self._weights.restore()
-        if optimizer:
-            self._optimizers.restore()
+        places = [self._weights, self._optimizers] if optimizer else [self._weights]
+        parked = sum(place.parked_bytes for place in places)
+        if parked and self.device == "cuda":
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            problem = rank_problem(parked, torch.cuda.mem_get_info()[0] + cached, self.cfg)
+            if problem is not None:
+                raise WorkerError(problem, AGAIN, "occupied")
+        for place in places:
+            place.restore()
 
     def measure_peak(self) -> float:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""

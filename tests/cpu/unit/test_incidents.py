@@ -31,6 +31,7 @@ XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid=4711, name=python, GPU has fallen off
         (WorkerError("rank 1 is late", cause="late"), INFRASTRUCTURE, "hanging call"),
         (WorkerError("Ray's raylet died", cause="cluster"), INFRASTRUCTURE, "Ray died"),
         (WorkerError("rank 1 has no memory left", cause="memory"), JOB, "out of memory"),
+        (WorkerError("others hold the memory", cause="occupied"), INFRASTRUCTURE, "occupied GPU"),
         (WorkerError("the processes of reward.name die"), INFRASTRUCTURE, "process"),
         (torch.OutOfMemoryError("CUDA out of memory"), JOB, "out of memory"),
         (MemoryError(), JOB, "out of memory"),

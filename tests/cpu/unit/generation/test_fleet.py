@@ -138,6 +138,19 @@ def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_p
     assert answers(fleet, 1) == [[0, 7, 0]]
 
 
+def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_path):
+    """Whether they would generate or take weights. They have not failed, and generate once there is room."""
+    fleet, ranks = start("cuda", share_gpus=True, num_engines=1)
+    fleet.start(version=1, fresh=True)
+    (tmp_path / "keeps").write_text("50")
+    for wake in (lambda: answers(fleet, 1), lambda: fleet.sync_weights(2)):
+        with pytest.raises(UserError, match="an engine needs 60 beside 50"):
+            wake()
+    (tmp_path / "keeps").write_text("40")
+    fleet.sync_weights(2)
+    assert answers(fleet, 1) == [[0, 7, 0]]
+
+
 def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
     fleet, ranks = start("cuda", share_gpus=True)
     fleet.start(version=1, fresh=True)
