@@ -44,6 +44,7 @@ class Learner:
         a = cfg.algorithm
         adaptive = a.kl_controller == "adaptive"
         self.peak_flops = 0.0
+        self._saves_prepared = False
         self._forward_passes = 0
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
 
@@ -52,6 +53,7 @@ class Learner:
         self.ranks.connect()
         self.ranks.build(model_path)
         self.peak_flops = self.ranks.peak_flops()
+        self._saves_prepared = False
 
     # ---------------------------------------------------------------------------------------------------
     # The steps of the loop
@@ -156,6 +158,9 @@ class Learner:
             if trains_policy:
                 result, old_logprobs = self.ranks.update_policy(stored, shape, step, self.kl.coef)
                 metrics |= {f"policy/{name}": value for name, value in result.items()}
+        if trains_policy and not self._saves_prepared:
+            self._saves_prepared = True
+            self.ranks.prepare_saves()
         if old_logprobs is not None and "rollout_logprobs" in batch:
             metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
         if "policy/kl" in metrics:

@@ -124,17 +124,20 @@ class Ranks:
         """Delete what `share_weights` wrote."""
         self.call_one("policy", "close_shared")
 
+    def prepare_saves(self) -> None:
+        """Begin to take the memory that saves need. The states of the optimizers must exist."""
+        for group, roles in self._saved_hosts():
+            group.call("prepare_saves", roles)
+
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).
 
         What this returns, called on any thread, waits for it and returns the files of all ranks.
         """
         saving = []
-        for group, roles in self._hosts():
-            saved = [role for role in roles if role in self.saved_roles]
-            if saved:
-                group.call("begin_save", saved, files)
-                saving.append(group.start_aside("finish_save"))
+        for group, roles in self._saved_hosts():
+            group.call("begin_save", roles, files)
+            saving.append(group.start_aside("finish_save"))
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
@@ -187,6 +190,11 @@ class Ranks:
             else:
                 hosts.append((group, [role]))
         return hosts
+
+    def _saved_hosts(self) -> list[tuple[Group, list[str]]]:
+        """Each group that hosts roles with a state of their own, with these roles."""
+        hosts = [(group, [role for role in roles if role in self.saved_roles]) for group, roles in self._hosts()]
+        return [(group, roles) for group, roles in hosts if roles]
 
 
 def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:

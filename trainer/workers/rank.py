@@ -107,6 +107,12 @@ class Rank:
         self._restore(optimizer=method in _WITH_OPTIMIZER)
         return getattr(self.roles[role], method)(*args, **kwargs)
 
+    def prepare_saves(self, roles: list[str]) -> None:
+        """Begin to take the host memory that saves of `roles` need. Only GPUs need it pinned, which takes long."""
+        assert self.saver is not None, "connect first"
+        if self.device == "cuda":
+            self.saver.reserve({role: self.roles[role].state() for role in roles})
+
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"

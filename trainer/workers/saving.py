@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer.failpoints import failpoint
 from trainer.parallel.mesh import SideGroup
+
+LOG = logging.getLogger(__name__)
 
 
 class StateFiles(Protocol):
@@ -43,11 +46,23 @@ class BackgroundSaver:
         )
         self._device = torch.cuda.current_device() if cuda else None
         self._thread: threading.Thread | None = None
+        self._reserving: threading.Thread | None = None
         self._staged = threading.Event()
         self._staged.set()
         self._entries: list[dict] = []
         self._problem: str | None = None
         self._blocked = 0.0
+
+    def reserve(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take the host memory of later saves of `states` on a thread, so that the first save need not wait for it.
+
+        To pin memory for the copies of a GPU takes many times as long as the copies. The tensors must not change until
+        `wait_until_staged` returns. Does nothing if it has been called before.
+        """
+        if self._reserving is None:
+            self._staged.clear()
+            self._reserving = threading.Thread(target=self._reserve, args=(states,), daemon=True)
+            self._reserving.start()
 
     def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
         """Start a save. The tensors in `states` must not change until `wait_until_staged` returns.
@@ -57,6 +72,7 @@ class BackgroundSaver:
             extras: small files that rank 0 adds to each state, by name.
         """
         assert self._thread is None, "finish the save before beginning another"
+        self.wait_until_staged()  # a thread may still reserve memory
         self._entries, self._problem = [], None
         self._staged.clear()
         self._thread = threading.Thread(target=self._run, args=(states, extras, files), daemon=True)
@@ -87,13 +103,24 @@ class BackgroundSaver:
         blocked, self._blocked = self._blocked, 0.0
         return blocked
 
+    def _reserve(self, states: dict[str, dict[str, Any]]) -> None:
+        try:
+            self._stage(states)
+        except Exception as error:  # a save will fail in the same way, and say so on all ranks
+            LOG.info("rank %d could not reserve memory for saves: %s", self._group.rank, error)
+        finally:
+            self._staged.set()
+
+    def _stage(self, states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # each thread has its own current device
+        return {name: self._stager.stage(state) for name, state in states.items()}
+
     def _run(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
         try:
             try:
-                if self._device is not None:
-                    torch.cuda.set_device(self._device)  # each thread has its own current device
                 failpoint("save:staging")
-                staged = {name: self._stager.stage(state) for name, state in states.items()}
+                staged = self._stage(states)
             except Exception as error:
                 staged = {}
                 self._agree(f"rank {self._group.rank} could not copy its state: {error}")
