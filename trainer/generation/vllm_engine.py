@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import UserError
+from trainer.errors import AGAIN, UserError, WorkerError
+from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _ADAPTER = "policy"
 _REPORT_S = 0.2
 """Shortest time between two answers of `advance`: vLLM stands still between them."""
+
+_OCCUPIED = "Free memory on device"
+"""Begins vLLM's complaint about memory that other processes hold."""
 
 _CPU_BLOCK = 32  # tokens a block of the KV cache; the CPU attention wants multiples of it
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
@@ -39,6 +43,7 @@ class VLLMEngine:
 
     Raises:
         UserError: vLLM is not installed, or refuses the model or the settings.
+        WorkerError: other processes hold the memory of the GPU.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class VLLMEngine:
     ):
         for name, value in ENGINES["vllm"].environment_on(device).items():
             os.environ.setdefault(name, value)
+        if device == "cuda":  # on CPU, nothing is compiled
+            use_own_cache()
         try:
             from vllm import LLM
         except ModuleNotFoundError as error:
@@ -83,10 +90,7 @@ class VLLMEngine:
         try:
             self._llm = LLM(**options)
         except (TypeError, ValueError) as error:  # TypeError: engine_args has a name that vLLM does not know
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}"
-            ) from error
+            raise start_failure(error, model_path) from error
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
@@ -213,6 +217,15 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def start_failure(error: Exception, model_path: str) -> Exception:
+    """Return the exception to raise instead of vLLM's `error` when it refuses to start."""
+    reason = " ".join(str(error).split())
+    if reason.startswith(_OCCUPIED):
+        # Perhaps by a process of the last start of this job, which is still ending.
+        return WorkerError(f"rollout.engine=vllm does not start, its GPU is occupied: {reason}", AGAIN, "occupied")
+    return UserError(f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}")
 
 
 def _lora_options(rank: int | None) -> dict[str, Any]:
