@@ -26,7 +26,7 @@ from trainer.errors import WorkerError
 
 EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_AGAIN = "the same command with trainer.resume_mode=latest continues the run"
+AGAIN = "the same command with trainer.resume_mode=latest continues the run"
 _PATIENCE_S = 3.0
 _SAME_REQUEST_S = 1.0
 """`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
@@ -53,6 +53,11 @@ class Signals:
         self._held = 0
         self._is_listening = False
         self._steps = "before"
+
+    @property
+    def count(self) -> int:
+        """Number of signals so far."""
+        return self._count
 
     def listen(self) -> None:
         """Record the signals until the process ends. An entry point calls this before it imports anything else.
@@ -159,7 +164,7 @@ class Signals:
             return None
         if self.raised is None and self.first and isinstance(error, WorkerError):
             if self._steps == "inside":
-                self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {_AGAIN}")
+                self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {AGAIN}")
             else:
                 self.raised = self._exception()
         return self.raised
@@ -172,15 +177,15 @@ class Signals:
         if self._steps == "inside":
             return KeyboardInterrupt(
                 "stopped by a second signal: the steps since the last checkpoint are not saved, and it is as it was; "
-                f"{_AGAIN}"
+                f"{AGAIN}"
             )
         if self._steps == "before":
-            return Stopped(f"stopped by {self.first} before the first step of this start, so nothing is lost; {_AGAIN}")
+            return Stopped(f"stopped by {self.first} before the first step of this start, so nothing is lost; {AGAIN}")
         if self._steps == "interrupted":
             return Stopped(
-                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {_AGAIN}"
+                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {AGAIN}"
             )
-        return Stopped(f"stopped by {self.first} after the last step; {_AGAIN}")
+        return Stopped(f"stopped by {self.first} after the last step; {AGAIN}")
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
@@ -191,7 +196,7 @@ class Signals:
         self._count += 1
         self.first = self.first or signal.Signals(number).name
         if self._count > 2:
-            _say(f"stopped by a third signal, without cleaning up; {_AGAIN}")
+            _say(f"stopped by a third signal, without cleaning up; {AGAIN}")
             os._exit(EXIT_STATUS)
         if self._count == 1 and self._steps == "inside":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")

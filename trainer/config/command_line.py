@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.hydra import conf_dir, register, register_plugins, to_config
+from trainer.config.launched import End, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.suggestions import did_you_mean
 from trainer.errors import (
@@ -26,7 +27,7 @@ from trainer.errors import (
     one_line,
 )
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
-from trainer.signals import EXIT_STATUS, SIGNALS, Stopped
+from trainer.signals import AGAIN, EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -226,52 +227,89 @@ class _Sweep:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._jobs = 0
-        self._failed: dict[str, int] = {}
+        self._ends: list[End] = []
 
     def run(self, job: Job, dict_config: DictConfig) -> float | None:
         """Run one job, and print how it failed if it did. Returns its best value; None if it has none."""
-        from hydra.core.hydra_config import HydraConfig
+        if os.getpid() != self._process:  # a launcher has started this one
+            return _run_launched(job, dict_config)
+        LOG_FILE.close()  # the last job's
+        value, outcome = _run_swept(job, dict_config)
+        if outcome.status == EXIT_STATUS:
+            raise _JobError(outcome)
+        outcome.show()
+        self._ends.append(End(_swept_name(dict_config), outcome.status, outcome.shown))
+        return value
 
-        hydra = HydraConfig.get()
-        name = f"[{hydra.job.num}]"
-        self._jobs += 1
-        try:
-            config = to_config(dict_config)
-            SIGNALS.check()
-            LOG_FILE.close()  # the last job's
-            name = f"{name} {config.trainer.run_dir}"
-            print(name, flush=True)
-            value = job(config)
-            if str(hydra.sweeper._target_).endswith(".OptunaSweeper"):
-                if value is None:
-                    raise UserError(f"trainer.best_metric={config.trainer.best_metric}: no step has measured it")
-                if value == 0 and config.trainer.best_metric == "val/accuracy":
-                    print(
-                        "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
-                        "a new sweep with trainer.best_metric=val/reward/mean compares such jobs",
-                        flush=True,
-                    )
-            return value
-        except Exception as error:
-            outcome = _outcome(error)
-            if outcome.status == EXIT_STATUS:
-                raise _JobError(outcome) from error
-            if os.getpid() != self._process:  # a launcher has started this one, and tells the sweep
-                raise WorkerError(outcome.text or outcome.trace) from error
-            outcome.show()
-            self._failed[name] = outcome.status
-            return None
-
-    def check(self) -> None:
+    def check(self, lost: str = "") -> None:
         """Check that no job has failed.
 
+        Args:
+            lost: a launcher has lost a job, and this is what it says.
+
         Raises:
-            _JobError: with status 1 if a job has failed, 2 if all that have failed were refused.
+            _JobError: with status 75 if a job has stopped early, 2 if all that have failed were refused, else 1.
         """
-        if self._failed:
-            text = f"{len(self._failed)} of {self._jobs} jobs failed: {'; '.join(self._failed)}"
-            raise _JobError(Outcome(min(self._failed.values()), text))
+        launched = noted_ends()
+        for end in launched:
+            if end.status:
+                print(f"{end.name}: {end.text}", file=sys.stderr, flush=True)
+        ends = [*self._ends, *launched]
+        failed = [end for end in ends if end.status not in (0, EXIT_STATUS)]
+        texts = [f"{len(failed)} of {len(ends)} jobs failed: {'; '.join(end.name for end in failed)}"] if failed else []
+        if lost:
+            texts.append(f"a job has ended without a result ({lost})")
+        if stopped := [end.name for end in ends if end.status == EXIT_STATUS]:
+            texts.append(f"stopped early: {'; '.join(stopped)}; {AGAIN}")
+            raise _JobError(Outcome(EXIT_STATUS, "; ".join(texts)))
+        if texts:
+            raise _JobError(Outcome(min([1] if lost else [end.status for end in failed]), "; ".join(texts)))
+
+
+def _swept_name(dict_config: DictConfig) -> str:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return str(dict_config.trainer.run_dir)
+    except OmegaConfBaseException:
+        return f"job {HydraConfig.get().job.num}"
+
+
+def _run_swept(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome]:
+    """Run a job of a sweep. Returns its best value, None if it has none, and how it ended."""
+    from hydra.core.hydra_config import HydraConfig
+
+    try:
+        print(_swept_name(dict_config), flush=True)
+        config = to_config(dict_config)
+        SIGNALS.check()
+        value = job(config)
+        if str(HydraConfig.get().sweeper._target_).endswith(".OptunaSweeper"):
+            if value is None:
+                raise UserError(f"trainer.best_metric={config.trainer.best_metric}: no step has measured it")
+            if value == 0 and config.trainer.best_metric == "val/accuracy":
+                print(
+                    "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
+                    "a new sweep with trainer.best_metric=val/reward/mean compares such jobs",
+                    flush=True,
+                )
+        return value, Outcome(0)
+    except (Exception, Stopped, KeyboardInterrupt) as error:
+        return None, _outcome(error)
+
+
+def _run_launched(job: Job, dict_config: DictConfig) -> float | None:
+    """Run a job of a sweep in a process of its own, and leave a note of its end for the sweep."""
+    from hydra.core.hydra_config import HydraConfig
+
+    guard_output()
+    show_messages()
+    with SIGNALS.listening(), logging_to_file():
+        value, outcome = _run_swept(job, dict_config)
+        outcome.show()
+    note_end(HydraConfig.get().job.num, End(_swept_name(dict_config), outcome.status, outcome.shown))
+    return value
 
 
 def _compose_and_run(job: Job) -> None:
@@ -304,6 +342,11 @@ def _compose_and_run(job: Job) -> None:
         sweep.check()
     except ValueError:
         sweep.check()  # Optuna cannot name the best trial if all have failed
+        raise
+    except (Stopped, RuntimeError) as error:
+        lost = type(error).__module__.startswith("submitit.")
+        if (isinstance(error, Stopped) or lost) and (wait_for_local_jobs() or lost):
+            sweep.check(one_line(str(error)) if lost else "")
         raise
     except OSError as error:
         if composed or isinstance(error, HydraException):  # a missing config is an OSError too

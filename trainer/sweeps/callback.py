@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
+from trainer.config.launched import prepare_notes
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
 
@@ -53,6 +54,8 @@ class SweepCallback(Callback):
             config.hydra.overrides.hydra.append(
                 f"hydra.job.config.override_dirname.exclude_keys=[{','.join(dict.fromkeys(fixed))}]"
             )
+            if not str(config.hydra.launcher.get("_target_")).endswith(".BasicLauncher"):
+                prepare_notes(config.hydra.sweep.dir)
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
                 os.makedirs(config.hydra.sweep.dir, exist_ok=True)
                 resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]

@@ -159,8 +159,8 @@ def test_each_job_of_a_sweep_names_its_directory(tmp_path):
     command = [sys.executable, "-c", code, "-m", "trainer.seed=1,2", "rollout.n=4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 0, done.stderr
-    assert "[0] outputs/default/trainer.seed=1\nseed 1 in outputs/default/trainer.seed=1\n" in done.stdout
-    assert "[1] outputs/default/trainer.seed=2\nseed 2 in outputs/default/trainer.seed=2\n" in done.stdout
+    assert "outputs/default/trainer.seed=1\nseed 1 in outputs/default/trainer.seed=1\n" in done.stdout
+    assert "outputs/default/trainer.seed=2\nseed 2 in outputs/default/trainer.seed=2\n" in done.stdout
 
 
 def test_the_default_command_line_uses_the_same_path(tmp_path):

@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import environment
+from tests.support.jobs import environment, wait_until
+from trainer.config.command_line import _JobError, _Sweep
+from trainer.config.hydra import register_plugins
+from trainer.config.launched import End, note_end, prepare_notes
+from trainer.errors import UserError
 
 JOB = """
-import json, os, signal, sys
+import json, logging, os, signal, sys, time
 from trainer.config.command_line import run_app
 from trainer.errors import UserError
 
 def job(cfg):
+    from trainer.output import LOG_FILE
+    from trainer.signals import SIGNALS
     lr, seed = cfg.trainer.policy.optimizer.lr, cfg.trainer.seed
     with open("jobs", "a") as file:
         file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
@@ -33,6 +39,12 @@ def job(cfg):
     if seed == 6:
         return 0.0
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
+    if seed == 8:
+        LOG_FILE.open(os.path.join(cfg.trainer.run_dir, "log.txt"))
+        logging.getLogger("trainer.job").info("waiting")
+        while True:
+            SIGNALS.check()
+            time.sleep(0.01)
     with open(os.path.join(cfg.trainer.run_dir, "metrics.jsonl"), "w") as file:
         file.write(json.dumps({"step": 1, "val/accuracy": 1 - (lr - 0.3) ** 2}) + "\\n")
     return 1 - (lr - 0.3) ** 2
@@ -59,7 +71,7 @@ def test_a_failed_job_does_not_end_the_others_and_the_status_says_so(tmp_path):
     assert [Path(path).name for _, path in jobs(tmp_path)] == [f"trainer.seed={seed}" for seed in (1, 2, 3, 5)]
     assert "error: trainer.seed=2: is refused\n" in done.stderr and "RuntimeError: a bug\n" in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: 2 of 4 jobs failed: [1] outputs/default/trainer.seed=2; [2] outputs/default/")
+    assert last.startswith("error: 2 of 4 jobs failed: outputs/default/trainer.seed=2; outputs/default/")
 
 
 def test_a_sweep_whose_failed_jobs_were_all_refused_ends_with_status_2(tmp_path):
@@ -162,9 +174,60 @@ def test_a_directory_name_is_cut_to_what_a_file_system_takes(tmp_path):
     assert len(paths) == 4 and all(len(path) <= 200 for path in paths)
 
 
-def test_a_plugin_that_is_not_installed_is_named_with_the_extra(tmp_path):
-    done = sweep(tmp_path, "hydra/launcher=submitit_nothing", "trainer.seed=1,5")
-    assert done.returncode == 2
-    assert "needs the package hydra-submitit-launcher; install the extra `sweeps`" in done.stderr or (
-        "submitit_nothing" in done.stderr  # it is installed
+def test_a_signal_to_a_sweep_of_submitit_stops_its_jobs_which_write_logs_and_say_how_they_ended(tmp_path):
+    """Seed 2 is refused; seed 8 waits for a signal."""
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, "job.py", "-m", "hydra/launcher=submitit_local", "trainer.seed=2,8"]
+    log = tmp_path / "outputs/default/trainer.seed=8/log.txt"
+    sweep = subprocess.Popen(
+        command, cwd=tmp_path, text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    try:
+        wait_until(lambda: sweep.poll() is not None or log.exists() and "waiting" in log.read_text())
+        sweep.terminate()
+        output, errors = sweep.communicate(timeout=120)
+    finally:
+        sweep.kill()
+    assert sweep.returncode == 75, output + errors
+    refused, stopped = (f"outputs/default/trainer.seed={seed}" for seed in (2, 8))
+    assert f"{refused}: error: trainer.seed=2: is refused\n" in errors
+    assert f"{stopped}: stopped by SIGTERM" in errors and "stopped by SIGTERM" in log.read_text()
+    last = output.splitlines()[-1]
+    assert last.startswith(f"1 of 2 jobs failed: {refused}; stopped early: {stopped}; the same command")
+    assert "Traceback" not in errors and "Error executing" not in errors
+
+
+def test_the_status_of_a_sweep_in_many_processes_follows_from_the_notes_of_its_jobs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRAINER_SWEEP_NOTES", "")
+    prepare_notes(str(tmp_path))
+    note_end(0, End("good", 0, ""))
+    _Sweep().check()
+    for number, end, lost, status, text in (
+        (1, End("refused", 2, "error: x"), "", 2, "1 of 2 jobs failed: refused"),
+        (
+            2,
+            End("also", 2, "error: y"),
+            "killed",
+            1,
+            "2 of 3 jobs failed: refused; also; a job has ended without a res",
+        ),
+        (3, End("broken", 1, "error: z"), "", 1, "3 of 4 jobs failed: refused; also; broken"),
+        (
+            4,
+            End("early", 75, "stopped"),
+            "",
+            75,
+            "3 of 5 jobs failed: refused; also; broken; stopped early: early; the",
+        ),
+    ):
+        note_end(number, end)
+        with pytest.raises(_JobError) as error:
+            _Sweep().check(lost)
+        assert error.value.outcome.status == status and error.value.outcome.text.startswith(text)
+    assert "refused: error: x\nalso: error: y\nbroken: error: z\nearly: stopped\n" in capsys.readouterr().err
+
+
+def test_a_plugin_that_is_not_installed_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher", None)
+    with pytest.raises(UserError, match="needs the package hydra-submitit-launcher; install the extra `sweeps`"):
+        register_plugins(["hydra/launcher=submitit_local"])
