@@ -52,6 +52,10 @@ Flags:
 """
 
 
+_MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
+"""What to write in place of `GROUP=PATH`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a job ended."""
@@ -122,22 +126,35 @@ def explain(error: BaseException) -> str:
     first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
     for cause in chain:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-            keys = dict.fromkeys([cause.full_key, *_wrong_keys()])
-            return as_list("the command has wrong keys:", [no_such_key(key, _groups()) for key in keys])
+            return _with_wrong_keys(cause.full_key)
         if isinstance(cause, ValidationError) and cause.full_key:
+            key = cause.full_key
             if "is not a ListConfig" in first_lines[-1]:
-                return f"{cause.full_key}: must be a list; write {cause.full_key}=[{_given(cause.full_key)}]"
-            return f"{cause.full_key}: {first_lines[-1].rstrip('.')}"
+                return f"{key}: must be a list; write {key}=[{_given(key)}]"
+            if key in (sections := dict(walk_sections(Config()))):
+                keys = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(sections[key]))
+                return _with_wrong_keys(text=f"{key}={_given(key)}: {key} is a section; its keys are {keys}")
+            return f"{key}: {first_lines[-1].rstrip('.')}"
     if isinstance(error, MissingConfigException):
-        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        group, _, choice = (error.missing_cfg_file or "").partition("/")
         if group in (choices := _groups()):
-            meant = did_you_mean(choice, choices[group]) or f"choose one of {', '.join(choices[group])}"
-            return f"{group}={choice}: no such choice; {meant}"
+            known = f"choose one of {', '.join(choices[group])}"
+            own = f"write {_MEANT[group].format(choice)}" if group in _MEANT else ""
+            meant = own if own and "/" in choice else did_you_mean(choice, choices[group])
+            meant = meant or (f"{known}, or {own}" if own else known)
+            return _with_wrong_keys(text=f"{group}={choice}: no such choice; {meant}")
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         return f"{error.override}: has no value; write KEY=VALUE or GROUP=CHOICE"
     if isinstance(error, (ConfigCompositionException, OverrideParseException)):
         return " ".join(str(error).split())
     return first_lines[0]
+
+
+def _with_wrong_keys(key: str = "", text: str = "") -> str:
+    """Return a sentence about `key`, or `text`, and one about each other wrong key on the command line."""
+    keys = dict.fromkeys([*filter(None, [key]), *_wrong_keys()])
+    sentences = [no_such_key(wrong, _groups()) for wrong in keys]
+    return as_list("the command has wrong keys:", [*filter(None, [text]), *sentences])
 
 
 def _wrong_keys() -> list[str]:

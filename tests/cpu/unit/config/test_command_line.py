@@ -62,6 +62,10 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["+trainer.policy.lora.extra={x: 1}"], "trainer.policy.lora.extra: no such key; valid are .*lora.rank"),
         (["+nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
         (["algorithm=grop"], r"algorithm=grop: no such choice; did you mean grpo\?$"),
+        (["model=Qwen/Qwen3-0.6B"], "model=Qwen/Qwen3-0.6B: no such choice; write model.path=Qwen/Qwen3-0.6B$"),
+        (["data=b.jsonl"], r"choose one of arithmetic.*, or write data=files data.train_files=\[b.jsonl\]$"),
+        (["reward=mine:good"], "reward=mine:good: reward is a section; its keys are reward.name, .*reward.weights"),
+        (["trainer.policy=x"], "trainer.policy=x: trainer.policy is a section; its keys are .*trainer.policy.lora"),
         (["experiment=nothing"], "experiment=nothing: no such choice; choose one of gsm8k.*, smoke$"),
         (["trainer.run_name=../../x"], "trainer.run_name=../../x: must be a plain name"),
         (["trainer.allow_config_change=[nothing]"], "trainer.allow_config_change=.*no key or section nothing"),
@@ -86,6 +90,11 @@ def test_all_wrong_keys_of_a_command_are_listed(tmp_path):
     assert headline == "error: the command has wrong keys:"
     assert first == "  trainer.sed: no such key; did you mean trainer.seed, or model.tiny.seed?"
     assert second.startswith("  reward.nme: no such key; did you mean reward.name, or ")
+    for first_wrong in ("model=Qwen/Qwen3-0.6B", "reward=mine:good"):
+        done = without_torch(first_wrong, "seed=2", "lr=1e-5", cwd=tmp_path)
+        headline, first, *others = done.stderr.splitlines()
+        assert headline == "error: the command has wrong keys:" and first.startswith(f"  {first_wrong}: ")
+        assert [line.split(":")[0] for line in others] == ["  seed", "  lr"]
 
 
 def test_the_config_is_printed_without_torch(tmp_path):
