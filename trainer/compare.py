@@ -121,7 +121,7 @@ def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> N
     defaults = Config().trainer
     metric = metric or runs[0].config.get("trainer.best_metric", defaults.best_metric)
     mode = runs[0].config.get("trainer.best_mode", defaults.best_mode)
-    best = {run.path: find_best(run.rows, metric, mode) for run in runs}
+    best = {run.path: find_best(run.rows, metric, mode, of_training=True) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
     _print_table(runs, metric, best)
     _draw(runs, metric, picture)

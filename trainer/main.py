@@ -100,9 +100,9 @@ def train(cfg: Config) -> float | None:
 
 
 def best_value(cfg: Config) -> float | None:
-    """Return the best value of `trainer.best_metric` in the log of the run; None if no step has measured it."""
+    """Return the best value of `trainer.best_metric` that training has reached; None if no step has measured it."""
     t = cfg.trainer
-    best = find_best(read_metrics(os.path.join(t.run_dir, METRICS_FILE)), t.best_metric, t.best_mode)
+    best = find_best(read_metrics(os.path.join(t.run_dir, METRICS_FILE)), t.best_metric, t.best_mode, of_training=True)
     return best and best.value
 
 

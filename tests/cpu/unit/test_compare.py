@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from trainer.compare import main
+from trainer.config import compose
+from trainer.main import best_value
 
 
 def write_run(path, accuracies, **config):
@@ -50,6 +52,17 @@ def test_a_run_without_the_metric_comes_last(runs, tmp_path, capsys):
     empty = write_run(tmp_path / "empty", [])
     assert main([empty, *runs, "--metric", "val/accuracy", "--out", str(tmp_path / "x.png")]) == 0
     assert capsys.readouterr().out.splitlines()[-3].split("│")[1].strip() == "empty"
+
+
+def test_start_weights_are_no_result_of_training(tmp_path, capsys):
+    """Step 0 counts only in a run that has measured nothing later."""
+    runs = [
+        write_run(tmp_path / name, values) for name, values in (("a", [0.9, 0.5]), ("b", [0.9, 0.75]), ("c", [0.25]))
+    ]
+    assert main([*runs, "--out", str(tmp_path / "x.png")]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [(row[1].strip(), row[2].strip()) for row in rows] == [("b", "0.75"), ("a", "0.5"), ("c", "0.25")]
+    assert [best_value(compose([f"trainer.run_dir={run}"])) for run in runs] == [0.5, 0.75, 0.25]
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
