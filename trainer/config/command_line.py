@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import walk_keys, walk_sections
-from trainer.config.hydra import conf_dir, register, register_plugins, to_config
+from trainer.config.hydra import conf_dir, register, register_plugins, to_config, with_files_group
 from trainer.config.launched import End, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.suggestions import did_you_mean
@@ -337,6 +337,7 @@ def _compose_and_run(job: Job) -> None:
     SIGNALS.check()
     register()
     _refuse_dashes()
+    sys.argv[1:] = with_files_group(sys.argv[1:])
     register_plugins(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 

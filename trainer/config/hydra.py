@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
@@ -41,6 +43,24 @@ def conf_dir() -> str:
         if os.path.isdir(candidate):
             return candidate
     raise AssertionError("the package was installed without its conf/ directory")
+
+
+def with_files_group(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `data=files` if they name `data.train_files`, and nothing else chooses the data.
+
+    The default of the group `data` is a generator, which takes no files.
+    """
+    values = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    if "data.train_files" not in values or {"data", "data.generator"} & values.keys():
+        return list(arguments)
+    for name in re.findall(r"[\w.]+", values.get("experiment", "")):
+        path = os.path.join(conf_dir(), "experiment", f"{name}.yaml")
+        if os.path.exists(path):
+            with open(path) as file:
+                if "override /data:" in file.read():
+                    return list(arguments)
+    position = next(i for i, argument in enumerate(arguments) if argument.lstrip("+").startswith("data.train_files="))
+    return [*arguments[:position], "data=files", *arguments[position:]]
 
 
 def register() -> None:
@@ -109,7 +129,7 @@ def compose(overrides: list[str] | None = None) -> Config:
 
     register()
     with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
-        return to_config(hydra_compose("config", overrides=overrides or []))
+        return to_config(hydra_compose("config", overrides=with_files_group(overrides or [])))
 
 
 def _embedded(value: Any, otherwise: Any, *, _root_: Any) -> Any:

@@ -111,6 +111,8 @@ def test_the_config_is_printed_without_torch(tmp_path):
         assert (section["clip_high"], section["aggregation"]) == (4e-4, "seq_mean_token_mean"), flags
     done = without_torch("--cfg", "job", "-p", "trainer.policy.optimizer.lr", cwd=tmp_path)
     assert done.stdout == "0.0004\n", "resolved"
+    files = ["--cfg", "job", "-p", "data.generator", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"]
+    assert without_torch(*files, cwd=tmp_path).stdout == "null\n", "data=files"
     assert os.listdir(tmp_path) == []
 
 

@@ -35,6 +35,15 @@ def test_every_choice_of_the_groups_composes(group):
         compose([f"{group}={path.stem}", *files])
 
 
+def test_files_mean_the_group_of_files_unless_something_else_chooses_the_data():
+    files = ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"]
+    for others in ([], ["algorithm=ppo"], ["experiment=smoke", "trainer.run_dir=x"], ["reward.name=mine:score"]):
+        assert compose([*others, *files]) == compose(["data=files", *others, *files])
+    for gsm8k in ("data=gsm8k", "experiment=gsm8k_qwen3_0.6b_1gpu", "experiment=[gsm8k_qwen3_0.6b_1gpu,smoke]"):
+        assert compose([gsm8k, *files]).data.prompt_key == "question"
+    assert compose(["data.generator=null", *files]).reward.name == "reverse_text"
+
+
 @pytest.mark.parametrize("data", ["arithmetic", "reverse_text", "gsm8k"])
 def test_a_smoke_run_shares_the_warm_start_of_the_real_run(data):
     """Or a model that earns nothing would give every completion the same reward. Other models validate less."""

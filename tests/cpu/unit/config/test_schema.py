@@ -125,7 +125,7 @@ MODEL_AND_DATA = [
     (["model.tiny.head_dim=3"], "model.tiny.head_dim=3: must be even"),
     (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
     (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),
-    (["data.train_files=[a.jsonl]"], "data.generator.*data=files"),
+    (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.generator.*data=files"),
     (["data=files"], r"data.train_files=\[\]: name at least one file"),
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
