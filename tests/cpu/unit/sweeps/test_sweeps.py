@@ -27,7 +27,7 @@ def job(cfg):
     with open("jobs", "a") as file:
         file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
     with open("groups", "a") as file:
-        file.write(f"{cfg.logger.wandb.group}\\n")
+        file.write(f"{cfg.logger.wandb.group} {cfg.logger.wandb.name}\\n")
     if os.path.exists("kill") and len(open("jobs").readlines()) == int(open("kill").read()):
         os.kill(os.getpid(), signal.SIGKILL)
     if seed == 2:
@@ -141,8 +141,9 @@ def test_the_jobs_of_a_smoke_sweep_stay_together(tmp_path):
     one, two = (Path(path) for _, path in jobs(tmp_path))
     assert one.parent == two.parent and one.parent.parent == Path("outputs/smoke")
     assert (tmp_path / one.parent / "sweep.png").exists()
-    group, same = (tmp_path / "groups").read_text().split()
-    assert group == same == "default", "W&B shows them together"
+    assert (tmp_path / "groups").read_text() == "default default/trainer.seed=1\ndefault default/trainer.seed=5\n", (
+        "W&B shows them together, named by their overrides"
+    )
 
 
 def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
