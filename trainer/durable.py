@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import xxhash
 
@@ -20,13 +21,24 @@ def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda:
         fence: called before the file appears. It raises if this process may no longer write the file.
     """
     staged = f"{path}.tmp"
-    with open(staged, "wb") as file:
+    with naming(path), open(staged, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
     fence()
     os.replace(staged, path)
     sync_directory(os.path.dirname(path) or ".")
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let an OSError in the block name the file `path` if it names none: a write to an open file knows no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = path
+        raise
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:

@@ -1,9 +1,11 @@
 """Exceptions of the project, and errors as one line of text."""
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LONGEST_TEXT = 200
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 AGAIN = "restart the job with the same command"
 
 
@@ -88,6 +90,16 @@ def memory_ran_out(error: BaseException) -> bool:
     from_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
     from_vllm = "CUDA Error: out of memory" in str(error)  # an engine that shares its GPU wakes up
     return isinstance(error, MemoryError) or from_torch or from_vllm
+
+
+def disk_refuses(error: BaseException) -> bool:
+    """Return whether `error` says that a disk or a quota is full, or that the disk can only be read."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
+
+
+def name_size(size: int) -> str:
+    """Return a number of bytes in words, as `4.2 MB`."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def as_list(headline: str, sentences: Sequence[str]) -> str:

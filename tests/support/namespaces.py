@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -28,6 +29,20 @@ def with_mounts(mounts: Sequence[str], command: Sequence[str]) -> list[str]:
         pytest.skip(f"no mount namespace here: {_refusal()}")
     script = "".join(f"mount {mount} && " for mount in mounts) + f"exec {shlex.join(command)}"
     return [*_UNSHARE, "sh", "-c", script]
+
+
+@contextlib.contextmanager
+def small_disk(size: str, *options: str) -> Iterator[str]:
+    """A file system of this size, such as `1m`, for as long as the block runs. Returns its path, for any process."""
+    mount = shlex.join(["-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", "/mnt"])
+    command = with_mounts([mount], ["sh", "-c", "echo mounted && exec cat"])
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "mounted\n"
+        yield f"/proc/{holder.pid}/root/mnt"
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 class TwoNetworks:

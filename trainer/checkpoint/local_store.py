@@ -93,9 +93,9 @@ class LocalFiles:
             sync_file(os.path.join(self.path, folder, name))
         sync_directory(os.path.join(self.path, folder))
 
-    def space(self) -> str:
-        """Return the free space of the disk in words."""
-        return f" ({shutil.disk_usage(self.path).free / 1e9:.2f} GB are free)"
+    def space(self) -> int:
+        """Return the free space of the disk in bytes."""
+        return shutil.disk_usage(self.path).free
 
     def reader(self, folder: str) -> StorageReader:
         """Return DCP's reader of the shards in a folder. It executes no code in the shards."""

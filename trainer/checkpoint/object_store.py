@@ -129,9 +129,8 @@ class ObjectFiles:
     def sync(self, folder: str, names: list[str]) -> None:
         """Do nothing: an object is durable when its put has been answered."""
 
-    def space(self) -> str:
+    def space(self) -> None:
         """Return nothing: an object store has no end."""
-        return ""
 
     def reader(self, folder: str) -> StorageReader:
         """Return DCP's reader of the shards in a folder. It executes no code in the shards."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import files_at
-from trainer.errors import UserError
+from trainer.errors import UserError, name_size
 from trainer.failpoints import failpoint
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class ShardedFiles:
             files.sync(name, written)
         except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
             failed, (cause, _) = next(iter(error.failures.items()))
-            # torch's own message does not say that the disk is full.
-            raise OSError(f"rank {failed} could not write {name}: {cause}{files.space()}") from None
+            reason = _reason(str(cause), files.space(), _size(state))
+            raise OSError(f"rank {failed} could not write {name}: {reason}") from None
         paths = [f"{name}/{file}" for file in written]
         return [asdict(FileEntry(path, files.size(path), files.digest(path))) for path in paths]
 
@@ -89,3 +89,21 @@ class ShardedFiles:
     def read_json(self, name: str, file: str) -> bytes:
         """Return the content of a small file below `{directory}/{name}`."""
         return files_at(self.directory).read(f"{name}/{file}")
+
+
+def _reason(cause: str, free: int | None, needed: int) -> str:
+    """Return why a save of `needed` bytes failed. torch's own message does not say that the disk is full."""
+    if free is None:
+        return cause
+    if free < max(1 << 20, needed // 1000):
+        return f"the disk is full: {name_size(needed)} are needed, and {name_size(free)} are free"
+    return f"{cause} ({name_size(free)} are free)"
+
+
+def _size(value: Any) -> int:
+    """Return the bytes of all tensors in a nested value; those of a DTensor on all ranks."""
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return value.numel() * value.element_size() if hasattr(value, "element_size") else 0

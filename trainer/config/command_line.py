@@ -23,6 +23,7 @@ from trainer.errors import (
     UserError,
     WorkerError,
     as_list,
+    disk_refuses,
     memory_ran_out,
     one_line,
 )
@@ -394,6 +395,12 @@ def _outcome(error: BaseException) -> Outcome:
             1,
             f"the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
             "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
+        )
+    if isinstance(error, OSError) and disk_refuses(error):
+        return Outcome(
+            1,
+            f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); free space on the disk, "
+            "or repair it, and then the same command with trainer.resume_mode=latest continues the run",
         )
     if _is_of_config(error):
         return Outcome(2, explain(error))

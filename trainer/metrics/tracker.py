@@ -6,6 +6,7 @@ torn line, and corrects the other two to agree with it.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import LoggerConfig
 from trainer.documents import is_count, is_number, parse_object
-from trainer.durable import write_file
+from trainer.durable import naming, write_file
 from trainer.errors import UserError
 from trainer.metrics.samples import COLUMNS, Transcript
 
@@ -91,8 +92,9 @@ class Tracker:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
         # One write without a buffer: a kill leaves the whole line or nothing.
-        if os.write(self._file, line) != len(line):
-            raise OSError(f"{self._path}: the line of step {step} was cut short; is the disk full?")
+        with naming(self._path):
+            if os.write(self._file, line) != len(line):
+                raise OSError(errno.ENOSPC, f"the line of step {step} was cut short; is the disk full?")
         if self._with_tensorboard and self._tensorboard is None:
             # Not before `rewind`: events of earlier processes count up to the last kept step only.
             self._tensorboard = _open_tensorboard(self._run_dir, purge_step=self._last_step + 1)

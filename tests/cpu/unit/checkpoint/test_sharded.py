@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.namespaces import small_disk
 from tests.support.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError
@@ -52,3 +54,16 @@ def read_more_than_was_written(rank, directory: str) -> tuple[dict, str]:
         problem = str(error)
     files.read("policy", state, optional=("rng.cuda",))
     return {"rng": list(state["rng"]), "w": state["w"].tolist()}, problem
+
+
+def test_a_full_disk_is_named_with_the_size_of_the_save(tmp_path):
+    with small_disk("4m") as disk:
+        text = run_ranks(1, write_too_much, disk)[0]
+    assert text == "rank 0 could not write policy: the disk is full: 16.00 MB are needed, and 0.00 MB are free"
+
+
+def write_too_much(rank, directory: str) -> str:
+    state = {"w": torch.zeros(10**6), "moments": [torch.zeros(10**6, dtype=torch.float64), torch.zeros(10**6)]}
+    with pytest.raises(OSError) as error:
+        ShardedFiles(directory).write("policy", state, {}, dist.group.WORLD)
+    return str(error.value)

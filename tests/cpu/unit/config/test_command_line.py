@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.jobs import environment, run_job
+from tests.support.namespaces import small_disk
 from trainer.config import compose
 
 TORCHLESS = """
@@ -192,3 +193,41 @@ def test_what_libraries_log_is_not_shown_unless_it_is_a_warning(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "a font is missing\n")
+
+
+WRITING = """
+import os, sys
+from trainer.config.command_line import run_app
+from trainer.config.schema import LoggerConfig
+from trainer.durable import write_file
+from trainer.metrics.samples import Transcript, write_validation
+from trainer.metrics.tracker import Tracker
+
+def job(cfg):
+    if cfg.trainer.total_steps == 1:
+        prompt = [{"role": "user", "content": "x" * 2**20}]
+        write_validation(cfg.trainer.run_dir, 1, [Transcript("val:0", 0, prompt, [], "a", 1.0)])
+    tracker = Tracker(cfg.trainer.run_dir, LoggerConfig(), {})
+    with open(f"{cfg.trainer.run_dir}/rest", "wb", buffering=0) as rest:
+        try:
+            while rest.write(b"x" * 4096):
+                pass
+        except OSError:
+            pass
+    tracker.log(1, {"reward/mean": 1.0})
+
+run_app(job)
+"""
+
+
+@pytest.mark.parametrize("step, file", [(1, "validation/step_1.jsonl"), (2, "metrics.jsonl")])
+def test_a_full_disk_of_the_run_directory_is_one_sentence_with_status_1(step, file, tmp_path):
+    with small_disk("1m") as disk:
+        overrides = [f"trainer.run_dir={disk}", f"trainer.total_steps={step}"]
+        command = [sys.executable, "-c", WRITING, *overrides]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == (
+        f"error: {disk}/{file}: cannot be written (No space left on device); free space on the disk, or repair it, "
+        "and then the same command with trainer.resume_mode=latest continues the run\n"
+    )
