@@ -45,7 +45,7 @@ def send_versions(source: Ipc, versions: tuple[int, ...]) -> None:
 def test_weights_go_from_process_to_process_on_one_gpu(device, monkeypatch, settings):
     """Both kinds of memory that a rank may have. The other process has imported no buffer before."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    source, versions = Ipc(secrets.token_hex(16), 1, device, 120.0, BUCKET), (1, 2, 3)
+    source, versions = Ipc(secrets.token_hex(16), (0,), device, 120.0, BUCKET), (1, 2, 3)
     rank = multiprocessing.get_context("spawn").Process(target=send_versions, args=(source, versions))
     rank.start()
     try:

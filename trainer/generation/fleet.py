@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +15,7 @@ from trainer.cluster.groups import Pending
 from trainer.cluster.resources import rank_groups
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import UserError
+from trainer.errors import AGAIN, UserError, WorkerError
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.engines import Engines
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from trainer.cluster.groups import Cluster, Group
 
 _CHANNELS = ("broadcast", "ipc")
+_GPUs = set[tuple[str, str]]
+"""Node id and id on the node of each."""
 
 
 class PolicyRanks(Protocol):
@@ -88,8 +90,12 @@ class Fleet:
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
         self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
+        self._homes: list[_GPUs] = []
+        """The GPUs of each engine, if ranks share them."""
         if self._shares_gpus:  # what cannot work is refused before the engines load
-            self._transport = self._choose_transport(ranks.policy.where())
+            self._transport = self._choose_transport(places := ranks.policy.where())
+            size = cfg.rollout.tensor_parallel_size
+            self._homes = [_gpus_of(places[i * size : (i + 1) * size]) for i in range(cfg.rollout.num_engines)]
         group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
         self._engines = Engines(group, cfg.trainer.max_restarts, 60 * cfg.trainer.restart_window_minutes)
         self._has_started = False
@@ -270,24 +276,23 @@ class Fleet:
 
     def _open_channel(self, receivers: list[int]) -> None:
         """Choose a new meeting place for the ranks and these engines."""
-        settings, first = self._channel_settings(len(receivers)), self._cfg.trainer.master_port
+        r, device, first = self._cfg.rollout, self._cluster.device, self._cfg.trainer.master_port
+        settings = {
+            "device": device,
+            "timeout_s": self._cfg.trainer.worker_timeout_s,
+            "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
+        }
         if self._transport == "ipc":
-            self._channel: Broadcast | Ipc = Ipc(secrets.token_hex(16), **settings)
+            homes = [self._homes[engine] for engine in receivers]
+            senders = ranks_beside(homes, [_gpus_of([place]) for place in self._ranks.policy.where()])
+            self._channel: Broadcast | Ipc = Ipc(secrets.token_hex(16), senders, **settings)
         else:
+            settings["receivers"] = len(receivers) * (r.tensor_parallel_size if device == "cuda" else 1)
             is_first = self._channel_number == 0  # the port of an earlier channel is still in use
             port = first + rank_groups(self._cfg) if first and is_first else 0
             self._channel = Broadcast(self._cluster.meeting_place(self._ranks.policy, port), **settings)
         self._channel_number += 1
         self._receivers = receivers
-
-    def _channel_settings(self, engines: int) -> dict[str, Any]:
-        r, device = self._cfg.rollout, self._cluster.device
-        return {
-            "receivers": engines * (r.tensor_parallel_size if device == "cuda" else 1),
-            "device": device,
-            "timeout_s": self._cfg.trainer.worker_timeout_s,
-            "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
-        }
 
     def _choose_transport(self, places: Sequence[Mapping[str, Any]]) -> str:
         """Choose how weights reach the engines (see `choose_transport`). `places`: of all ranks and engines."""
@@ -329,6 +334,23 @@ def _build_engine(path: str, *args: Any, **kwargs: Any) -> Engine:
     """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+def _gpus_of(places: Iterable[Mapping[str, Any]]) -> _GPUs:
+    return {(place["node"], gpu) for place in places for gpu in place["gpus"]}
+
+
+def ranks_beside(engines: Iterable[_GPUs], ranks: Sequence[_GPUs]) -> tuple[int, ...]:
+    """Return the ranks that share a GPU with one of `engines`. New ranks may have the GPUs in another order.
+
+    Raises:
+        WorkerError: an engine has a GPU that no rank has.
+    """
+    wanted: _GPUs = set().union(*engines)
+    if left := wanted - set().union(*ranks):
+        node, gpu = sorted(left)[0]
+        raise WorkerError(f"an engine is on GPU {gpu} of node {node}, where no rank can give it weights", AGAIN)
+    return tuple(rank for rank, gpus in enumerate(ranks) if gpus & wanted)
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:

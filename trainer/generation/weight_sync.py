@@ -77,8 +77,8 @@ class Ipc:
 
     token: str
     """A secret of the ranks and the workers, which also names their connections."""
-    receivers: int
-    """The ranks below this number share their GPU with a worker."""
+    senders: tuple[int, ...]
+    """The ranks that share their GPU with a worker that receives."""
     device: str
     """`cuda`. Tests on CPU use shared memory instead."""
     timeout_s: float
@@ -87,7 +87,7 @@ class Ipc:
 
     def send(self, weights: Weights, rank: int) -> None:
         """Hand every tensor to the worker on this rank's GPU, if there is one. A collective over the ranks."""
-        if rank >= self.receivers:
+        if rank not in self.senders:
             _step_through(weights)
             return
         with link_of(self.token, self.device, self.timeout_s) as link:

@@ -21,7 +21,7 @@ from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import JobFault, UserError, WorkerError
 from trainer.generation.engine import Request
-from trainer.generation.fleet import Fleet, choose_transport
+from trainer.generation.fleet import Fleet, choose_transport, ranks_beside
 from trainer.incidents import INCIDENTS, read_incidents
 from trainer.restarts import can_recover
 
@@ -49,10 +49,12 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
             master_port: int = 0,
             max_restarts: int = 0,
             settles: bool = True,
+            num_workers: int = 1,
             **rollout,
         ) -> tuple[Fleet, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
             cfg.trainer.call_timeout_s, cfg.trainer.master_port = call_timeout_s, master_port
+            cfg.trainer.num_workers = num_workers
             cfg.trainer.max_restarts, cfg.trainer.silence_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
@@ -194,6 +196,21 @@ def test_engines_on_the_gpus_of_the_ranks_get_weights_there(start, monkeypatch):
     fleet.sync_weights(2)
     assert answers(fleet, 1) == [[0, 7, 1]]
     assert fleet.synced_bytes == 1000
+
+
+def test_the_ranks_on_the_gpus_of_engines_send(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
+    fleet, _ = start("cuda", share_gpus=True, num_workers=3)
+    fleet.start(version=1, fresh=True)
+    assert fleet._channel.senders == (0,)
+
+
+def test_ranks_in_another_order_send_to_the_same_engines():
+    ranks = [{("b", "0")}, {("a", "1")}, {("a", "0")}]
+    assert ranks_beside([{("a", "0")}], ranks) == (2,)
+    assert ranks_beside([{("a", "0"), ("a", "1")}, {("b", "0")}], ranks) == (0, 1, 2)
+    with pytest.raises(WorkerError, match="an engine is on GPU 1 of node b, where no rank can give it weights"):
+        ranks_beside([{("b", "1")}], ranks)
 
 
 def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):

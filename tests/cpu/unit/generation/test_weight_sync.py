@@ -29,7 +29,7 @@ def broadcast(path: Path, timeout_s: float = WAIT_S) -> Broadcast:
 
 
 def ipc(path: Path, timeout_s: float = WAIT_S) -> Ipc:
-    return Ipc(secrets.token_hex(16), 1, "cpu", timeout_s, BUCKET)
+    return Ipc(secrets.token_hex(16), (0,), "cpu", timeout_s, BUCKET)
 
 
 @pytest.mark.parametrize("source", [broadcast, ipc])
