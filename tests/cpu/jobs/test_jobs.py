@@ -146,13 +146,17 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     assert done.returncode == 0 and "resume verified: 1 replayed step identical" in done.stdout, done.stdout
     assert comparable(metrics(tmp_path / "outputs/fork")) == comparable(rows)
 
-    # The weights alone, into a run of another kind, whose reference would be in its checkpoints.
+    # The weights alone, into a run of another kind, whose reference would be in its checkpoints. A fork may have
+    # another learning rate without permission.
     done = run_forked_job("trainer.total_steps=1", "trainer.run_name=weights",
                    "algorithm.kl_coef=0.01", "algorithm.ref_update_interval=1", "trainer.resume_load=[weights]",
+                   "trainer.policy.optimizer.lr=1e-4",
                    "trainer.resume_mode=from_path", "trainer.resume_path=outputs/whole/checkpoints/global_step_2",
                    cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "the checkpoint holds no reference: it starts from scratch" in done.stdout
+    assert "config changed since the checkpoint: trainer.policy.optimizer.lr" in done.stdout
+    assert metrics(tmp_path / "outputs/weights")[-1]["policy/lr"] <= 1e-4
     saved = tmp_path / "outputs/weights/checkpoints/global_step_1"
     assert {path.name for path in saved.iterdir() if path.is_dir()} == {"policy", "reference"}
 

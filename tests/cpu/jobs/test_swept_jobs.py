@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.jobs import metrics, run_forked_job, start_forked_job, wait_until
 
@@ -16,6 +17,7 @@ SWEEP = [
     "hydra/sweeper=optuna",
     "hydra.sweeper.n_trials=2",
     "trainer.policy.optimizer.lr=interval(1e-4,1e-3)",
+    "algorithm.policy_loss=gspo",
     "trainer.best_metric=val/reward/mean",
     "trainer.resume_mode=latest",
     "trainer.total_steps=3",
@@ -53,6 +55,11 @@ def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_aga
     assert "best val/reward/mean" in done.stdout and (directory / "sweep.png").exists()
     assert {path.name for path in directory.glob("trainer*")} == before
     assert (first / "metrics.jsonl").stat().st_mtime_ns == stamp
-    best = {max(row.get("val/reward/mean", 0.0) for row in metrics(path)) for path in directory.glob("trainer*")}
+    # Step 0 has the start weights, which all trials share.
+    best = {max(row.get("val/reward/mean", 0.0) for row in metrics(path)[1:]) for path in directory.glob("trainer*")}
     assert [trial[:2] for trial in trials(directory)] == [(0, "COMPLETE"), (1, "COMPLETE")]
     assert {trial[2] for trial in trials(directory)} == best
+    for path in directory.glob("trainer*"):
+        algorithm = yaml.safe_load((path / "config.yaml").read_text())["algorithm"]
+        options = {key: algorithm[key] for key in ("clip_low", "clip_high", "aggregation")}
+        assert options == {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"}, "not as GSPO has"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,15 +183,17 @@ def test_a_signal_to_a_sweep_of_submitit_stops_its_jobs_which_write_logs_and_say
     (tmp_path / "job.py").write_text(JOB)
     command = [sys.executable, "job.py", "-m", "hydra/launcher=submitit_local", "trainer.seed=2,8"]
     log = tmp_path / "outputs/default/trainer.seed=8/log.txt"
+    pipe = subprocess.PIPE
     sweep = subprocess.Popen(
-        command, cwd=tmp_path, text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=tmp_path, text=True, env=environment(), stdout=pipe, stderr=pipe, start_new_session=True
     )
     try:
         wait_until(lambda: sweep.poll() is not None or log.exists() and "waiting" in log.read_text())
         sweep.terminate()
         output, errors = sweep.communicate(timeout=120)
     finally:
-        sweep.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(sweep.pid, signal.SIGKILL)
     assert sweep.returncode == 75, output + errors
     refused, stopped = (f"outputs/default/trainer.seed={seed}" for seed in (2, 8))
     assert f"{refused}: error: trainer.seed=2: is refused\n" in errors
