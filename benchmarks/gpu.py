@@ -53,12 +53,15 @@ ROW_TOKENS = (256, 1024)
 """Shortest and longest row; the first quarter of each is its prompt."""
 
 
+def config_of(name: str) -> Qwen3Config:
+    return Qwen3Config(**{**COMMON, **SHAPES[name]}, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+
+
 def make_model(name: str, directory: str, device: str) -> str:
     """Write a Qwen3 model with random weights; returns its path."""
     torch.manual_seed(0)
-    config = Qwen3Config(**{**COMMON, **SHAPES[name]}, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
     path = os.path.join(directory, name)
     model.save_pretrained(path)
     return path
@@ -152,6 +155,7 @@ def measure_sync(rank: Rank, name: str, device: str, directory: str) -> None:
     copy = seconds(partial(whole.to, "cpu", copy=True), device)
     del whole
     write = seconds(lambda: worker.write_weights(os.path.join(directory, "sync"), "bfloat16"), device)
+    shutil.rmtree(os.path.join(directory, "sync"))
     gather = seconds(lambda: [None for _ in worker.stream_weights("bfloat16")], device)
     print(
         f"{name}: weights of {size / 1e9:.2f} GB: to shared memory {size / write / 1e9:.2f} GB/s "
@@ -198,15 +202,30 @@ def measure(name: str, args: argparse.Namespace, directory: str, peak: float) ->
             try:
                 measure_passes(rank, name, micro_tokens, args.device, peak)
             except torch.OutOfMemoryError:
-                print(f"| {name} | out of memory | {micro_tokens:,} |", flush=True)
+                print(f"| {name} | out of memory, so activations are recomputed now | {micro_tokens:,} |", flush=True)
+                rank.roles.clear()  # its passes were cut off in the middle
                 gc.collect()
                 torch.cuda.empty_cache()
+                cfg.trainer.policy.fsdp.activation_checkpointing = "full"
+                rank.build(["policy"], path)
+                measure_passes(rank, name, micro_tokens, args.device, peak)
         measure_sync(rank, name, args.device, directory)
         measure_staging(rank, name, directory)
     finally:
         rank.roles.clear()
         destroy_process_group()
         shutil.rmtree(path)
+
+
+def place_for(name: str) -> str | None:
+    """Return `/dev/shm` if it has room for the files of a model; None: a temporary directory on a disk.
+
+    They take 16 bytes a parameter: weights and one sync in bfloat16, a checkpoint of three float32 tensors.
+    """
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config_of(name)).num_parameters()
+    has_room = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * 16 * parameters
+    return "/dev/shm" if has_room else None
 
 
 def main() -> None:
@@ -227,8 +246,7 @@ def main() -> None:
         if time.perf_counter() - began > args.minutes * 60:
             print(f"{name}: left out, the time is over")
             continue
-        place = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.TemporaryDirectory(dir=place) as directory:
+        with tempfile.TemporaryDirectory(dir=place_for(name)) as directory:
             measure(name, args, directory, peak)
         gc.collect()
         if args.device == "cuda":

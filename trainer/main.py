@@ -83,10 +83,23 @@ def _check_devices(cfg: Config, device: str) -> None:
 
     count = torch.cuda.device_count()
     if cfg.trainer.num_workers > count:
-        raise UserError(
-            f"trainer.num_workers={cfg.trainer.num_workers}: more ranks than CUDA devices, this machine has {count}; "
-            "use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address"
+        has_driver = os.path.exists("/proc/driver/nvidia/version")
+        raise UserError(too_few_gpus(cfg.trainer.num_workers, count, torch.version.cuda if has_driver else None))
+
+
+def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
+    """Return the sentence for a job with more ranks than GPUs.
+
+    Args:
+        cuda: the CUDA version of torch; None: torch is built without CUDA, or the machine has no driver.
+    """
+    text = f"trainer.num_workers={ranks}: more ranks than CUDA devices, this machine has {gpus}; "
+    if gpus == 0 and cuda is not None:
+        return text + (
+            f"it has an NVIDIA driver, so perhaps that is too old for the CUDA {cuda} of torch (nvidia-smi shows what "
+            "it can), or CUDA_VISIBLE_DEVICES hides the GPUs"
         )
+    return text + "use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address"
 
 
 def train(cfg: Config) -> float | None:

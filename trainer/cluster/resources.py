@@ -94,7 +94,9 @@ def rank_environment(device: str, environment: Mapping[str, str]) -> dict[str, s
         return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
     return {
         # Micro-batches of many sizes would leave gaps between tensors that nothing fits into.
-        "PYTORCH_ALLOC_CONF": environment.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+        "PYTORCH_ALLOC_CONF": environment.get("PYTORCH_ALLOC_CONF")
+        or environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name, over which this one would win
+        or "expandable_segments:True",
         # With 1, which setups for other frameworks export, all ranks of a node would take its first GPU.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
     }

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from tests.support.jobs import run_forked_job, run_job
+from trainer.main import too_few_gpus
 
 
 @pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
@@ -23,6 +24,11 @@ def test_both_kinds_of_jobs_check_devices_and_functions(module, override, senten
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_driver_without_gpus_is_perhaps_too_old():
+    assert "driver, so perhaps that is too old for the CUDA 13.0 of torch" in too_few_gpus(1, 0, "13.0")
+    assert too_few_gpus(8, 4, "13.0").endswith("has 4; " + too_few_gpus(1, 0, None).partition("; ")[2])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def test_ranks_on_gpus_get_settings_of_the_allocator_and_their_own_gpus():
     found = rank_environment("cuda", {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
     assert found["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0"
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert rank_environment("cuda", {"PYTORCH_ALLOC_CONF": "backend:native"})["PYTORCH_ALLOC_CONF"] == "backend:native"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert rank_environment("cuda", {name: "backend:native"})["PYTORCH_ALLOC_CONF"] == "backend:native"
     assert rank_environment("cpu", {"OMP_NUM_THREADS": "3"}) == {"OMP_NUM_THREADS": "3"}
 
 
