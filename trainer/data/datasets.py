@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -15,11 +16,16 @@ from urllib.parse import parse_qsl, urlsplit
 from trainer.config import DataConfig
 from trainer.data.generators import generate
 from trainer.documents import parse_json
-from trainer.errors import UserError
+from trainer.errors import UserError, as_list
 from trainer.hub import first_line, is_connection_error, with_retries
 
 _LINE_BYTES = 64 << 20
 _RENDER_S = 20.0
+_MOST_PROBLEMS = 10
+_CHECKED_ROWS = 10
+"""Rows of each file that are checked before anything starts."""
+_CHECKED_BYTES = 64 << 20
+"""Further lines of JSON that are checked then. That takes about a second; larger files are not read twice."""
 
 Example = dict[str, Any]
 """`prompt` (a string, or chat messages), `answer` (a string) and, from files, the whole `row`."""
@@ -92,7 +98,7 @@ def read_parts(data: DataConfig, split: str, as_rows: bool = False) -> list[list
         as_rows: the rows as they are, which may have any columns.
 
     Raises:
-        UserError: a file is missing, empty or malformed, or lacks a column.
+        UserError: a file is missing, empty or malformed, or lacks a column; the message lists up to ten problems.
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.generator:
@@ -100,16 +106,20 @@ def read_parts(data: DataConfig, split: str, as_rows: bool = False) -> list[list
     key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")
+    take, problems = _row if as_rows else _example, _Problems()
     parts: list[list[Example]] = []
     for file in files:
         left = None if limit < 0 else limit - sum(len(part) for part in parts)
-        rows = itertools.islice(read_rows(file, key), left)
-        parts.append([_row(row, where, data) if as_rows else _example(row, where, data) for where, row in rows])
+        rows = itertools.islice(_lines(file, key), left)
+        parts.append(list(problems.leave_out(rows, key, lambda row, where: take(row, where, data))))
+    problems.check()
     return parts
 
 
 def check_files(data: DataConfig, examples: bool = True, validation: bool = True, as_rows: bool = False) -> None:
-    """Read the first rows of each local file, so that bad data is refused before anything starts.
+    """Read the local files, large ones in part, so that bad data is refused before anything starts.
+
+    `read_parts` finds what is left, while it reads the data anyway.
 
     Args:
         examples: the training files hold examples, not rollouts.
@@ -117,19 +127,85 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
         as_rows: rows may have any columns.
 
     Raises:
-        UserError: a file is missing, empty or malformed, or lacks a column.
+        UserError: a file is missing, empty or malformed, or lacks a column; the message lists up to ten problems.
     """
     if data.generator:
         return
+    problems, left = _Problems(), _CHECKED_BYTES
+
+    def first(lines: Rows) -> Rows:
+        nonlocal left
+        for number, (where, line) in enumerate(lines):
+            if number >= _CHECKED_ROWS and (left <= 0 or not isinstance(line, bytes)):
+                return
+            left -= len(line) if isinstance(line, bytes) else 0
+            yield where, line
+
     val_files = data.val_files if validation else []
     for split, files, limit in (("train", data.train_files, data.train_size), ("val", val_files, data.val_size)):
-        first = 10 if limit < 0 else min(10, limit)
+        key, is_example = f"data.{split}_files", examples or split == "val"
+
+        def take(row: Any, where: str, is_example: bool = is_example) -> Any:
+            return _row(row, where, data) if as_rows else _example(row, where, data) if is_example else row
+
         for file in (file for file in files if not file.startswith("hf://")):
-            for where, row in itertools.islice(read_rows(file, f"data.{split}_files"), first):
-                if as_rows:
-                    _row(row, where, data)
-                elif examples or split == "val":
-                    _example(row, where, data)
+            rows = itertools.islice(first(_lines(file, key)), None if limit < 0 else limit)
+            for _ in problems.leave_out(rows, key, take):
+                pass
+    problems.check()
+
+
+class _Problems:
+    """What is wrong with files and rows, so that a user can repair all of it at once."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, list[str]] = {}
+        self._seen: set[str] = set()
+        self._count = 0
+
+    def leave_out(self, lines: Rows, key: str, take: Callable[[Any, str], Example]) -> Iterator[Example]:
+        """Yield what `take` makes of each row and its place, without the rows that it refuses.
+
+        Raises:
+            UserError: this is the tenth problem.
+        """
+        while True:
+            try:
+                where, line = next(lines)
+            except StopIteration:
+                return
+            except UserError as error:  # of the whole file
+                self._add(error)
+                return
+            try:
+                example = take(_parsed(line, where, key), where)
+            except UserError as error:
+                self._add(error, where)
+            else:
+                yield example
+
+    def _add(self, error: UserError, where: str = "") -> None:
+        sentence = str(error)
+        if sentence in self._seen:  # the same file serves training and validation
+            return
+        self._seen.add(sentence)
+        self._kinds.setdefault(sentence.replace(where, "") if where else sentence, [sentence]).append(where)
+        self._count += 1
+        if self._count == _MOST_PROBLEMS:
+            self.check()
+
+    def check(self) -> None:
+        """Check that there was no problem.
+
+        Raises:
+            UserError: lists all, those of one kind together.
+        """
+        sentences = []
+        for sentence, _, *others in self._kinds.values():
+            sentences.append(f"{sentence}; the same holds for {', '.join(others)}" if others else sentence)
+        if sentences:
+            first = f" (the first {_MOST_PROBLEMS} problems)" if self._count == _MOST_PROBLEMS else ""
+            raise UserError(as_list(f"the data cannot be used{first}:", sentences))
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
@@ -247,11 +323,33 @@ def read_rows(file: str, key: str) -> Rows:
 
     Args:
         key: the config key that names the file, for errors.
+
+    Raises:
+        UserError: the file is missing, empty or malformed.
     """
+    return ((where, _parsed(line, where, key)) for where, line in _lines(file, key))
+
+
+def _parsed(line: Any, where: str, key: str) -> Any:
+    """Return the row in a line of JSON. Another row is returned as it is."""
+    if not isinstance(line, bytes):
+        return line
+    try:
+        return parse_json(line.rstrip())  # an error behind the line break would be in a second line
+    except json.JSONDecodeError as error:  # it names the line within the row, which is always 1
+        raise UserError(f"{key}: {where} is not JSON ({error.msg} at column {error.colno})") from error
+    except ValueError as error:  # too deep, or, for UnicodeDecodeError, not UTF-8
+        raise UserError(f"{key}: {where} is not JSON ({error})") from error
+
+
+def _lines(file: str, key: str) -> Rows:
+    """Yield the rows of a file or Hub data set like `read_rows`; those of JSON lines as bytes."""
     if file.startswith("hf://"):
         rows = _hub_rows(file, key)
     elif not file.endswith((".jsonl", ".parquet")):
-        raise UserError(f"{key}={file}: must end in .jsonl or .parquet, or be hf://OWNER/NAME?config=C&split=S")
+        raise UserError(
+            f"{key}={file}: must end in .jsonl or .parquet, or be hf://OWNER/NAME?config=C&split=S{_conversion(file)}"
+        )
     elif not os.path.isfile(file):
         here = "" if os.path.isabs(file) else f" in {os.getcwd()}"
         raise UserError(
@@ -268,6 +366,19 @@ def read_rows(file: str, key: str) -> Rows:
         raise UserError(f"{key}={file}: is empty")
 
 
+def _conversion(file: str) -> str:
+    """Return how to make JSON lines of `file`, as the end of a sentence; empty if its kind is not known."""
+    stem, kind = os.path.splitext(file)
+    if kind in (".csv", ".tsv"):
+        separator = ", sep='\\t'" if kind == ".tsv" else ""
+        code = f"read_csv('{file}'{separator}, dtype=str).to_json('{stem}.jsonl', orient='records', lines=True)"
+        return f'; convert it with python -c "import pandas; pandas.{code}"'
+    if kind == ".json":
+        code = f"[print(json.dumps(row)) for row in json.load(open('{file}'))]"
+        return f'; convert its list of objects with python -c "import json; {code}" > {stem}.jsonl'
+    return ""
+
+
 def _jsonl_rows(file: str, key: str) -> Rows:
     with open(file, "rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(_LINE_BYTES + 1), b""), start=1):
@@ -276,13 +387,8 @@ def _jsonl_rows(file: str, key: str) -> Rows:
                     f"{key}: {file}:{number} is longer than {_LINE_BYTES >> 20} MiB; a .jsonl file has one "
                     "JSON object a line, not one for all rows"
                 )
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-            except ValueError as error:  # neither JSON nor, for UnicodeDecodeError, UTF-8
-                raise UserError(f"{key}: {file}:{number} is not JSON ({error})") from error
-            yield f"{file}:{number}", row
+            if line.strip():
+                yield f"{file}:{number}", line
 
 
 def _parquet_rows(file: str, key: str) -> Rows:

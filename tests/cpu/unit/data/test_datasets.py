@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -101,6 +103,7 @@ def test_size_cuts_and_stops_reading(tmp_path):
         (b"", "data.train_files={file}: is empty"),
         (b"\n \n", "data.train_files={file}: is empty"),
         (b'{"prompt": "a", "answer": "b"}\n\n{"prompt": ', "data.train_files: {file}:3 is not JSON .*"),
+        (b'{"prompt": "a",\n', "data.train_files: {file}:1 is not JSON .Expecting .* at column 16."),
         (b'{"prompt": "\xff", "answer": "b"}', "data.train_files: {file}:1 is not JSON .*"),
         (b'{"prompt": "\\ud800", "answer": "b"}', "{file}:1: holds half of a surrogate pair.*"),
         (b'{"prompt": [{"role": "\\ud800", "content": "a"}], "answer": "b"}', "{file}:1: holds half of a .*"),
@@ -122,6 +125,46 @@ def test_bad_lines_are_named(tmp_path, content, message):
     with pytest.raises(UserError) as error:
         read_examples(files(str(file)), "train")
     assert_matches(message.format(file=file), error)
+
+
+def test_several_problems_are_listed_together(tmp_path):
+    good = '{"prompt": "a", "answer": "b"}'
+    lines = [good, good + "}", '{"answer": "b"}', good, *['{"prompt": "a", "answer": null}'] * 2, *[good] * 30, "{"]
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("\n".join(lines))
+    second.write_text("[]\n" * 12)
+    data = DataConfig(train_files=[str(first)], val_files=[str(tmp_path / "none.jsonl"), str(second)])
+    sentences = [
+        f"data.train_files: {first}:2 is not JSON (Extra data at column 31)",
+        f"data.prompt_key=prompt: {first}:3 has no such key; it has answer",
+        f"data.answer_key=answer: {first}:5 must hold a string or a number, not NoneType; the same holds for {first}:6",
+        f"data.train_files: {first}:37 is not JSON (Expecting property name enclosed in double quotes at column 2)",
+    ]
+    with pytest.raises(UserError) as refused:
+        read_examples(data, "train")
+    assert str(refused.value).split("\n  ") == ["the data cannot be used:", *sentences]
+    with pytest.raises(UserError) as refused:
+        check_files(data)
+    headline, *found = str(refused.value).split("\n  ")
+    assert headline == "the data cannot be used (the first 10 problems):" and found[:4] == sentences
+    assert found[4].startswith(f"data.val_files={tmp_path}/none.jsonl: no such file")
+    same = ", ".join(f"{second}:{i}" for i in (2, 3, 4))
+    assert found[5:] == [
+        f"data.prompt_key=prompt: {second}:1 must be an object with prompt and answer; the same holds for {same}"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_rest_of_a_large_file_is_checked_when_it_is_read(tmp_path, kind):
+    rows = [{"prompt": "a" * 2**20 * (kind == "jsonl"), "answer": "b"}] * 80 + [{"prompt": "a", "answer": None}] * 2
+    file = tmp_path / f"large.{kind}"
+    if kind == "jsonl":
+        jsonl(file, *rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    check_files(files(str(file)), validation=False)
+    with pytest.raises(UserError, match="large.*81 must hold a string or .*; the same holds for .*large.*82$"):
+        read_examples(files(str(file)), "train")
 
 
 def assert_matches(pattern: str, error) -> None:
@@ -147,6 +190,24 @@ def test_bad_names_are_refused(name, message):
     with pytest.raises(UserError) as error:
         read_examples(files(name), "train")
     assert_matches(message, error)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.csv", 'prompt,answer\n007,1.50\n"é, b",x\n'),
+        ("a.tsv", "prompt\tanswer\n007\t1.50\né, b\tx\n"),
+        ("a.json", '[{"prompt": "007", "answer": "1.50"},\n{"prompt": "é, b", "answer": "x"}]'),
+    ],
+)
+def test_the_refusal_of_another_kind_of_file_says_how_to_convert_it(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="must end in .jsonl or .parquet, .*; convert .* with python -c ") as refused:
+        read_examples(files(str(tmp_path / name)), "train")
+    command = str(refused.value).partition(" with python ")[2]
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = read_examples(files(str(tmp_path / "a.jsonl")), "train")
+    assert [(row["prompt"], row["answer"]) for row in found] == [("007", "1.50"), ("é, b", "x")]
 
 
 def test_no_file_is_refused():
