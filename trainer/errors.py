@@ -107,6 +107,12 @@ def as_list(headline: str, sentences: Sequence[str]) -> str:
     return "\n  ".join([headline, *sentences]) if len(sentences) > 1 else sentences[0]
 
 
+def sentences_of(error: UserError) -> list[str]:
+    """Return the sentences of a list (see `as_list`), without its headline; or the only sentence."""
+    headline, *sentences = str(error).split("\n  ")
+    return sentences or [headline]
+
+
 def describe_error(error: BaseException) -> str:
     """Return `Type: text` as one short printable line. The error may come from user code, whose `__str__` may raise."""
     try:

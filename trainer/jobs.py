@@ -20,7 +20,7 @@ from trainer.config import Config, TrainerConfig
 from trainer.config.trainer import PROCESSES
 from trainer.data.datasets import as_messages, check_files, read_examples
 from trainer.data.examples import load_train, load_val
-from trainer.errors import UserError, WorkerError, as_list
+from trainer.errors import UserError, WorkerError, as_list, sentences_of
 from trainer.generation.fleet import Fleet
 from trainer.keyed import key
 from trainer.learner.learner import Learner
@@ -79,7 +79,7 @@ def train_supervised(cfg: Config, device: str) -> None:
     stop = StopRequest(t.stop_at)
     with _open(cfg, supervised=True) as directory:
         record_start(t.run_dir, cfg)
-        check_files(cfg.data, cfg.sft.source == "examples", validation=t.val_interval > 0)
+        _check_inputs(cfg, supervised=True)
         if _is_finished(directory, cfg.sft.steps, exported=True):
             LOG.info(f"finished step {cfg.sft.steps} of {cfg.sft.steps} before; nothing is left to do in {t.run_dir}")
             return
@@ -144,19 +144,22 @@ def _open(cfg: Config, supervised: bool = False) -> RunDirectory:
 
     Raises:
         UserError: see `RunDirectory.open`. If the config cannot be used with the checkpoint, the message also lists
-            what of the data and the start weights cannot.
+            what of the data and the start weights cannot, and what `_check_inputs` refuses.
     """
     try:
         return RunDirectory(cfg, supervised).open()
     except ConfigRefused as refused:
+        sentences = [*refused.sentences]
         # A change of these keys changes data or weights, too: then its own sentence is enough.
-        if any(key.startswith(("data.", "model.", "trainer.seed")) for key in refused.keys):
-            raise
-        with stage("comparing the data with the checkpoint"):
-            further = _refused_inputs(cfg, supervised, *refused.resume)
-        raise UserError(
-            as_list("the checkpoint cannot be used with this config:", [*refused.sentences, *further])
-        ) from None
+        if not any(key.startswith(("data.", "model.", "trainer.seed")) for key in refused.keys):
+            with stage("comparing the data with the checkpoint"):
+                sentences += _refused_inputs(cfg, supervised, *refused.resume)
+        try:
+            _check_inputs(cfg, supervised)
+        except UserError as error:
+            sentences += sentences_of(error)
+        sentences = list(dict.fromkeys(sentences))  # data that cannot be read cannot be compared either
+        raise UserError(as_list("the checkpoint cannot be used with this config:", sentences)) from None
 
 
 def _refused_inputs(cfg: Config, supervised: bool, checkpoint: Checkpoint, restore: Restore) -> list[str]:
@@ -188,7 +191,7 @@ def _refused_inputs(cfg: Config, supervised: bool, checkpoint: Checkpoint, resto
         try:
             check()
         except UserError as error:
-            refused.append(str(error))
+            refused += sentences_of(error)
     return refused
 
 
@@ -225,18 +228,21 @@ def _cluster(cfg: Config, device: str) -> Cluster:
     return RayCluster(cfg, device)
 
 
-def _check_inputs(cfg: Config) -> None:
+def _check_inputs(cfg: Config, supervised: bool = False) -> None:
     """Refuse bad input before anything expensive starts.
 
     Raises:
         UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
     """
+    if supervised:
+        _check_examples(cfg)
+        return
     refused = []
     for check in (_check_functions, _check_data, _check_model):
         try:
             check(cfg)
         except UserError as error:
-            refused.append(str(error))
+            refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", refused))
     if cfg.environment.name is None:
@@ -256,6 +262,11 @@ def _check_functions(cfg: Config) -> None:
 def _check_data(cfg: Config) -> None:
     with stage("checking the data files"):
         check_files(cfg.data, validation=cfg.trainer.val_interval > 0, as_rows=cfg.environment.name is not None)
+
+
+def _check_examples(cfg: Config) -> None:
+    with stage("checking the data files"):
+        check_files(cfg.data, cfg.sft.source == "examples", validation=cfg.trainer.val_interval > 0)
 
 
 def _check_model(cfg: Config) -> None:

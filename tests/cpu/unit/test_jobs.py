@@ -7,9 +7,10 @@ import json
 
 import pytest
 
+from tests.support.runs import configured, save_steps
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.jobs import _cached_model, _check_inputs
+from trainer.jobs import _cached_model, _check_inputs, _open
 
 
 def on_files(tmp_path) -> Config:
@@ -32,6 +33,24 @@ def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
     assert data.startswith("data.prompt_key=prompt: ")
     assert data.endswith("if chat holds whole chats, set data.messages_key=chat")
     assert model.startswith(f"model.path={tmp_path}: ")
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_inputs_are_refused_together_with_changed_keys(tmp_path, supervised):
+    save_steps(configured(tmp_path), 1, supervised=supervised)
+    (tmp_path / "bad.jsonl").write_text("{\n[]\n")
+    cfg = configured(tmp_path, {"reward.name": "no_such:function"}, resume_mode="latest", seed=5)
+    cfg.data.train_files, cfg.trainer.val_interval = [str(tmp_path / "bad.jsonl")], -1
+    with pytest.raises(UserError) as refused:
+        _open(cfg, supervised)
+    headline, *sentences = str(refused.value).split("\n  ")
+    assert headline == "the checkpoint cannot be used with this config:"
+    assert any(sentence.startswith("trainer.seed=5: ") for sentence in sentences)
+    reward = [] if supervised else ["reward.name=no_such:function: cannot"]
+    for sentence, start in zip(
+        sentences[-2 - len(reward) :], [*reward, "data.train_files: ", "data.prompt_key=prompt: "], strict=True
+    ):
+        assert sentence.startswith(start)
 
 
 def test_what_is_held_out_of_files_makes_no_other_embedded_model(tmp_path):

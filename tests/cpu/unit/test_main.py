@@ -49,6 +49,24 @@ def test_inputs_that_are_missing_are_refused_with_status_2(overrides, sentence, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
+def test_all_bad_rows_are_listed_before_models_or_ranks_start(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
+    good = '{"prompt": "a", "answer": "b"}\n'
+    (tmp_path / "a.jsonl").write_text(good * 30 + "{\n" + good + "[]\n")
+    done = run_forked_job(
+        "data=files", "data.train_files=[a.jsonl]", "data.val_files=[none.jsonl]", cwd=tmp_path, module=module
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    for line, start in zip(
+        done.stderr.splitlines()[1:],
+        ("data.train_files: a.jsonl:31 ", "data.prompt_key=prompt: a.jsonl:33 ", "data.val_files=none.jsonl: no such"),
+        strict=True,
+    ):
+        assert line.startswith("  " + start), done.stderr
+    assert not list((tmp_path / "cache").glob("tiny-*"))
+
+
 def test_a_cluster_that_does_not_answer_is_refused_with_status_2(tmp_path):
     done = run_job("trainer.ray_address=127.0.0.1:1", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
