@@ -16,16 +16,20 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.store import open_store
+from trainer.config.trainer import PROCESSES
 from trainer.documents import is_count, parse_object
 from trainer.errors import UserError
-from trainer.incidents import JOB, Incident, read_incidents
+from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import guard_output
 from trainer.places import inside
 from trainer.run import record
+from trainer.run.aftermath import compare_since
 from trainer.run.starts import LOG_NAME, STARTS_FILE
 
 _SHOWN = 10
+_MEMBERS = ("rank", "engine")
+_SUSPECT = 2  # incidents of a node after which it counts as bad
 _RESUME = "trainer.resume_mode="
 _START = {"command": [str], "directory": str, "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}}}
 
@@ -64,9 +68,25 @@ def diagnose(run_dir: str) -> list[str]:
     lines += ["incidents  none" if not incidents else f"incidents  {_counts(incidents)}"]
     lines += [f"           {_line(one)}" for one in incidents[-_SHOWN:]]
     lines += ["known good", *(f"           {line}" for line in checkpoints)]
+    if incidents and (since := compare_since(rows, incidents[-1].step)):
+        lines += [f"since      {since[0]}", *(f"           {line}" for line in since[1:])]
+    suspects = bad_nodes(incidents)
+    if suspects:
+        lines += ["bad nodes  " + ", ".join(f"{node} ({count} incidents)" for node, count in suspects.items())]
     finished = good == total and not running
     lines += ["next       " + _advice(start, running, finished, incidents, supervised, last_words)]
     return lines
+
+
+def bad_nodes(incidents: list[Incident]) -> dict[str, int]:
+    """Return the nodes on which ranks, or engines, failed several times for reasons of infrastructure, with the number.
+
+    A node that is lost takes a rank and an engine with it, which counts once.
+    """
+    failed = [one for one in incidents if one.kind == INFRASTRUCTURE and one.node and one.role.endswith(_MEMBERS)]
+    counts = Counter((one.node, one.role) for one in failed)
+    most = {node: max(counts[place] for place in counts if place[0] == node) for node, _ in counts}
+    return {node: count for node, count in most.items() if count >= _SUSPECT}
 
 
 def _last_start(run_dir: str) -> dict[str, Any] | None:
@@ -162,6 +182,10 @@ def _advice(
         arguments = ["python", "-m", module, *arguments[arguments.index(module) + 1 :]]
     if not any(argument.lstrip("+").startswith(_RESUME) for argument in arguments):
         arguments = [*arguments, f"{_RESUME}latest"]
+    address = start["config"]["trainer"].get("ray_address")
+    if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
+        drained = sorted({*nodes, *start["config"]["trainer"].get("drained_nodes", [])})
+        arguments = [*arguments, f"trainer.drained_nodes=[{','.join(drained)}]"]
     return f"{again}cd {shlex.quote(start['directory'])} && {shlex.join(arguments)}"
 
 

@@ -118,6 +118,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.run_dir",
     "trainer.num_workers",
     "trainer.min_workers",
+    "trainer.drained_nodes",
     "trainer.replicas",
     "trainer.context_parallel",
     "trainer.tensor_parallel",

@@ -38,6 +38,7 @@ _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between two checks of signals while Ray places processes
 _ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
 _LOSSES = 2  # a node that was lost so often is not used again
+_DRAINED = "trainer.drained_nodes names it"
 _NODE_ID = "ray.io/node-id"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
@@ -277,7 +278,7 @@ class RayCluster:
     def _left_out(self) -> dict[str, str]:
         """Return the ids of the nodes on which nothing is placed, each with the reason.
 
-        They are lost, which Ray itself has not noticed yet, or were lost more than once.
+        They are lost, which Ray itself has not noticed yet, were lost more than once, or the config drains them.
         """
         if self._watch is None:
             return {}
@@ -286,11 +287,14 @@ class RayCluster:
         self._watch.watch(nodes)
         reasons = self._watch.look()
         unsteady = {node: f"lost {_LOSSES} times" for node in nodes if self._watch.losses(node.address) >= _LOSSES}
-        left_out = {**unsteady, **reasons}
+        drained = {node: _DRAINED for node in nodes if node.address in self.cfg.trainer.drained_nodes}
+        left_out = {**unsteady, **reasons, **drained}
         for node, reason in left_out.items():
             if node.id not in self._reported:
                 self._reported.add(node.id)
                 LOG.warning("node %s is left out: %s", node, reason)
+                if reason == _DRAINED:
+                    continue  # no incident
                 fact = f"node {node} is left out: {reason}"
                 INCIDENTS.record(
                     Incident(

@@ -37,6 +37,8 @@ class TrainerConfig(Section):
     min_workers: int | None = number(None, at_least=1)
     """If the cluster of `ray_address` has no room for `num_workers` ranks, at the start or after the loss of a node,
     the job takes fewer ranks, but at least this number. null: it never takes fewer."""
+    drained_nodes: list[str] = field(default_factory=list)
+    """Addresses of nodes of the cluster of `ray_address` that this run does not use."""
     replicas: int = number(1, at_least=1)
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
     context_parallel: int = number(1, at_least=1)

@@ -1,4 +1,4 @@
-"""Whether a run is as fast after a recovery as it was before."""
+"""Whether a run is as good and as fast after a recovery as it was before."""
 
 from __future__ import annotations
 
@@ -14,6 +14,51 @@ _HISTORY = 20
 _FEWEST = 3
 _SLOWER = 1.25
 """How far above the slowest of the steps before counts as slow. The speed of a run varies by itself."""
+
+
+_WATCHED = ("policy/loss", "sft/loss", "policy/grad_norm", "reward/mean", "time/step", "perf/tokens_per_s")
+_COUNTERS = ("progress/prompts", "progress/samples")
+
+
+def compare_since(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """Return lines for people: metrics and counters from `step` on, beside those of the steps before it.
+
+    Args:
+        rows: lines of `metrics.jsonl`.
+        step: the first step after an incident.
+
+    Returns:
+        Empty if there is no step on one of the two sides.
+    """
+    steps = [row for row in rows if row["step"] > 0]
+    before, after = [row for row in steps if row["step"] < step][-_HISTORY:], [r for r in steps if r["step"] >= step]
+    if not before or not after:
+        return []
+    lines = [f"steps {after[0]['step']} to {after[-1]['step']}, beside the {len(before)} before"]
+    for name in _WATCHED:
+        new, old = _values(after, name), _values(before, name)
+        if new and old:
+            mean = statistics.fmean(new)
+            lines.append(f"{name} {mean:.4g} on average, before {min(old):.4g} to {max(old):.4g}")
+    for name in _COUNTERS:
+        new, old = _rises(before[-1:] + after, name), _rises(before, name)
+        if new and old:
+            lines.append(f"{name} rises by {_range(new)} a step, before by {_range(old)}")
+    return lines
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    values = _values(rows, name)
+    return [new - old for old, new in zip(values, values[1:], strict=False)]
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 class Aftermath:

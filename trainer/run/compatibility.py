@@ -48,6 +48,7 @@ HARMLESS = (
     "trainer.lock_timeout_s",
     "trainer.num_workers",
     "trainer.min_workers",
+    "trainer.drained_nodes",
     "trainer.replicas",
     "trainer.context_parallel",
     "trainer.tensor_parallel",

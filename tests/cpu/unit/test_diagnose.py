@@ -13,7 +13,7 @@ import pytest
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.diagnose import main
-from trainer.errors import WorkerError
+from trainer.errors import Origin, WorkerError, set_origin
 from trainer.incidents import INCIDENTS, describe
 from trainer.run.starts import record_start
 
@@ -53,6 +53,34 @@ def test_a_run_that_failed(run, capsys, tmp_path):
     assert f"{run}/checkpoints/global_step_2, saved at" in lines[5]
     command = "python -m trainer.main 'trainer.run_name=a b' trainer.total_steps=9 trainer.resume_mode=latest"
     assert lines[-1] == f"next       cd {tmp_path} && {command}"
+
+
+def lose(run: Path, *places: tuple[str, str]) -> None:
+    """Record a lost process for each name and node."""
+    before = INCIDENTS.open(str(run))
+    for name, node in places:
+        error = WorkerError(f"{name} died", cause="killed")
+        set_origin(error, Origin(name, node))
+        INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
+    INCIDENTS.close(before)
+
+
+def test_after_an_incident_its_metrics_stand_beside_those_before(run, capsys):
+    lines = said(run, capsys)
+    place = lines.index("since      steps 3 to 4, beside the 2 before")
+    assert lines[place + 1] == "           time/step 1 on average, before 1 to 1"
+
+
+@pytest.mark.parametrize("address, drains", [("10.0.0.1:6379", True), ("processes", False), (None, False)])
+def test_nodes_with_several_incidents_are_named_and_drained_by_the_next_command(run, capsys, address, drains):
+    lose(run, ("rank 1", "10.0.0.7"), ("engine 0", "10.0.0.8"), ("rank 0", "10.0.0.8"), ("critic rank 1", "10.0.0.7"))
+    assert "bad nodes" not in "\n".join(said(run, capsys)), "a node takes a rank and an engine with it"
+    lose(run, ("rank 3", "10.0.0.7"), ("engine 1", "10.0.0.9"), ("engine 2", "10.0.0.9"))
+    cfg = settings(run, total_steps=9, ray_address=address, drained_nodes=["10.0.0.2"])
+    record_start(str(run), cfg)
+    lines = said(run, capsys)
+    assert lines[-2] == "bad nodes  10.0.0.7 (2 incidents), 10.0.0.9 (2 incidents)"
+    assert lines[-1].endswith(" 'trainer.drained_nodes=[10.0.0.2,10.0.0.7,10.0.0.9]'") == drains
 
 
 def test_the_place_of_the_report_is_not_how_a_run_ended(run, capsys):

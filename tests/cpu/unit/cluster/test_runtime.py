@@ -85,6 +85,31 @@ def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
     assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes are still to start")
 
 
+DRAINED = """
+import sys
+import ray
+from trainer.cluster import runtime
+from trainer.config import compose
+from trainer.errors import UserError
+runtime._PLACEMENT_TIMEOUT_S = 0.5
+cfg = compose([f"trainer.ray_address={sys.argv[1]}", "trainer.min_workers=1", f"trainer.drained_nodes=[{sys.argv[2]}]"])
+try:
+    with runtime.RayCluster(cfg, "cpu") as cluster:
+        print(cluster.count_ranks())
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("drains", "said"), [(True, "has room for 0 ranks"), (False, "1\n")])
+def test_a_drained_node_gets_no_ranks(drains, said, cluster):
+    context = ray.get_runtime_context()
+    address = ray.util.get_node_ip_address() if drains else "10.0.0.7"
+    command = [sys.executable, "-c", DRAINED, context.gcs_address, address]
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert said in joined.stdout, joined
+
+
 LOSES_RAY = """
 import sys
 import numpy as np

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.run.aftermath import Aftermath
+from trainer.run.aftermath import Aftermath, compare_since
 
 
 def rows(*seconds: float, rollout: float = 0.5) -> list[dict[str, float]]:
@@ -34,3 +34,22 @@ def test_a_run_that_stays_slow_is_said_so_once_with_the_phase():
 @pytest.mark.parametrize("before", [[], rows(1.0, 1.0), [{"step": 0, "val/accuracy": 0.5}] * 5])
 def test_without_a_band_nothing_is_said(before):
     assert said(before, rows(9.0, 9.0, 9.0)) == []
+
+
+def test_metrics_and_counters_since_an_incident_stand_beside_those_before():
+    logged = [{"step": 0, "val/accuracy": 0.5}]
+    logged += [{"step": s, "policy/loss": s / 10, "time/step": 1.0, "progress/prompts": 4 * s} for s in range(1, 7)]
+    logged[5] |= {"policy/loss": None, "time/step": 3.0}
+    assert compare_since(logged, step=5) == [
+        "steps 5 to 6, beside the 4 before",
+        "policy/loss 0.6 on average, before 0.1 to 0.4",
+        "time/step 2 on average, before 1 to 1",
+        "progress/prompts rises by 4 a step, before by 4",
+    ]
+    logged[6]["progress/prompts"] += 4
+    assert compare_since(logged, step=5)[-1] == "progress/prompts rises by 4 to 8 a step, before by 4"
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_without_steps_on_both_sides_nothing_is_compared(step):
+    assert compare_since(rows(1.0, 1.0, 1.0), step) == []

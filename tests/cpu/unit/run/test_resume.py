@@ -186,8 +186,8 @@ LORA = ["trainer.policy.lora.rank=4", "trainer.critic.lora.rank=2"]
 
 
 def documented_fork() -> list[str]:
-    """The overrides of the fork in docs/recovery.md."""
-    text = (Path(__file__).parents[4] / "docs/recovery.md").read_text()
+    """The overrides of the fork in docs/checkpoints.md."""
+    text = (Path(__file__).parents[4] / "docs/checkpoints.md").read_text()
     (block,) = [block for block in text.split("```") if "resume_mode=from_path" in block]
     return block.replace("\\\n", " ").split()[4:]
 
