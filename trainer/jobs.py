@@ -15,6 +15,7 @@ from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.parts import Restore, start_weights_part
+from trainer.cluster.driver_watch import DriverWatch
 from trainer.cluster.groups import Cluster
 from trainer.config import Config, TrainerConfig
 from trainer.config.trainer import PROCESSES
@@ -63,7 +64,7 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
         if _is_finished(directory, t.total_steps, t.hf_save_interval > 0):
             LOG.info(f"finished step {t.total_steps} of {t.total_steps} before; nothing is left to do in {t.run_dir}")
             return
-        with cluster or _cluster(cfg, device) as cluster, directory.settling():
+        with cluster or _cluster(cfg, device) as cluster, directory.settling(), DriverWatch(t, cluster):
             trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
     best = "".join(f", best {name} {value:.3f}" for name, value in trainer.state.best.items() if name != "step")
@@ -89,7 +90,7 @@ def train_supervised(cfg: Config, device: str) -> None:
 
             path = os.path.join(t.run_dir, "start")
             build_tiny(cfg.model.tiny, path)
-        with _cluster(cfg, device) as cluster, directory.settling():
+        with _cluster(cfg, device) as cluster, directory.settling(), DriverWatch(t, cluster):
             trainer = supervised_trainer(cfg, cluster, directory, path, stop)
             trainer.fit()
             target = trainer.export_last()

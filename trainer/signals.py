@@ -47,6 +47,10 @@ class Signals:
         """Name of the first signal; None: no signal has arrived."""
         self.raised: BaseException | None = None
         """The exception that a signal has raised. It is raised once; later signals do not disturb the end."""
+        self.moves = 0
+        """Safe points that the main thread has passed. While the number does not change, the main thread may hang."""
+        self.is_waiting = False
+        """The main thread is in a `waiting` block."""
         self._count = 0
         self._handled = 0  # by the steps
         self._last_s = 0.0
@@ -114,6 +118,27 @@ class Signals:
             self._held -= 1
         self.check()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say that the block may take long without a safe point: it waits for storage, or has a time limit of its own.
+
+        Does nothing on other threads than the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before, self.is_waiting = self.is_waiting, True
+        try:
+            yield
+        finally:
+            self.is_waiting = before
+            self.moves += 1
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether the run is inside of its steps."""
+        return self._steps == "inside"
+
     @staticmethod
     @contextmanager
     def blocked() -> Iterator[None]:
@@ -149,7 +174,10 @@ class Signals:
             Stopped: the first signal arrived outside of the steps.
             KeyboardInterrupt: a second signal arrived inside of the steps.
         """
-        if threading.current_thread() is threading.main_thread() and self._wants_to_stop():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.moves += 1
+        if self._wants_to_stop():
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.raised = self._exception()
             raise self.raised

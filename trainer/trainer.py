@@ -269,8 +269,9 @@ class Trainer:
         LOG.warning("resumed from %s, but %s", path, problem)
         if choice == "warn":
             return True
-        self.directory.fall_back()
-        self.load_checkpoint()
+        with SIGNALS.waiting():
+            self.directory.fall_back()
+            self.load_checkpoint()
         self.tracker.rewind(self.state.step)
         self.health = self._health()
         self.source.publish(version=self.state.step + 1)
@@ -416,7 +417,7 @@ class Trainer:
 
     def export(self, target: str) -> None:
         """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
-        with place_for(target, self.cfg.trainer.run_dir) as place:
+        with SIGNALS.waiting(), place_for(target, self.cfg.trainer.run_dir) as place:
             self.exporter.export(place, self.cfg.rollout.dtype)
         self._exported = self.state.step
         LOG.info("exported %s", target)

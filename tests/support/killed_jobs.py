@@ -64,11 +64,13 @@ def run_until(
     env: dict[str, str] | None = None,
     kill_when: Callable[[float], bool] | None = None,
     disturb: Callable[[int], None] | None = None,
+    status: int = 0,
 ) -> bool:
     """Run a job to its end, or until `kill_when(seconds)`, which is asked all the time. Returns whether it ended.
 
     Args:
         disturb: called all the time with the id of the job's process.
+        status: with which it ends by itself.
 
     Raises:
         AssertionError: it failed by itself.
@@ -90,7 +92,7 @@ def run_until(
         if disturb is not None:
             disturb(job.pid)
         time.sleep(0.002)
-    assert killed or job.returncode == 0, log.read_text()[-3000:]
+    assert killed or job.returncode == status, log.read_text()[-3000:]
     return not killed
 
 

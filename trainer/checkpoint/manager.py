@@ -27,6 +27,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
 from trainer.errors import UserError, as_list
 from trainer.failpoints import failpoint
+from trainer.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ class CheckpointManager:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is under way, or for `timeout_s`."""
         if self._saving is not None:
-            self._saving.join(timeout_s)
+            with SIGNALS.waiting():
+                self._saving.join(timeout_s)
             if not self._saving.is_alive():
                 self._saving = None
 

@@ -88,6 +88,10 @@ class Cluster(Protocol):
         """End the processes of the group and free their resources."""
         ...
 
+    def stacks(self) -> dict[str, str]:
+        """Return the stacks of all processes, by name. Any thread may ask."""
+        ...
+
 
 class Backend(Protocol):
     """Sends calls to the processes of a cluster. A ticket stands for one running call."""
@@ -252,9 +256,15 @@ class Group:
         """Write the stacks of all members and of this process to the run directory."""
         if self.patience.run_dir is None:
             return
+        directory = write_stacks(self.patience.run_dir, reason, {"driver": own_stacks(), **self.stacks()})
+        if directory is not None:
+            LOG.warning("the stacks of the processes are in %s", directory)
+
+    def stacks(self) -> dict[str, str]:
+        """Return the stacks of all members, by name."""
         asked = {member: self.backend.begin(member.process, "stacks", "", (), {}) for member in self.members}
         end = time.monotonic() + _STACKS_S
-        stacks = {"driver": own_stacks()}
+        stacks = {}
         for member, ticket in asked.items():
             text = ""
             if self.backend.wait([ticket], max(0.0, end - time.monotonic())):
@@ -263,9 +273,7 @@ class Group:
             elif member.at is not None:
                 text = stacks_from_outside(*member.at)
             stacks[member.name] = text
-        directory = write_stacks(self.patience.run_dir, reason, stacks)
-        if directory is not None:
-            LOG.warning("the stacks of the processes are in %s", directory)
+        return stacks
 
     def end(self, member: int) -> None:
         """End the process of one member. `replace` starts another one."""

@@ -112,6 +112,10 @@ class LocalCluster:
         group.kill()
         self._gpus += entry[1]
 
+    def stacks(self) -> dict[str, str]:
+        """Return the stacks of all processes, by name. Any thread may ask."""
+        return {name: text for group, _ in list(self._groups) for name, text in group.stacks().items()}
+
     def _launch(
         self,
         name: str,

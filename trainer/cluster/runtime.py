@@ -193,6 +193,10 @@ class RayCluster:
             placement, options = self._places(r.num_engines, r.tensor_parallel_size)
         return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), placement)
 
+    def stacks(self) -> dict[str, str]:
+        """Return the stacks of all processes, by name. Any thread may ask."""
+        return {name: text for group, _ in list(self._groups) for name, text in group.stacks().items()}
+
     def _launch(
         self, name: str, factory: Any, args: list[tuple], options: list[dict[str, Any]], env: dict[str, str]
     ) -> Group:

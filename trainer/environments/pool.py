@@ -20,6 +20,7 @@ from trainer.environments.worker import BEGUN
 from trainer.errors import WorkerError
 from trainer.incidents import record_replaced_process
 from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
+from trainer.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
@@ -209,7 +210,8 @@ class EnvironmentPool:
         begin, timeout_s = time.monotonic(), self._config.timeout_s
         patience = max(0.0, min(host.deadline(timeout_s) for host in self._hosts) - begin)
         ends = [end for host in self._hosts for end in (host.pipe, host.output)]
-        heard = set(wait(ends, None if patience == float("inf") else patience))
+        with SIGNALS.waiting():
+            heard = set(wait(ends, None if patience == float("inf") else patience))
         stopped = time.monotonic() > begin + patience + 1  # perhaps the whole job was stopped: restart the clocks
         for host in list(self._hosts):
             if stopped:

@@ -20,6 +20,7 @@ from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.engines import Engines
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+from trainer.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.cluster.groups import Cluster, Group
@@ -398,7 +399,8 @@ def _first_failure(*waits: Callable[[], Any]) -> None:
     """Wait for all, or for the first that raises, and raise that."""
     threads = ThreadPoolExecutor(len(waits))
     try:
-        done, _ = wait([threads.submit(one) for one in waits], return_when=FIRST_EXCEPTION)
+        with SIGNALS.waiting():  # the calls have time limits
+            done, _ = wait([threads.submit(one) for one in waits], return_when=FIRST_EXCEPTION)
         for one in done:
             one.result()
     finally:

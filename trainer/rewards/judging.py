@@ -17,6 +17,7 @@ from trainer.config import RewardConfig
 from trainer.rewards.components import Call, Component, RewardInput
 from trainer.rewards.scores import NOT_TRIED, Scores
 from trainer.rewards.store import Result
+from trainer.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.rewards.pool import RewardPool
@@ -73,8 +74,9 @@ class Judging:
     def results(self) -> dict[Component, dict[Call, Result]]:
         """Wait for the result of each call of each reward. No completions can follow."""
         self._state.close()
-        while not self._computing.done():  # not in one wait, which signals could not interrupt
-            concurrent.futures.wait([self._computing], 0.5)
+        with SIGNALS.waiting():
+            while not self._computing.done():  # not in one wait, which signals could not interrupt
+                concurrent.futures.wait([self._computing], 0.5)
         self._computing.result()
         made: dict[Call, Result] = {}
         for task, results in self._state.results_of(self._tasks):

@@ -109,6 +109,22 @@ def test_a_job_whose_only_engine_dies_and_hangs_ends_as_if_it_had_not(overrides,
     assert {one.role for one in incidents} == {"engine"}
 
 
+def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overrides, undisturbed, tmp_path):
+    run, log, reached = tmp_path / "run", tmp_path / "log", tmp_path / "reached"
+    command = [f"trainer.run_dir={run}", *overrides, "trainer.hang_timeout_s=3"]
+    run_until(log, *command, env={"TRAINER_FAILPOINT": f"logged,5,{reached}"}, status=75)
+    assert "the driver has not moved for" in log.read_text() and reached.exists()
+    (directory,) = (run / "stacks").iterdir()
+    stacks = {file.stem: file.read_text() for file in directory.iterdir()}
+    assert stacks.keys() == {"driver", "rank_0", "rank_1", "engine_0"}
+    assert "in failpoint" in stacks["driver"] and "thread MainThread" in stacks["rank_1"]
+    assert run_until(log, *command)
+    assert outcome(run) == undisturbed, log.read_text()
+    first, second = read_incidents(str(run))
+    assert (first.cause, first.kind, first.step) == ("hanging driver", "infrastructure", 5)
+    assert second.action == "started again with the same command"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Lost disks
 

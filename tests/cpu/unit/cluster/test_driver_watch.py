@@ -1,0 +1,41 @@
+"""When a driver that does not move counts as hanging."""
+
+from __future__ import annotations
+
+from trainer.cluster.driver_watch import Stillness
+
+HANG_S, CALL_S = 60.0, 1000.0
+
+
+def pause(stillness: Stillness, seconds: int, step: int, moves: int, is_waiting: bool = False) -> float | None:
+    """Look every second at a driver that has passed its last safe point in `step`."""
+    looks = [stillness.look(1.0, step, moves, is_waiting) for _ in range(seconds + 1)]
+    return next((still_s for still_s in looks if still_s is not None), None)
+
+
+def known() -> Stillness:
+    """After three steps of which the longest pause took two seconds."""
+    stillness = Stillness(HANG_S, CALL_S)
+    for step in (5, 6, 7):
+        assert pause(stillness, 2, step, moves=step) is None
+    return stillness
+
+
+def test_a_driver_that_was_quick_before_hangs_after_the_short_limit():
+    stillness = known()
+    assert pause(stillness, 60, step=8, moves=8) is None
+    assert stillness.look(1.0, 8, 8, False) == 61
+
+
+def test_a_driver_that_is_slow_in_each_step_does_not_hang():
+    stillness = known()
+    assert pause(stillness, 20, step=8, moves=8) is None
+    assert pause(stillness, 199, step=9, moves=9) is None
+    assert pause(stillness, 2000, step=10, moves=10) == CALL_S + 1, "not even ten times as long"
+
+
+def test_in_the_first_steps_and_while_it_waits_for_storage_a_driver_has_the_long_limit():
+    assert pause(Stillness(HANG_S, CALL_S), 2000, step=1, moves=1) == CALL_S + 1
+    stillness = known()
+    assert pause(stillness, 999, step=8, moves=8, is_waiting=True) is None
+    assert pause(stillness, 2000, step=9, moves=9) == HANG_S + 1, "the wait is not a measure"

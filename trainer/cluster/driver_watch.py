@@ -1,0 +1,134 @@
+"""Notices that the driver itself hangs, in a call of a library, of the storage or of user code, and ends the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from trainer.cluster.groups import Cluster
+from trainer.cluster.stacks import own_stacks, write_stacks
+from trainer.config import TrainerConfig
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.output import LOG_FILE
+from trainer.signals import EXIT_STATUS, SIGNALS
+
+_LOOK_S = 1.0
+_KNOWN_STEPS = 3  # steps after which it is known how long the driver stays between two safe points
+_HANG_FACTOR = 10.0
+_LAST_WORDS_S = 30.0
+_AGAIN = (
+    "the job ends; its stacks are in `stacks` of the run directory, the last checkpoint is as it was, and the same "
+    "command with trainer.resume_mode=latest continues the run"
+)
+
+
+class Stillness:
+    """How long the driver has not moved. Knows neither threads nor clocks.
+
+    The rule is that of the calls of ranks: what was quick before hangs after `hang_s`, if it also takes ten times as
+    long as the longest pause before; anything else hangs after `call_s`.
+
+    Args:
+        hang_s: `trainer.hang_timeout_s`.
+        call_s: `trainer.call_timeout_s`.
+    """
+
+    def __init__(self, hang_s: float, call_s: float):
+        self._hang_s = hang_s
+        self._call_s = call_s
+        self._first_step: int | None = None
+        self._moves = -1
+        self._longest_s = 0.0  # of the pauses that are over, without those in which the driver waited
+        self._still_s = 0.0
+        self._waits = False
+
+    def look(self, seconds: float, step: int, moves: int, is_waiting: bool) -> float | None:
+        """Count `seconds` since the last look. If the driver hangs, return for how long it has not moved, else None.
+
+        Args:
+            step: the step that is under way.
+            moves: number of safe points that the driver has passed.
+            is_waiting: the driver waits for something that may take long without a sign, such as the storage.
+        """
+        self._first_step = step if self._first_step is None else self._first_step
+        if moves != self._moves:
+            self._longest_s = max(self._longest_s, 0.0 if self._waits else self._still_s)
+            self._moves, self._still_s, self._waits = moves, 0.0, False
+            return None
+        self._still_s += seconds
+        self._waits |= is_waiting
+        is_known = step - self._first_step >= _KNOWN_STEPS and not self._waits
+        limit_s = max(self._hang_s, _HANG_FACTOR * self._longest_s) if is_known else self._call_s
+        return self._still_s if self._still_s > min(limit_s, self._call_s) else None
+
+
+class DriverWatch:
+    """Ends the job if the main thread hangs within the steps: `with DriverWatch(cfg.trainer, cluster)`.
+
+    The process ends as it would by a kill, with status 75: the same command continues. Its ranks and engines end with
+    it.
+    """
+
+    def __init__(self, t: TrainerConfig, cluster: Cluster):
+        self._config = t
+        self._cluster = cluster
+        self._end = threading.Event()
+
+    def __enter__(self) -> DriverWatch:
+        # On other threads there are no safe points.
+        if threading.current_thread() is threading.main_thread():
+            with SIGNALS.blocked():
+                threading.Thread(target=self._run, name="driver watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+
+    def _run(self) -> None:
+        hang_s, call_s = self._config.hang_timeout_s, self._config.call_timeout_s
+        stillness, look_s = Stillness(hang_s, call_s), min(_LOOK_S, hang_s / 4)
+        while not self._end.wait(look_s):
+            if not SIGNALS.in_steps:
+                continue
+            # What the clock says does not count: the whole job may have been stopped for a while.
+            still_s = stillness.look(look_s, INCIDENTS.step, SIGNALS.moves, SIGNALS.is_waiting)
+            if still_s is not None:
+                self._end_job(still_s)
+
+    def _end_job(self, still_s: float) -> None:
+        limit = "call" if still_s > self._config.call_timeout_s else "hang"
+        step = INCIDENTS.step
+        fact = f"the driver has not moved for {still_s:.0f} s in step {step} (trainer.{limit}_timeout_s)"
+        node = socket.gethostname()
+        hang = Incident(step, "driver", "driver", node, INFRASTRUCTURE, "hanging driver", "ended the job", 0.0, fact)
+        for last_words in (
+            lambda: LOG_FILE.write(f"{fact}: {_AGAIN}"),
+            lambda: os.write(2, f"{fact}: {_AGAIN}\n".encode()),
+            lambda: self._write_stacks(fact),
+            lambda: INCIDENTS.record(hang),
+        ):
+            _try(last_words)
+        os._exit(EXIT_STATUS)
+
+    def _write_stacks(self, fact: str) -> None:
+        stacks = {"driver": own_stacks()}
+        _try(lambda: stacks.update(self._cluster.stacks()))
+        write_stacks(self._config.run_dir, fact, stacks)
+
+
+def _try(action: Callable[[], object]) -> None:
+    """Call `action`, but do not wait for it for long: what hangs may be what it needs."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_LAST_WORDS_S)
