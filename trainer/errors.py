@@ -76,6 +76,10 @@ class JobFault(RuntimeError):
     """
 
 
+class DivergedError(JobFault):
+    """A metric of the run has stayed above its limit (`trainer.diverged_above`)."""
+
+
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite. The weights were not updated."""
 

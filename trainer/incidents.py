@@ -11,7 +11,16 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from trainer.documents import is_count, is_number, parse_object
-from trainer.errors import NonFiniteError, Origin, UserError, WorkerError, describe_error, memory_ran_out, origin_of
+from trainer.errors import (
+    DivergedError,
+    NonFiniteError,
+    Origin,
+    UserError,
+    WorkerError,
+    describe_error,
+    memory_ran_out,
+    origin_of,
+)
 from trainer.signals import Stopped
 
 INCIDENTS_FILE = "incidents.jsonl"
@@ -55,6 +64,8 @@ def classify(error: BaseException) -> tuple[str, str]:
         return PREEMPTION, "stop request"
     if isinstance(error, NonFiniteError):
         return JOB, "non-finite number"
+    if isinstance(error, DivergedError):
+        return JOB, "divergence"
     if isinstance(error, UserError):
         return JOB, "refused"
     if isinstance(error, WorkerError):
@@ -106,7 +117,7 @@ def describe(error: BaseException, step: int, action: str, cost_s: float) -> Inc
     kind, cause = classify(error)
     origin = origin_of(error) or Origin("driver", socket.gethostname())
     text = error.fact if isinstance(error, WorkerError) else str(error)
-    if not isinstance(error, (WorkerError, NonFiniteError, UserError, Stopped)):
+    if not isinstance(error, (WorkerError, NonFiniteError, DivergedError, UserError, Stopped)):
         text = describe_error(error)
     text = " ".join(text.split())
     return Incident(step, origin.role, origin.name, origin.node, kind, cause, action, round(cost_s, 3), text)

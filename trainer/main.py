@@ -38,10 +38,11 @@ def prepare(cfg: Config, generates: bool = True) -> str:
 
 def _check_machine(cfg: Config, generates: bool) -> str:
     """Check what needs torch, and return the device."""
-    if not is_metric(cfg.trainer.best_metric):
-        raise UserError(
-            f"trainer.best_metric={cfg.trainer.best_metric}: there is no such metric; docs/metrics.md lists them"
-        )
+    named = {"best_metric": [cfg.trainer.best_metric], "diverged_above": cfg.trainer.diverged_above}
+    for key, metrics in named.items():
+        for metric in metrics:
+            if not is_metric(metric):
+                raise UserError(f"trainer.{key}={metric}: there is no such metric; docs/metrics.md lists them")
     with SIGNALS.blocked():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"):

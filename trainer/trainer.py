@@ -26,11 +26,12 @@ from trainer.config import Config
 from trainer.documents import Shape, is_count, is_number
 from trainer.durable import digest_bytes
 from trainer.episodes import Episode
-from trainer.errors import NonFiniteError, NotSavedError, UserError
+from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.failpoints import failpoint
 from trainer.keyed import key
 from trainer.learner.experience import Experience
 from trainer.learner.learner import Learner
+from trainer.metrics.divergence import DivergenceCheck
 from trainer.metrics.health import Health
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
@@ -451,13 +452,15 @@ class Trainer:
         self.recovery.end_step(metrics)
         for sentence in self.health.update(step, metrics):
             LOG.warning("%s", sentence)
+        if (divergence := self.divergence.update(step, metrics)) is not None:
+            raise self.recovery.diverged(divergence, self.checkpoints.steps())
 
     @contextmanager
     def _saves_completed(self) -> Iterator[None]:
         """Complete the saves that are under way before a sentence to the user ends the run."""
         try:
             yield
-        except (UserError, NonFiniteError):
+        except (UserError, NonFiniteError, DivergedError):
             self._wait_for_saves()
             raise
 
@@ -479,7 +482,9 @@ class Trainer:
         return Progress(t.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
 
     def _health(self) -> Health:
-        return Health(self.learner.compares_completions, read_metrics(self.directory.metrics_file))
+        t, history = self.cfg.trainer, read_metrics(self.directory.metrics_file)
+        self.divergence = DivergenceCheck(t.diverged_above, t.diverged_steps, history)
+        return Health(self.learner.compares_completions, history)
 
     def _announce(self) -> None:
         t, resume = self.cfg.trainer, self.directory.resume

@@ -132,6 +132,8 @@ HARMLESS: tuple[str, ...] = (
     "trainer.silence_timeout_s",
     "trainer.node_timeout_s",
     "trainer.hang_timeout_s",
+    "trainer.diverged_above",
+    "trainer.diverged_steps",
     "trainer.max_restarts",
     "trainer.restart_window_minutes",
     "trainer.call_timeout_s",

@@ -17,6 +17,7 @@ from trainer.config.launched import End, note_end, noted_ends, wait_for_local_jo
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.suggestions import did_you_mean
 from trainer.errors import (
+    DivergedError,
     JobFault,
     NonFiniteError,
     NotSavedError,
@@ -386,7 +387,7 @@ def _outcome(error: BaseException) -> Outcome:
     if isinstance(error, SystemExit):
         return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
     if isinstance(error, JobFault):
-        is_told = isinstance(error.__cause__, (WorkerError, NonFiniteError))
+        is_told = isinstance(error, DivergedError) or isinstance(error.__cause__, (WorkerError, NonFiniteError))
         return Outcome(3, str(error), "" if is_told else "".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
         return Outcome(1, str(error))

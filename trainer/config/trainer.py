@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import LARGEST_SEED, LONGEST_TIME, Section, choice, choices, number, refuse, value_of
+from trainer.config.fields import (
+    LARGEST_SEED,
+    LONGEST_TIME,
+    Section,
+    choice,
+    choices,
+    number,
+    open_section,
+    refuse,
+    value_of,
+)
 from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
 from trainer.places import is_same, is_url, problem_of
@@ -85,6 +95,12 @@ class TrainerConfig(Section):
     job."""
     restart_window_minutes: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
     """Length of the time in which restarts count."""
+    diverged_above: dict[str, float] = open_section()
+    """Metrics with limits, such as `+trainer.diverged_above={policy/kl:1.0,policy/grad_norm:100}`. A run whose metric
+    stays above its limit for `diverged_steps` steps in a row has diverged: it ends with status 3, and says how to go
+    back. Empty: never."""
+    diverged_steps: int = number(3, at_least=1)
+    """Number of steps in a row above a limit of `diverged_above` after which the run ends."""
     train_batch_size: int = number(64, at_least=1)
     """Prompts per step."""
     mini_batch_size: int = number(32, at_least=1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import TrainerConfig
-from trainer.errors import JobFault, NonFiniteError, WorkerError, describe_error
+from trainer.errors import DivergedError, JobFault, NonFiniteError, WorkerError, describe_error
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, classify, describe
+from trainer.metrics.divergence import Divergence
 from trainer.restarts import Decision, Restarts
 from trainer.run.aftermath import Aftermath
 from trainer.run.stopping import StopRequest
@@ -29,6 +31,7 @@ class Recovery:
     """
 
     def __init__(self, t: TrainerConfig, stop: StopRequest, optimizer: str):
+        self._run_dir = t.run_dir
         self._limit = t.max_restarts
         self._restarts = Restarts(t.max_restarts, 60 * t.restart_window_minutes)
         self._stop = stop
@@ -111,6 +114,24 @@ class Recovery:
         """Warn if the run has stayed slow since the last recovery."""
         if self._aftermath is not None and (sentence := self._aftermath.update(metrics)):
             LOG.warning("%s (%s)", sentence, socket.gethostname())
+
+    def diverged(self, divergence: Divergence, saved: Sequence[int]) -> DivergedError:
+        """Return the exception that ends a run which has diverged. It says how to go back.
+
+        Args:
+            saved: steps of the checkpoints.
+        """
+        good = max((step for step in saved if step < divergence.first_step), default=None)
+        lower = f"a lower {self._optimizer}.lr"
+        if good is None:
+            advice = f"no checkpoint is from before that, so start a new run, for example with {lower}"
+        else:
+            command = f"python -m trainer.checkpoint rollback {shlex.quote(self._run_dir)} --to {good}"
+            advice = (
+                f"`{command}` goes back; then change a setting in the command, for example {lower}, and add "
+                f"trainer.allow_config_change=[{self._optimizer}.lr] and trainer.resume_mode=latest"
+            )
+        return DivergedError(f"the run has diverged: {divergence}; {advice}")
 
     def stopped(self, reason: Stopped) -> None:
         """Record that the run ends early because it was asked to, perhaps while its ranks started again."""

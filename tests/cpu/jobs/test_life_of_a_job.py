@@ -81,3 +81,9 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
     assert "skipped a damaged checkpoint" in again.stdout and "policy/__0_0.distcp" in again.stdout
     assert "resume verified" in again.stdout
     assert comparable(metrics(run)) == before
+
+    limits = ["+trainer.diverged_above={policy/grad_norm:0}", "trainer.diverged_steps=1"]
+    diverged = run_forked_job(*base, *limits, f"trainer.total_steps={steps + 1}", cwd=tmp_path)
+    assert diverged.returncode == 3
+    (sentence,) = diverged.stderr.splitlines()
+    assert sentence.startswith("error: the run has diverged: policy/grad_norm has been above 0 since step 1, ")

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from trainer.errors import NonFiniteError, Origin, UserError, WorkerError, set_origin
+from trainer.errors import DivergedError, NonFiniteError, Origin, UserError, WorkerError, set_origin
 from trainer.incidents import (
     INCIDENTS,
     INCIDENTS_FILE,
@@ -36,6 +36,7 @@ XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid=4711, name=python, GPU has fallen off
         (torch.OutOfMemoryError("CUDA out of memory"), JOB, "out of memory"),
         (MemoryError(), JOB, "out of memory"),
         (NonFiniteError("the policy's loss is nan"), JOB, "non-finite number"),
+        (DivergedError("the run has diverged"), JOB, "divergence"),
         (UserError("choose another"), JOB, "refused"),
         (ValueError("a bug"), JOB, "exception"),
         (TimeoutError("the user's function timed out"), JOB, "exception"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,18 @@ import torch
 
 from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_run, toy_trainer
+from trainer.checkpoint.__main__ import main as checkpoint_command
 from trainer.checkpoint.manifest import verify
-from trainer.errors import JobFault, NonFiniteError, NotSavedError, Origin, UserError, WorkerError, set_origin
+from trainer.errors import (
+    DivergedError,
+    JobFault,
+    NonFiniteError,
+    NotSavedError,
+    Origin,
+    UserError,
+    WorkerError,
+    set_origin,
+)
 from trainer.incidents import INFRASTRUCTURE, JOB, read_incidents
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
@@ -349,6 +360,45 @@ def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_p
         with pytest.raises(JobFault, match="step 3: the policy's loss is nan; nothing was overwritten, .*step_2"):
             trainer.fit()
     assert len(failures[3]) == (restarts == 0)
+
+
+def diverge(trainer: Trainer, step: int) -> None:
+    """Let the gradient norm be 100 from `step` on."""
+    update = trainer.learner.update
+
+    def run_away(experience, at):
+        return update(experience, at) | ({"policy/grad_norm": 100.0} if at >= step else {})
+
+    trainer.learner.update = run_away
+
+
+def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole):
+    cfg = toy_config(tmp_path, diverged_above={"policy/grad_norm": 10.0, "policy/kl": 1.0})
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        trainer = toy_trainer(cfg, directory, model)
+        diverge(trainer, step=3)
+        with pytest.raises(DivergedError) as diverged:
+            trainer.fit()
+    said = str(diverged.value)
+    assert "policy/grad_norm has been above 10 since step 3, and is 100 now (trainer.diverged_above)" in said
+    assert "a lower sft.optimizer.lr, and add trainer.allow_config_change=[sft.optimizer.lr]" in said
+    incident = read_incidents(str(tmp_path))[-1]
+    assert (incident.kind, incident.cause, incident.step, incident.action) == (JOB, "divergence", 5, "ended the run")
+    with pytest.raises(DivergedError, match="since step 3"):
+        toy_run(cfg, model)  # from step 4, which was saved: its history counts
+    command = shlex.split(said.split("`")[1])
+    assert command[:3] == ["python", "-m", "trainer.checkpoint"] and checkpoint_command(command[3:]) == 0
+    trainer = toy_run(cfg, model)
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+
+
+def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_path, model):
+    cfg = toy_config(tmp_path, diverged_above={"policy/grad_norm": 10.0}, diverged_steps=1)
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        trainer = toy_trainer(cfg, directory, model)
+        diverge(trainer, step=1)
+        with pytest.raises(DivergedError, match="no checkpoint is from before that, so start a new run"):
+            trainer.fit()
 
 
 def test_the_state_of_an_older_supervised_run_is_read(tmp_path, model):

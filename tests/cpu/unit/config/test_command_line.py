@@ -72,6 +72,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["trainer.allow_config_change=[nothing]"], "trainer.allow_config_change=.*no key or section nothing"),
         (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),
         (["trainer.run_dir=x", "trainer.best_metric=accuracy"], "trainer.best_metric=accuracy: there is no such"),
+        (["trainer.run_dir=x", "+trainer.diverged_above={a: 1}"], "trainer.diverged_above=a: there is no such metric"),
     ],
 )
 def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
