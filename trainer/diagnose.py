@@ -72,21 +72,21 @@ def diagnose(run_dir: str) -> list[str]:
         lines += [f"since      {since[0]}", *(f"           {line}" for line in since[1:])]
     suspects = bad_nodes(incidents)
     if suspects:
-        lines += ["bad nodes  " + ", ".join(f"{node} ({count} incidents)" for node, count in suspects.items())]
+        lines += ["bad nodes  " + ", ".join(f"{node} ({reason})" for node, reason in suspects.items())]
     finished = good == total and not running
     lines += ["next       " + _advice(start, running, finished, incidents, supervised, last_words)]
     return lines
 
 
-def bad_nodes(incidents: list[Incident]) -> dict[str, int]:
-    """Return the nodes on which ranks, or engines, failed several times for reasons of infrastructure, with the number.
+def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
+    """Return the nodes that should be drained, each with the reason: a GPU error, or several failures.
 
     A node that is lost takes a rank and an engine with it, which counts once.
     """
-    failed = [one for one in incidents if one.kind == INFRASTRUCTURE and one.node and one.role.endswith(_MEMBERS)]
-    counts = Counter((one.node, one.role) for one in failed)
-    most = {node: max(counts[place] for place in counts if place[0] == node) for node, _ in counts}
-    return {node: count for node, count in most.items() if count >= _SUSPECT}
+    blamed = [one for one in incidents if one.kind == INFRASTRUCTURE and one.node]
+    counts = Counter((one.node, one.role) for one in blamed if one.role.endswith(_MEMBERS))
+    reasons = {node: f"{count} incidents" for (node, _), count in counts.items() if count >= _SUSPECT}
+    return reasons | {one.node: one.cause for one in blamed if one.cause.startswith("GPU error")}
 
 
 def _last_start(run_dir: str) -> dict[str, Any] | None:

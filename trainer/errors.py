@@ -24,9 +24,9 @@ class WorkerError(RuntimeError):
     Args:
         fact: what happened.
         advice: what the user can do, if the job does not recover by itself.
-        cause: `killed`, `silent`, `late`, `memory`, `occupied` (other programs hold the GPU's memory), `node` (its
-            machine is lost), `cluster` (a part of Ray died), or `spent` (it was started again as often as the config
-            allows). Empty: another cause.
+        cause: `killed`, `silent`, `late`, `memory`, `occupied` (other programs hold the GPU's memory), `gpu` (the text
+            names a GPU error), `node` (its machine is lost), `cluster` (a part of Ray died), or `spent` (it was started
+            again as often as the config allows). Empty: another cause.
     """
 
     def __init__(self, fact: str, advice: str = "", cause: str = ""):

@@ -21,6 +21,7 @@ from trainer.errors import (
     memory_ran_out,
     origin_of,
 )
+from trainer.gpu_errors import gpu_error_in
 from trainer.signals import Stopped
 
 INCIDENTS_FILE = "incidents.jsonl"
@@ -43,13 +44,7 @@ _CAUSES = {
 }
 """Class and name of the causes of a `WorkerError`."""
 
-_XID = re.compile(r"\bXid\b(?: \([^)]*\))?:?\s*(\d{1,3})\b")
-_XIDS_OF_JOBS = frozenset({8, 13, 31, 43, 45, 68, 69, 109})
-"""The GPU error codes (NVIDIA's Xid catalogue) that a faulty program causes. All others are the machine's."""
-
 _SIGNS: tuple[tuple[str, str, str], ...] = (
-    (r"uncorrectable ECC|fallen off the bus|GPU is lost|hardware error|NVLink error", INFRASTRUCTURE, "GPU error"),
-    (r"illegal memory access|device-side assert", JOB, "CUDA error"),
     (r"timed? ?out", INFRASTRUCTURE, "collective timeout"),
     (r"NCCL|gloo|Connection (closed|reset|refused)|recvBytes|Broken pipe|process group", INFRASTRUCTURE, "network"),
     (r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota", INFRASTRUCTURE, "storage"),
@@ -68,24 +63,18 @@ def classify(error: BaseException) -> tuple[str, str]:
         return JOB, "divergence"
     if isinstance(error, UserError):
         return JOB, "refused"
-    if isinstance(error, WorkerError):
+    if isinstance(error, WorkerError) and error.cause != "gpu":
         return _CAUSES.get(error.cause, (INFRASTRUCTURE, "process"))
     if memory_ran_out(error):
         return _CAUSES["memory"]
     text = f"{type(error).__name__}: {error}"
-    if (code := xid_in(text)) is not None:
-        return (JOB if code in _XIDS_OF_JOBS else INFRASTRUCTURE), f"GPU error (Xid {code})"
+    if (gpu_error := gpu_error_in(text)) is not None:
+        return (INFRASTRUCTURE if gpu_error.is_of_machine else JOB), gpu_error.cause
     for pattern, kind, cause in _SIGNS:
         if re.search(pattern, text, re.IGNORECASE) and (cause != "collective timeout" or _COLLECTIVE.search(text)):
             return kind, cause
     from_system = isinstance(error, OSError) and error.errno is not None
     return (INFRASTRUCTURE, "storage") if from_system else (JOB, "exception")
-
-
-def xid_in(text: str) -> int | None:
-    """Return the GPU error code that a line of the kernel or of a library names; None if it names none."""
-    found = _XID.search(text)
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Trainer:
                     return self._train()
                 except Exception as error:
                     SIGNALS.restarting()
-                    self.recovery.accept(error, self.saves.last_good, is_loaded)
+                    self.recovery.accept(self.learner.cluster.examine(error), self.saves.last_good, is_loaded)
                     load = partial(self._restart, *begin)
                 except Stopped as reason:
                     self.recovery.stopped(reason)

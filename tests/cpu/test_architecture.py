@@ -16,6 +16,7 @@ LEAVES = {
     "episodes",
     "errors",
     "failpoints",
+    "gpu_errors",
     "hub",
     "incidents",
     "keyed",

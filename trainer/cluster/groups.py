@@ -92,6 +92,10 @@ class Cluster(Protocol):
         """Return the stacks of all processes, by name. Any thread may ask."""
         ...
 
+    def examine(self, error: Exception) -> Exception:
+        """Return a failure of a member, or the failure of a GPU that explains it (see `GpuExamination`)."""
+        ...
+
 
 class Backend(Protocol):
     """Sends calls to the processes of a cluster. A ticket stands for one running call."""

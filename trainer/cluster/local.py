@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from trainer.cluster.gpus import GpuExamination
 from trainer.cluster.groups import Group, failure_of
 from trainer.cluster.launcher import BUILD, HOST, Launcher
 from trainer.cluster.patience import patience_of
 from trainer.cluster.resources import check_gpus
 from trainer.config import Config
 from trainer.errors import AGAIN, WorkerError
+from trainer.gpu_errors import gpu_lines
 from trainer.shared_memory import PrivateDirectory
 from trainer.signals import SIGNALS
 
@@ -45,6 +47,7 @@ class LocalCluster:
         self._shared_launcher = launcher
         self._groups: list[tuple[Group, list[str]]] = []  # each group with the GPUs that belong to it alone
         self._patience = patience_of(cfg.trainer, self._lost)
+        self.examine = GpuExamination(lambda seconds: {HOST: gpu_lines(seconds)}, lambda node, cause: None).examine
 
     def __enter__(self) -> LocalCluster:
         self._gpus = _visible_gpus() if self.device == "cuda" else []

@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trainer.cluster.actors import launch_actors
+from trainer.cluster.gpus import GpuExamination
 from trainer.cluster.groups import Group
 from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.nodes import Node, NodeWatch
@@ -28,6 +29,7 @@ from trainer.cluster.resources import by_node, check_gpus, fitting_ranks, forwar
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import AGAIN, UserError, WorkerError, one_line
+from trainer.gpu_errors import gpu_lines
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.signals import SIGNALS, Stopped
 from trainer.stages import stage
@@ -37,6 +39,7 @@ LOG = logging.getLogger(__name__)
 _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between two checks of signals while Ray places processes
 _ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
+_KERNEL_S = 20.0  # how long to wait for what the kernels of the nodes say
 _LOSSES = 2  # a node that was lost so often is not used again
 _DRAINED = "trainer.drained_nodes names it"
 _NODE_ID = "ray.io/node-id"
@@ -61,7 +64,9 @@ class RayCluster:
         self._reported: set[str] = set()  # ids of nodes that are left out
         self._local: LocalRay | None = None  # None: another cluster is joined
         self._watch: NodeWatch | None = None  # None: Ray runs on this machine alone
+        self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.drained_nodes, _DRAINED)  # addresses, with reasons
         self._patience = patience_of(cfg.trainer, self._lost, self._lost_nodes)
+        self.examine = GpuExamination(self._gpu_lines, self._drained.setdefault).examine
 
     def __enter__(self) -> RayCluster:
         address = self.cfg.trainer.ray_address
@@ -193,6 +198,24 @@ class RayCluster:
             placement, options = self._places(r.num_engines, r.tensor_parallel_size)
         return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), placement)
 
+    def _gpu_lines(self, seconds: float) -> dict[str, list[str]]:
+        """Return what the kernel of each node says of its GPUs (see `gpu_lines`), of the nodes that answer in time."""
+        if self._watch is None or self.device != "cuda":
+            return {ray.util.get_node_ip_address(): gpu_lines(seconds)}
+        lost, ask = self._lost_nodes(), ray.remote(num_cpus=0, max_retries=0)(gpu_lines)
+        answers = {}
+        with SIGNALS.held():
+            for node in _nodes():
+                if node.address not in lost:
+                    place = NodeAffinitySchedulingStrategy(node.id, soft=False)
+                    answers[ask.options(scheduling_strategy=place).remote(seconds)] = node.address
+            done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_KERNEL_S)
+        lines = {}
+        for answer in done:
+            with SIGNALS.held(), contextlib.suppress(RayError):
+                lines[answers[answer]] = ray.get(answer)
+        return lines
+
     def stacks(self) -> dict[str, str]:
         """Return the stacks of all processes, by name. Any thread may ask."""
         return {name: text for group, _ in list(self._groups) for name, text in group.stacks().items()}
@@ -291,7 +314,7 @@ class RayCluster:
         self._watch.watch(nodes)
         reasons = self._watch.look()
         unsteady = {node: f"lost {_LOSSES} times" for node in nodes if self._watch.losses(node.address) >= _LOSSES}
-        drained = {node: _DRAINED for node in nodes if node.address in self.cfg.trainer.drained_nodes}
+        drained = {node: self._drained[node.address] for node in nodes if node.address in self._drained}
         left_out = {**unsteady, **reasons, **drained}
         for node, reason in left_out.items():
             if node.id not in self._reported:
@@ -299,11 +322,9 @@ class RayCluster:
                 LOG.warning("node %s is left out: %s", node, reason)
                 if reason == _DRAINED:
                     continue  # no incident
-                fact = f"node {node} is left out: {reason}"
+                fact, cause = f"node {node} is left out: {reason}", reason if node in drained else "lost node"
                 INCIDENTS.record(
-                    Incident(
-                        INCIDENTS.step, "node", str(node), str(node), INFRASTRUCTURE, "lost node", "left out", 0.0, fact
-                    )
+                    Incident(INCIDENTS.step, "node", str(node), str(node), INFRASTRUCTURE, cause, "left out", 0.0, fact)
                 )
         return {node.id: reason for node, reason in left_out.items()}
 

@@ -83,6 +83,17 @@ def test_nodes_with_several_incidents_are_named_and_drained_by_the_next_command(
     assert lines[-1].endswith(" 'trainer.drained_nodes=[10.0.0.2,10.0.0.7,10.0.0.9]'") == drains
 
 
+def test_a_node_with_a_gpu_error_is_bad_at_once(run, capsys):
+    before = INCIDENTS.open(str(run))
+    error = WorkerError(
+        "rank 1 failed, and the kernel of node 10.0.0.7 says: NVRM: Xid (PCI:0000:05:00): 79", "", "gpu"
+    )
+    set_origin(error, Origin("rank 1", "10.0.0.7"))
+    INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
+    INCIDENTS.close(before)
+    assert said(run, capsys)[-2] == "bad nodes  10.0.0.7 (GPU error (Xid 79))"
+
+
 def test_the_place_of_the_report_is_not_how_a_run_ended(run, capsys):
     with (run / "log.txt").open("a") as file:
         file.write("2026-11-22 04:00:00 finished step 9 of 9\n2026-11-22 04:00:01 report: run/report.png\n")

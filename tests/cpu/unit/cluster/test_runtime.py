@@ -85,29 +85,42 @@ def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
     assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes are still to start")
 
 
-DRAINED = """
+DRAINS = """
 import sys
 import ray
 from trainer.cluster import runtime
 from trainer.config import compose
-from trainer.errors import UserError
-runtime._PLACEMENT_TIMEOUT_S = 0.5
-cfg = compose([f"trainer.ray_address={sys.argv[1]}", "trainer.min_workers=1", f"trainer.drained_nodes=[{sys.argv[2]}]"])
-try:
-    with runtime.RayCluster(cfg, "cpu") as cluster:
-        print(cluster.count_ranks())
-except UserError as error:
-    print(error)
+from trainer.errors import Origin, UserError, set_origin
+
+runtime._PLACEMENT_TIMEOUT_S, runtime._KERNEL_S = 0.5, 100
+address, own = sys.argv[1:]
+cfg = compose([f"trainer.ray_address={address}", "trainer.min_workers=1", "trainer.drained_nodes=[10.0.0.7]"])
+error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+set_origin(error, Origin("rank 0", own))
+with runtime.RayCluster(cfg, "cpu") as cluster:
+    print(cluster.count_ranks())
+    cluster.device = "cuda"
+    print(cluster._gpu_lines(0.0))
+    cluster.examine(error)
+    cluster.device = "cpu"
+    try:
+        cluster.count_ranks()
+    except UserError as refused:
+        print(refused)
+    cfg.trainer.drained_nodes = [own]
+    other = runtime.RayCluster(cfg, "cpu")
+    other._watch = cluster._watch
+    print(other._left_out() == {ray.nodes()[0]["NodeID"]: "trainer.drained_nodes names it"})
 """
 
 
-@pytest.mark.parametrize(("drains", "said"), [(True, "has room for 0 ranks"), (False, "1\n")])
-def test_a_drained_node_gets_no_ranks(drains, said, cluster):
-    context = ray.get_runtime_context()
-    address = ray.util.get_node_ip_address() if drains else "10.0.0.7"
-    command = [sys.executable, "-c", DRAINED, context.gcs_address, address]
-    joined = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert said in joined.stdout, joined
+def test_nodes_that_the_config_names_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
+    own = ray.util.get_node_ip_address()
+    command = [sys.executable, "-c", DRAINS, ray.get_runtime_context().gcs_address, own]
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    counted, asked, refused, left_out = joined.stdout.splitlines()
+    assert (counted, asked, left_out) == ("1", str({own: []}), "True"), joined
+    assert "has room for 0 ranks" in refused
 
 
 LOSES_RAY = """
