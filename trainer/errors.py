@@ -44,7 +44,7 @@ def _as_it_was(text: str, fact: str, cause: str) -> WorkerError:
     return error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Origin:
     """The process of the job in which an exception was raised, or whose death it reports."""
 

@@ -330,9 +330,7 @@ class Trainer:
         metric = compared_metric(self.state.best, t.best_metric, metrics)
         score = metrics.get(metric)
         description = {
-            "roles": self.learner.ranks.saved_roles,
-            "ranks": self.learner.ranks.count,
-            "replicas": t.replicas,
+            **self.learner.ranks.description,
             "config_digest": digest_bytes(config_yaml(self.directory.cfg)),
             "score_metric": metric,
             "score": score if score is not None and math.isfinite(score) else None,
@@ -449,7 +447,7 @@ class Trainer:
         self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
         self.tracker.log(step, metrics, self.source.samples())
         self.progress.update(step, metrics)
-        self.recovery.end_step(metrics)
+        self.recovery.end_step(metrics, self.learner.ranks.speeds)
         for sentence in self.health.update(step, metrics):
             LOG.warning("%s", sentence)
         if (divergence := self.divergence.update(step, metrics)) is not None:
@@ -490,16 +488,8 @@ class Trainer:
         t, resume = self.cfg.trainer, self.directory.resume
         total, trained = self.learner.ranks.num_parameters
         adapters = f" ({trained:,} of them adapters)" if trained < total else ""
-        LOG.info(
-            "run %s in %s: %s, %s parameters%s, %d rank(s), %s",
-            t.run_name,
-            t.run_dir,
-            self.model_path,
-            f"{total:,}",
-            adapters,
-            self.learner.ranks.count,
-            self.source,
-        )
+        size = f"{total:,} parameters{adapters}, {self.learner.ranks.count} rank(s)"
+        LOG.info("run %s in %s: %s, %s, %s", t.run_name, t.run_dir, self.model_path, size, self.source)
         if resume is not None:
             origin = "forked from" if resume.restore.fork else "resumed from"
             LOG.info("%s %s, step %d of %d", origin, resume.checkpoint.path, self.state.step, t.total_steps)

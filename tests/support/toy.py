@@ -21,6 +21,7 @@ from trainer.checkpoint.store import files_at
 from trainer.config import Config, SFTConfig
 from trainer.durable import digest_bytes
 from trainer.episodes import Sample
+from trainer.errors import Origin
 from trainer.learner.experience import Experience
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
@@ -39,6 +40,7 @@ class ToyRanks:
     saved_roles = ["policy"]
     num_parameters = (1, 1)
     count = 1
+    description = {"roles": saved_roles, "ranks": 1, "replicas": 1}
 
     def __init__(self) -> None:
         self.number = 0.0
@@ -58,6 +60,9 @@ class ToyRanks:
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
         if "weights" in kinds:
             self.number = json.loads(files_at(files.directory).read(_FILE))
+
+    def speeds(self) -> dict[Origin, float]:
+        return {Origin("rank 0", "10.0.0.1"): 4e9, Origin("rank 1", "10.0.0.2"): 1e9}
 
     def take_blocked(self) -> float:
         return 0.0

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
     root = ("root", "directory or URL with global_step_N in it, or a run directory")
     one = ("checkpoint", "global_step_N with its path or URL, or a run: its newest valid checkpoint")
-    listing = command("ls", "list the checkpoints of a run: step, age, size, ranks, valid or not", root)
+    listing = command("ls", "list the checkpoints of a run: step, age, size, ranks and their axes, valid or not", root)
     listing.add_argument("--hash", action="store_true", help="read every byte to check that they are valid")
     command(
         "verify",
@@ -90,11 +90,13 @@ _LOCK_TIMEOUT_S = 60  # the default of trainer.lock_timeout_s
 def _ls(args: argparse.Namespace) -> Result:
     checkpoints = _open(args.root)
     rows = [_describe(checkpoints, step, "hash" if args.hash else "size") for step in checkpoints.steps()]
-    lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  valid"]
+    width = max([len(_axes(row["axes"])) for row in rows], default=0)
+    lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  {'axes':{width}}  valid"]
     for row in rows:
+        problem = "yes" if row["valid"] else f"NO: {row['problem']}"
         lines.append(
-            f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  "
-            f"{row['ranks'] or '?':>5}  {'yes' if row['valid'] else 'NO: ' + row['problem']}"
+            f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  {row['ranks'] or '?':>5}  "
+            f"{_axes(row['axes']):{width}}  {problem}"
         )
     hidden = [name for name in checkpoints.store.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(BOOKKEEPING)]
@@ -104,12 +106,12 @@ def _ls(args: argparse.Namespace) -> Result:
 
 def _describe(checkpoints: CheckpointManager, step: int, level: str) -> dict[str, Any]:
     path = checkpoints.store.path(step)
-    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "score": None}
-    row |= {"bytes": sum(files_at(path).sizes().values()), "valid": True, "problem": None}
+    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "axes": None}
+    row |= {"score": None, "bytes": sum(files_at(path).sizes().values()), "valid": True, "problem": None}
     try:
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
-        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "score")}
+        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score")}
         row["age"] = _age(manifest["saved_at"])
         manifests.check_files(checkpoint, level)
     except DamagedError as error:
@@ -128,14 +130,23 @@ def _verify(args: argparse.Namespace) -> Result:
     for path in paths:
         problem = None
         try:
-            files = manifests.verify(path, "hash").entries
+            checkpoint = manifests.verify(path, "hash")
+            files, axes = checkpoint.entries, _axes(checkpoint.manifest.get("axes"))
             size = sum(entry.bytes for entry in files)
-            lines.append(f"{path}: every byte is as it was saved ({len(files)} files, {size / 1e6:.1f} MB)")
+            of_ranks = f"{len(files)} files of {checkpoint.manifest.get('ranks', '?')} ranks ({axes})"
+            lines.append(f"{path}: every byte is as it was saved; {of_ranks}, {size / 1e6:.1f} MB")
         except DamagedError as error:
             problem = str(error).removeprefix(f"{path}: ")
             lines.append(f"{path}: DAMAGED: {problem}")
         rows.append({"path": path, "valid": problem is None, "problem": problem})
     return rows, lines, 0 if all(row["valid"] for row in rows) else 1
+
+
+def _axes(sizes: dict[str, int] | None) -> str:
+    """Return the axes along which several ranks were arranged, with their sizes. Older checkpoints do not have them."""
+    if sizes is None:
+        return "axes unknown"
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def _show(args: argparse.Namespace) -> Result:

@@ -105,7 +105,12 @@ _RUN_FIELDS: dict[Any, Shape] = {
     "parent": (NoneType, LINEAGE),
 }
 # Fields that a run adds and that older checkpoints lack.
-_LATER_FIELDS: dict[Any, Shape] = {"folder": _is_name, "score_metric": str, "metrics_from": (is_count, NoneType)}
+_LATER_FIELDS: dict[Any, Shape] = {
+    "folder": _is_name,
+    "score_metric": str,
+    "metrics_from": (is_count, NoneType),
+    "axes": {str: is_count},
+}
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 from trainer.cluster.groups import Cluster, Group, Pending
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config
+from trainer.errors import Origin
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
 
@@ -54,6 +55,14 @@ class Ranks:
     def count(self) -> int:
         """Number of ranks of each role."""
         return len(self.policy)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the ranks that wrote it."""
+        t = self.cfg.trainer
+        axes = {"replicate": t.replicas, "shard": self.count // t.layout_size}
+        axes |= {"context": t.context_parallel, "tensor": t.tensor_parallel}
+        return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.replicas, "axes": axes}
 
     def connect(self) -> None:
         """Form the process groups."""
@@ -168,6 +177,15 @@ class Ranks:
         if known is not None:
             return known * self.count
         return sum(self.policy.call("measure_peak"))
+
+    def speeds(self) -> dict[Origin, float]:
+        """Return the FLOP/s of each rank, measured now: all compute at the same time, and none waits for another."""
+        speeds: dict[Origin, float] = {}
+        for group, _ in self._hosts():
+            values, places = group.call("measure_speed"), group.where()
+            origins = [Origin(f"{group.name} {i}", place["host"]) for i, place in enumerate(places)]
+            speeds |= zip(origins, values, strict=True)
+        return speeds
 
     @functools.cached_property
     def num_parameters(self) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.errors import Origin
 from trainer.metrics.names import PHASES
 
 STEPS = 3
@@ -59,6 +61,25 @@ def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def _range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+_OWN_SPEED = 0.75
+"""A rank below this share of the fastest rank's speed counts as slow. GPUs of one kind differ by less."""
+
+
+def name_slow_ranks(speeds: Mapping[Origin, float]) -> str:
+    """Return a sentence about the ranks that compute more slowly than the others.
+
+    Args:
+        speeds: of each rank, in FLOP/s, without waiting for another one. NaN: not known.
+    """
+    known = {origin: speed for origin, speed in speeds.items() if math.isfinite(speed)}
+    fastest = max(known.values(), default=0.0)
+    slow = sorted((speed / fastest, origin) for origin, speed in known.items() if speed < _OWN_SPEED * fastest)
+    if not slow:
+        return "no rank computes more slowly than the others, so look at the network, the storage and the engines"
+    named = [f"{origin.name} on {origin.node} ({share:.0%})" for share, origin in slow]
+    return f"slower than the fastest rank, each measured by itself: {', '.join(named)}"
 
 
 class Aftermath:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import shlex
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import TrainerConfig
-from trainer.errors import DivergedError, JobFault, NonFiniteError, WorkerError, describe_error
+from trainer.errors import DivergedError, JobFault, NonFiniteError, Origin, WorkerError, describe_error
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, classify, describe
 from trainer.metrics.divergence import Divergence
 from trainer.restarts import Decision, Restarts
-from trainer.run.aftermath import Aftermath
+from trainer.run.aftermath import Aftermath, name_slow_ranks
 from trainer.run.stopping import StopRequest
 from trainer.signals import SIGNALS, Stopped
 
@@ -110,10 +109,14 @@ class Recovery:
         """Compare the speed of the next steps with that of `rows`, the lines of `metrics.jsonl` before the failure."""
         self._aftermath = Aftermath(rows)
 
-    def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Warn if the run has stayed slow since the last recovery."""
+    def end_step(self, metrics: Mapping[str, float], speeds: Callable[[], Mapping[Origin, float]]) -> None:
+        """Warn if the run has stayed slow since the last recovery.
+
+        Args:
+            speeds: measures the speed of each rank. Called only before a warning.
+        """
         if self._aftermath is not None and (sentence := self._aftermath.update(metrics)):
-            LOG.warning("%s (%s)", sentence, socket.gethostname())
+            LOG.warning("%s; %s", sentence, name_slow_ranks(speeds()))
 
     def diverged(self, divergence: Divergence, saved: Sequence[int]) -> DivergedError:
         """Return the exception that ends a run which has diverged. It says how to go back.

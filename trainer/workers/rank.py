@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
 from trainer.parallel.layout import Layout
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
-from trainer.parallel.peak import measure_peak
+from trainer.parallel.peak import measure_peak, measure_speed
 from trainer.parallel.rng import seed_rng
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import clear_abandoned
@@ -194,6 +195,14 @@ class Rank:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""
         dtype = param_dtype(self.cfg.trainer.policy.fsdp.param_dtype, self.device)
         return measure_peak(dtype, self.device)
+
+    def measure_speed(self) -> float:
+        """Return the FLOP/s of this rank alone, now, on average; NaN: the GPU has no room. Not a collective."""
+        dtype = param_dtype(self.cfg.trainer.policy.fsdp.param_dtype, self.device)
+        try:
+            return measure_speed(dtype, self.device)
+        except torch.OutOfMemoryError:
+            return math.nan
 
     def device_name(self) -> str:
         """Return the name of this rank's GPU, or `cpu`. Not a collective."""

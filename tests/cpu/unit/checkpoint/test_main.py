@@ -34,3 +34,34 @@ def test_of_a_run_the_newest_valid_checkpoint_is_shown(tmp_path, capsys, root):
     (tmp_path / "run" / root / "global_step_9/manifest.json").unlink()
     assert main(["show", str(tmp_path / "run")]) == 2
     assert "no checkpoint there is valid" in capsys.readouterr().err
+
+
+AXES = {"replicate": 2, "shard": 1, "context": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("description", "said"),
+    [
+        ({"ranks": 8, "axes": AXES}, "replicate 2, context 2, tensor 2"),
+        ({"ranks": 1, "axes": dict.fromkeys(AXES, 1)}, "one rank"),
+        ({"ranks": 8}, "axes unknown"),
+    ],
+)
+def test_the_axes_of_the_ranks_that_wrote_a_checkpoint_are_shown(tmp_path, capsys, description, said):
+    save(manager(tmp_path), 3, **description)
+    ranks = description["ranks"]
+    assert main(["ls", str(tmp_path)]) == 0
+    heading, line = capsys.readouterr().out.splitlines()
+    assert line.endswith(f"  {ranks}  {said}  yes") and line.index(said) == heading.index("axes")
+    assert main(["verify", str(tmp_path)]) == 0
+    assert f"of {ranks} ranks ({said}), " in capsys.readouterr().out
+    assert main(["show", str(tmp_path)]) == 0
+    assert ("axes: {'replicate'" in capsys.readouterr().out) == ("axes" in description)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["axes"] == description.get("axes")
+
+
+def test_axes_that_are_no_sizes_are_damage(tmp_path, capsys):
+    save(manager(tmp_path), 3, axes={"tensor": -1})
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "manifest.json is damaged" in capsys.readouterr().out

@@ -92,7 +92,7 @@ from trainer.cluster import runtime
 from trainer.config import compose
 from trainer.errors import Origin, UserError, set_origin
 
-runtime._PLACEMENT_TIMEOUT_S, runtime._KERNEL_S = 0.5, 100
+runtime._PLACEMENT_TIMEOUT_S, runtime._KERNEL_S = 0.5, 100.0
 address, own = sys.argv[1:]
 cfg = compose([f"trainer.ray_address={address}", "trainer.min_workers=1", "trainer.drained_nodes=[10.0.0.7]"])
 error = RuntimeError("CUDA error: uncorrectable ECC error encountered")

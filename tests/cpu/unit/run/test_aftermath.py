@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from trainer.run.aftermath import Aftermath, compare_since
+from trainer.errors import Origin
+from trainer.run.aftermath import Aftermath, compare_since, name_slow_ranks
 
 
 def rows(*seconds: float, rollout: float = 0.5) -> list[dict[str, float]]:
@@ -53,3 +56,19 @@ def test_metrics_and_counters_since_an_incident_stand_beside_those_before():
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_without_steps_on_both_sides_nothing_is_compared(step):
     assert compare_since(rows(1.0, 1.0, 1.0), step) == []
+
+
+def speeds(*values: float) -> dict[Origin, float]:
+    """Speeds of ranks, each on a node of its own."""
+    return {Origin(f"rank {i}", f"10.0.0.{i}"): value for i, value in enumerate(values)}
+
+
+def test_slow_ranks_are_named_with_their_nodes_the_slowest_first():
+    assert name_slow_ranks(speeds(4e12, 2.4e12, 3.1e12, 1e12, math.nan)) == (
+        "slower than the fastest rank, each measured by itself: rank 3 on 10.0.0.3 (25%), rank 1 on 10.0.0.1 (60%)"
+    )
+
+
+@pytest.mark.parametrize("values", [(4e12, 3.1e12, math.nan), (4e12,), (math.nan,), ()])
+def test_ranks_of_one_speed_are_not_the_cause(values):
+    assert name_slow_ranks(speeds(*values)).startswith("no rank computes more slowly than the others")
