@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.support.fault_proxy import ERROR, LOST, PASS, Faults
 from trainer.checkpoint import manifest as manifests
@@ -27,14 +26,22 @@ from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.durable import digest_bytes
 
 STEPS, FILES = (1, 2), ("a", "folder/b")
-WRITERS = st.sampled_from((0, 1))
+WRITER, STEP, CHOICE = st.sampled_from((0, 1)), st.sampled_from(STEPS), st.booleans()
 OUTCOMES = st.lists(st.sampled_from((PASS, PASS, ERROR, LOST)), max_size=12)
 """What happens to the next operations; those after them succeed."""
+SAVE = st.tuples(st.just("save"), WRITER, STEP, OUTCOMES, CHOICE)
+OPERATION = st.one_of(
+    *[SAVE] * 3,
+    st.tuples(st.just("take_out_of_service"), WRITER, OUTCOMES, CHOICE),
+    st.tuples(st.just("clean_up"), WRITER),
+    st.tuples(st.just("freeze_lists"), CHOICE),
+)
+"""A method of `TwoWriters`, and its arguments."""
 REFUSED = (errno.EEXIST, errno.EBUSY, errno.ENOTEMPTY)
 """Errors of a commit that is not done, because another job has written."""
 
 
-class TwoWriters(RuleBasedStateMachine):
+class TwoWriters:
     """Both jobs train the same run, so what one of them saves in a step is always the same.
 
     Args:
@@ -43,13 +50,11 @@ class TwoWriters(RuleBasedStateMachine):
     """
 
     def __init__(self, root: str, outcomes: deque[str], faults: Faults):
-        super().__init__()
         self.root, self.outcomes, self.faults = root, outcomes, faults
         self.stores: list[CheckpointStore] = [open_store(root), open_store(root)]
         self.possible: dict[int, set[int | None]] = defaultdict(lambda: {None})  # who may have committed a step
         self.faults.stale_lists = False
 
-    @rule(writer=WRITERS, step=st.sampled_from(STEPS), outcomes=OUTCOMES, meanwhile=st.booleans())
     def save(self, writer: int, step: int, outcomes: list[str], meanwhile: bool) -> None:
         """Save a step; perhaps the other job saves both, immediately before the commit."""
         self.outcomes.extend(outcomes)
@@ -76,7 +81,6 @@ class TwoWriters(RuleBasedStateMachine):
             if meanwhile:
                 self.possible[step].add(None)  # an old list may hide a step that the other job did not see announced
 
-    @rule(writer=WRITERS, outcomes=OUTCOMES, aside=st.booleans())
     def take_out_of_service(self, writer: int, outcomes: list[str], aside: bool) -> None:
         """Delete the newest checkpoint, or set it aside."""
         store = self.stores[writer]
@@ -94,19 +98,16 @@ class TwoWriters(RuleBasedStateMachine):
         else:
             self.possible[steps[-1]] = {None}
 
-    @rule(writer=WRITERS)
     def clean_up(self, writer: int) -> None:
         CheckpointManager(self.stores[writer]).clean_up()
 
-    @rule(stale=st.booleans())
     def freeze_lists(self, stale: bool) -> None:
         """Let the store answer with the lists of now from now on, or with new ones."""
         self.faults.lists.clear()
         self.faults.stale_lists = stale
 
-    @invariant()
-    def every_step_is_whole(self) -> None:
-        """Each step is one that a job has saved, or is not there."""
+    def check_steps(self) -> None:
+        """Check that each step is one that a job has saved, or is not there."""
         self.outcomes.clear()
         store = open_store(self.root)
         committed = store.steps()
@@ -132,21 +133,25 @@ def manifest(writer: int, step: int, folder: str) -> bytes:
     return manifests.dump(fields | ({"folder": folder} if folder else {}), entries)
 
 
-def run_machine(root: Callable[[], str], outcomes: deque[str], faults: Faults, examples: int) -> None:
-    limits = settings(
-        max_examples=examples,
-        stateful_step_count=6,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(lambda: TwoWriters(root(), outcomes, faults), settings=limits)
+def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults, examples: int) -> None:
+    """Try `examples` lists of operations, each in an empty place, and look at all steps after each operation."""
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(OPERATION, min_size=2, max_size=6))
+    def check(operations: list[tuple]) -> None:
+        writers = TwoWriters(root(), outcomes, faults)
+        for name, *arguments in operations:
+            getattr(writers, name)(*arguments)
+            writers.check_steps()
+
+    check()
 
 
 def test_an_object_store_holds_the_older_or_the_newer_state(bucket_behind_proxy, faults, monkeypatch):
     monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
     outcomes: deque[str] = deque()
     faults.plan = lambda method, path: outcomes.popleft() if outcomes else PASS
-    run_machine(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, faults, examples=8)
+    try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, faults, examples=8)
 
 
 @contextlib.contextmanager
@@ -174,4 +179,4 @@ def failing_disk(outcomes: deque[str], patch: pytest.MonkeyPatch) -> Iterator[No
 def test_a_local_store_holds_the_older_or_the_newer_state(tmp_path: Path, monkeypatch):
     outcomes: deque[str] = deque()
     with failing_disk(outcomes, monkeypatch):
-        run_machine(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, Faults(), examples=40)
+        try_operations(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, Faults(), examples=40)
