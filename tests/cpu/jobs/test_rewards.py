@@ -18,6 +18,9 @@ def trl(prompts, completions, **kwargs):
 def trl_column(completions, **kwargs):
     return [float(c == s) for c, s in zip(completions, kwargs["solution"])]
 
+def singular(completions, answer, **kwargs):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
 
@@ -51,6 +54,7 @@ def directory(tmp_path):
             "trl_column",
             "fails for the first 3 rows of the data with their reference answers as completions (raised Key",
         ),
+        ("singular", "the function takes `answer` for a list with one answer for each completion"),
         ("verl", "the function asks for data_source, solution_str, ground_truth, which no reward gets"),
         ("verl_row", "fails for the first 3 rows of the data with their reference answers as completions (raised Key"),
     ],
@@ -86,7 +90,7 @@ def shown_samples(output: str) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory, monkeypatch):
     """With a reward of several parts, which never is a success."""
-    monkeypatch.setenv("FAILS_AFTER", str(3 + 16 + 8 + 8 + 16))  # the trial, two validations, two steps
+    monkeypatch.setenv("FAILS_AFTER", str(6 + 16 + 8 + 8 + 16))  # two trials, two validations, two steps
     ended = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "reward.max_failure_frac=0.9: " in line]

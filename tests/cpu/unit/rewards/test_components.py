@@ -172,3 +172,21 @@ def test_a_slow_reward_is_no_reason_not_to_start(caplog):
 def test_with_no_limit_of_failures_the_trial_warns(caplog):
     tried("broken", "1", max_failure_frac=1.0)
     assert "fails for the first 1 rows of the data" in caplog.text
+
+
+def tried_with_answers(*names: str, **settings) -> None:
+    answers = [RewardInput(answer, answer) for answer in ("1234", "x", "2345")]
+    try_rewards(RewardConfig(name=[full(name) for name in names], **settings), answers, n=2)
+
+
+def test_a_reward_that_takes_the_answer_of_a_group_for_a_list_is_refused():
+    with pytest.raises(UserError, match=f"reward.name={HOME}:zipped: the function takes `answer` for a list with one"):
+        tried_with_answers("length", "zipped")
+
+
+def test_a_reward_that_gives_right_answers_nothing_is_named_in_a_warning(caplog):
+    tried_with_answers("stern", "arithmetic", "formatted", "length")
+    tried_with_answers("arithmetic", "stern", weights=[1.0, -0.5])
+    for name, value in (("stern", -1), ("formatted", 0)):
+        assert caplog.text.count(f"reward.name={HOME}:{name}: gives {value} to each of the first 3 reference") == 1
+    assert len(caplog.records) == 2
