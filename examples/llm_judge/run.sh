@@ -2,8 +2,7 @@
 # GRPO with a language model as the judge (judge.py). Say where the judge is before you start:
 #   export JUDGE_BASE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen3-8B JUDGE_API_KEY=…
 # Many calls run at the same time (reward.concurrency), and answers are stored beside the run, so that a replay after a
-# kill gets the same ones.
+# kill gets the same ones. Modules are found from the working directory.
 set -euo pipefail
-here="$(cd "$(dirname "$0")" && pwd)"
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m trainer.main data=arithmetic reward.name=judge:score \
-  reward.store=true reward.concurrency=32 reward.timeout_s=60 reward.success_threshold=0.9 trainer.run_name=judge "$@"
+python -m trainer.main data=arithmetic reward.name=examples.llm_judge.judge:score reward.store=true \
+  reward.concurrency=32 reward.timeout_s=60 reward.success_threshold=0.9 trainer.run_name=judge "$@"

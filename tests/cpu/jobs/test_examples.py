@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, left_running, metrics
+from tests.support.judges import Answer, Server, serving
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = re.findall(
@@ -23,26 +27,53 @@ ON_CPU = [command for command in COMMANDS if command not in ON_GPUS]
 QUICK = ["rollout=transformers", "trainer.ray_address=processes", "logger.plot=false"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ON_CPU, ids=lambda command: re.split(r"[ /]", command)[-1])
-def test_a_smoke_run_of_an_example_has_rewards_that_differ_in_a_directory_of_its_own(command, tmp_path, marker):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    programs = tmp_path / "programs"
+def run_smoke(
+    command: str, cwd: Path, marker: str, supervised_steps: int, **env: str
+) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """Run an example to its end. Returns its directory and the metrics of its runs, in which the rewards differ."""
+    (cwd / "examples").symlink_to(ROOT / "examples")
+    programs = cwd / "programs"
     programs.mkdir()
     fork_server().write_python(programs)
-    path = f"{programs}:{os.environ['PATH']}"
-    supervised_steps = 120 if "rejection" in command else 60  # there, some completions must be right
+    env |= {"PATH": f"{programs}:{os.environ['PATH']}"}
     arguments = [*command.split(), "experiment=smoke", *QUICK, f"sft.steps={supervised_steps}"]
-    done = subprocess.run(
-        arguments, cwd=tmp_path, env=environment() | {"PATH": path}, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(arguments, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert left_running(marker) == []
-    assert [entry.name for entry in (tmp_path / "outputs").iterdir()] == ["smoke"]
-    (directory,) = (tmp_path / "outputs/smoke").iterdir()
+    assert [entry.name for entry in (cwd / "outputs").iterdir()] == ["smoke"]
+    (directory,) = (cwd / "outputs/smoke").iterdir()
     runs = [metrics(file.parent) for file in directory.rglob("metrics.jsonl")]
     steps = [row for rows in runs for row in rows if "reward/std" in row]
     assert len(steps) >= 2 and all(row["reward/std"] > 0 and row.get("reward/failures", 0) == 0 for row in steps)
+    return directory, runs
+
+
+JUDGED = "bash examples/llm_judge/run.sh"
+
+
+def graded(_: Server, request) -> Answer:
+    """Grades of a judge that differ from completion to completion, and are the same when a step is repeated."""
+    grade = zlib.crc32(request["messages"][0]["content"].encode()) % 11
+    return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": str(grade)}}]}).encode()
+
+
+@pytest.mark.slow
+def test_a_smoke_run_of_the_example_with_a_judge_learns_from_its_grades(tmp_path, marker):
+    with serving(graded) as server:
+        judge = {"JUDGE_BASE_URL": f"{server.url}/v1", "JUDGE_MODEL": "wise", "JUDGE_API_KEY": "secret-key"}
+        directory, runs = run_smoke(JUDGED, tmp_path, marker, 2, **judge)
+        assert {request["model"] for request in server.requests} == {"wise"}
+        assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret-key"}
+    assert len(runs) == 1 and (directory / "rewards.jsonl").exists()
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    assert not any(b"secret-key" in file.read_bytes() for file in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ON_CPU, ids=lambda command: re.split(r"[ /]", command)[-1])
+def test_a_smoke_run_of_an_example_has_rewards_that_differ_in_a_directory_of_its_own(command, tmp_path, marker):
+    supervised_steps = 120 if "rejection" in command else 60  # there, some completions must be right
+    directory, runs = run_smoke(command, tmp_path, marker, supervised_steps)
     if "lora" in command:
         (adapter,) = directory.glob("adapters/*")
         assert adapter.name == "global_step_2" and (adapter / "adapter_model.safetensors").exists()
