@@ -2,7 +2,8 @@
 
 The logits of a micro-batch, `(N, V)` in float32, are the largest tensor of a step by far: 5 GB for 8,192 tokens and a
 vocabulary of 152k, and a plain backward pass holds five tensors of this size. Here they exist for a few hundred tokens
-at a time, in the forward pass and again in the backward pass, and only for tokens whose log-probs are read.
+at a time, in the forward pass and again in the backward pass, and only for tokens whose log-probs are read. On CPU they
+exist for a part of the vocabulary at a time, which stays in the cache.
 
 `set_head` replaces the model's `forward`, so that the head runs inside it: FSDP gathers the weights of the head once.
 """
@@ -10,6 +11,8 @@ at a time, in the forward pass and again in the backward pass, and only for toke
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +27,8 @@ from trainer.parallel.collectives import Peers
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
 """Tokens whose logits exist at the same time: enough for fast matrix products."""
 _CHUNK_LOGITS = 1 << 22
-"""With a small vocabulary, the logits of more tokens exist at the same time, up to this many logits."""
+"""With a small vocabulary, the logits of more tokens exist at the same time, up to this many logits. On CPU, no more
+exist with a large vocabulary either: 16 MB stay in the cache between one pass over them and the next."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,27 @@ class Vocabulary:
     peers: Peers | None = None
     """The ranks that have the other parts. None: this rank has the whole vocabulary."""
 
-    def highest(self, z: Tensor) -> Tensor:
-        """Return the highest of all logits `(n, 1)`, of those of this rank."""
-        highest = z.amax(dim=-1, keepdim=True)
-        return highest if self.peers is None else self.peers.highest(highest)
+    def highest(self, values: Tensor) -> Tensor:
+        """Return the highest values `(n,)` of all ranks, of those of this rank."""
+        return values if self.peers is None else self.peers.highest(values)
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Return sums `(n,)` over the whole vocabulary, of those of this rank."""
         return sums if self.peers is None else tuple(self.peers.total(torch.stack(sums)))
 
+    def block(self, start: int) -> Vocabulary:
+        """Return the part that begins at the place `start` of this one."""
+        return Vocabulary(self.first + start)
+
     def pick(self, z: Tensor, targets: Tensor) -> Tensor:
-        """Return the entries `(n,)` of the targets; 0 if another rank has the target."""
-        if self.peers is None:
-            return z.gather(-1, targets[:, None])[:, 0]
+        """Return the entries `(n,)` of the targets; 0 if the target is in another part."""
         places, own = self._places(z, targets)
-        return z.gather(-1, places[:, None])[:, 0] * own
+        return z.gather(-1, places[:, None])[:, 0].where(own, 0)
 
     def add(self, z: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values `(n,)` to the entries of the targets that this rank has."""
-        if self.peers is not None:
-            targets, own = self._places(z, targets)
-            values = values * own
-        z.scatter_add_(-1, targets[:, None], values[:, None])
+        """Add values `(n,)` to the entries of the targets that are in this part."""
+        places, own = self._places(z, targets)
+        z.scatter_add_(-1, places[:, None], values.where(own, 0)[:, None])
 
     def _places(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         places = targets - self.first
@@ -161,20 +164,24 @@ class _ChunkedScores(torch.autograd.Function):
         logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
         normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
         chunks = _chunks(n, weight)
-        room = _room(chunks, weight)
+        blocks = _blocks(chunks, weight)
+        room = _room(chunks, blocks, weight)
         for chunk in chunks:
-            z = _logits(hidden[chunk], weight, head, temperature, room)
-            highest = part.highest(z)
-            z -= highest
-            chosen = part.pick(z, targets[chunk])
-            if entropy is None:
-                chosen, total = part.total(chosen, z.exp_().sum(dim=-1))
+            sums: _Sums | None = None
+            for block in blocks:
+                z = _logits(hidden[chunk], weight[block], head, temperature, room)
+                more = _Sums.of(z, part.block(block.start).pick(z, targets[chunk]), entropy is not None)
+                sums = more if sums is None else sums.joined(more)
+            assert sums is not None
+            highest = part.highest(sums.highest)
+            sums = sums.relative_to(highest)
+            if sums.dot is None:
+                chosen, total = part.total(sums.chosen, sums.total)
             else:
-                p = z.exp()
-                chosen, total, dot = part.total(chosen, p.sum(dim=-1), torch.linalg.vecdot(p, z))
+                chosen, total, dot = part.total(sums.chosen, sums.total, sums.dot)
                 entropies[chunk] = total.log() - dot / total
-            logprobs[chunk] = chosen - total.log()
-            normalizers[chunk] = total.log() + highest[:, 0]
+            logprobs[chunk] = chosen - highest - total.log()
+            normalizers[chunk] = total.log() + highest
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
         ctx.options = part, head, temperature, entropy
         if entropy is None:
@@ -187,15 +194,19 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
         part, head, temperature, entropy = ctx.options
-        of_logprobs, of_entropies = grads
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if ctx.needs_input_grad[1] else None
+        factor = -head.scale / temperature
+        of_logprobs, of_entropies = (None if grad is None else grad * factor for grad in grads)
+        dtype = _sum_dtype(weight)
+        d_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         chunks = _chunks(len(hidden), weight)
-        room = _room(chunks, weight)
-        for chunk in chunks:
-            z = _logits(hidden[chunk], weight, head, temperature, room)
+        blocks = _blocks(chunks, weight)
+        room = _room(chunks, blocks, weight)
+        for chunk, block in itertools.product(chunks, blocks):
+            z = _logits(hidden[chunk], weight[block], head, temperature, room)
             slope = None if head.softcap is None else 1 - (z * (temperature / head.softcap)).square_()
             z -= normalizers[chunk, None]  # log p
+            _avoid_denormals(z)
             if entropy == "grad":
                 p = z.exp()
                 z += entropies[chunk, None]
@@ -205,17 +216,65 @@ class _ChunkedScores(torch.autograd.Function):
             else:
                 z.exp_()
                 z *= of_logprobs[chunk, None]
-            # z is now minus the gradient, but for the term of the target.
-            part.add(z, targets[chunk], -of_logprobs[chunk])
+            # z is now the gradient, but for the term of the target.
+            part.block(block.start).add(z, targets[chunk], -of_logprobs[chunk])
             if slope is not None:
                 z *= slope
-            z *= -head.scale / temperature
             d_logits = z.to(weight.dtype)
             if d_hidden is not None:
-                d_hidden[chunk] = d_logits @ weight
+                _add_product(d_hidden[chunk], d_logits, weight[block])
             if d_weight is not None:
-                _add_product(d_weight, d_logits.T, hidden[chunk])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
+                _add_product(d_weight[block], d_logits.T, hidden[chunk])
+        gradients = (None if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight))
+        return *gradients, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the softmax of n tokens needs of a part of the logits `z`. All tensors are `(n,)`."""
+
+    highest: Tensor
+    """The highest logits."""
+    total: Tensor
+    """Sums of `exp(z - highest)`."""
+    dot: Tensor | None
+    """Sums of `exp(z - highest) (z - highest)`, for the entropy."""
+    chosen: Tensor
+    """The logits of the targets, 0 where they are in another part."""
+
+    @classmethod
+    def of(cls, z: Tensor, chosen: Tensor, with_dot: bool) -> _Sums:
+        """Return the sums of the logits `(n, v)`, which are overwritten."""
+        highest = z.amax(dim=-1)
+        z -= highest[:, None]
+        _avoid_denormals(z)
+        if not with_dot:
+            return cls(highest, z.exp_().sum(dim=-1), None, chosen)
+        p = z.exp()
+        return cls(highest, p.sum(dim=-1), torch.linalg.vecdot(p, z), chosen)
+
+    def joined(self, other: _Sums) -> _Sums:
+        """Return the sums of both parts."""
+        highest = torch.maximum(self.highest, other.highest)
+        a, b = self.relative_to(highest), other.relative_to(highest)
+        dot = None if a.dot is None or b.dot is None else a.dot + b.dot
+        return _Sums(highest, a.total + b.total, dot, a.chosen + b.chosen)
+
+    def relative_to(self, highest: Tensor) -> _Sums:
+        """Return the same sums, in which `highest` takes the place of the highest logits."""
+        lower = self.highest - highest
+        factor = lower.exp()
+        dot = None if self.dot is None else factor * (self.dot + lower * self.total)
+        return _Sums(highest, factor * self.total, dot, self.chosen)
+
+
+def _avoid_denormals(z: Tensor) -> None:
+    """Raise the logarithms of the smallest numbers of their type, in place.
+
+    CPUs take thirty times as long for `exp` if the result is even smaller.
+    """
+    if not z.is_cuda:
+        z.clamp_(min=math.ceil(math.log(torch.finfo(z.dtype).tiny)))
 
 
 def _chunks(n: int, weight: Tensor) -> list[slice]:
@@ -230,25 +289,33 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _room(chunks: list[slice], weight: Tensor) -> Tensor | None:
-    """Return a tensor for the logits of any of the chunks on CPU, or None.
+def _blocks(chunks: list[slice], weight: Tensor) -> list[slice]:
+    """Return slices of the vocabulary whose logits of a chunk are computed together: on CUDA, all."""
+    size, longest = len(weight), max((chunk.stop - chunk.start for chunk in chunks), default=1)
+    width = size if weight.is_cuda else max(1, _CHUNK_LOGITS // longest)
+    return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
-    All chunks use it in turn, because the pages of a large new tensor cost about as much as what is computed in it.
-    torch keeps the memory of tensors on CUDA.
+
+def _room(chunks: list[slice], blocks: list[slice], weight: Tensor) -> Tensor | None:
+    """Return a tensor for the logits of any chunk and block on CPU, or None.
+
+    All use it in turn, because the pages of a large new tensor cost about as much as what is computed in it. torch
+    keeps the memory of tensors on CUDA.
     """
     if weight.is_cuda or not chunks:
         return None
-    longest = max(chunk.stop - chunk.start for chunk in chunks)
-    return weight.new_empty(longest, len(weight), dtype=_sum_dtype(weight))
+    longest, widest = (max(part.stop - part.start for part in parts) for parts in (chunks, blocks))
+    return weight.new_empty(longest * widest, dtype=_sum_dtype(weight))
 
 
 def _logits(hidden: Tensor, weight: Tensor, head: Head, temperature: float, room: Tensor | None) -> Tensor:
-    """Return the logits `(n, V)`, at least float32, divided by the temperature: in `room`, or in a new tensor."""
+    """Return the logits `(n, v)`, at least float32, divided by the temperature: in `room`, or in a new tensor."""
     dtype = _sum_dtype(weight)
-    if room is not None and weight.dtype == dtype:
-        z = torch.mm(hidden, weight.T, out=room[: len(hidden)])
-    elif room is not None:
-        z = room[: len(hidden)].copy_(hidden @ weight.T)
+    z = None if room is None else room[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    if z is not None and weight.dtype == dtype:
+        torch.mm(hidden, weight.T, out=z)
+    elif z is not None:
+        z.copy_(hidden @ weight.T)
     elif weight.dtype != dtype:
         z = torch.mm(hidden, weight.T, out_dtype=dtype)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from transformers import CohereConfig, GraniteConfig, PhiConfig
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from trainer.models import head as module
 from trainer.models.attention import set_attention
-from trainer.models.head import Head, _ChunkedScores, find_head, set_head
+from trainer.models.head import Head, _ChunkedScores, _Sums, find_head, set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.parallel.packing import Packing
 
@@ -85,8 +87,10 @@ def test_a_model_is_asked_what_it_does_to_its_logits(name):
         assert (found.scale, found.softcap) == (pytest.approx(expected.scale, rel=1e-5), expected.softcap)
 
 
+@pytest.mark.parametrize("width", [VOCABULARY, 7], ids=["whole", "in blocks"])
 @pytest.mark.parametrize("name", HEADS)
-def test_scores_and_gradients_equal_those_of_the_models_own_logits(name, small_chunks):
+def test_scores_and_gradients_equal_those_of_the_models_own_logits(name, width, small_chunks, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_LOGITS", 4 * width)
     config, _ = HEADS[name]
     ours, theirs = random_model(config, "sdpa"), random_model(config, "eager")
     set_attention(ours)
@@ -138,7 +142,9 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(frozen, small_chunks):
     assert (weight.grad is None) == frozen and hidden.grad.abs().sum() > 0
 
 
-def test_half_precision_gradients_are_summed_in_float32(small_chunks):
+@pytest.mark.parametrize("width", [VOCABULARY, 7], ids=["whole", "in blocks"])
+def test_half_precision_gradients_are_summed_in_float32(width, small_chunks, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_LOGITS", 4 * width)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(64, 8, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(VOCABULARY, 8, generator=generator).bfloat16().requires_grad_()
@@ -149,8 +155,28 @@ def test_half_precision_gradients_are_summed_in_float32(small_chunks):
     expected, _ = expected_scores(exact[0] @ exact[1].T, targets, 1.0)
     expected.sum().backward()
     assert logprobs.dtype == torch.float32 and weight.grad.dtype == torch.bfloat16
-    error = (weight.grad.float() - exact[1].grad).abs().max() / exact[1].grad.abs().max()
-    assert error < 0.01
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        error = (ours.grad.float() - theirs.grad).abs().max() / theirs.grad.abs().max()
+        assert error < 0.01
+
+
+@pytest.mark.parametrize(
+    "vocabulary, tokens, widths", [(256, 16384, [256]), (8192, 512, [8192]), (20000, 512, [8192, 8192, 3616])]
+)
+def test_with_a_large_vocabulary_the_logits_of_a_part_of_it_exist_at_a_time(vocabulary, tokens, widths):
+    weight = torch.empty(vocabulary, 1, device="meta")
+    chunks = module._chunks(2 * tokens, torch.empty(vocabulary, 1))
+    assert {chunk.stop - chunk.start for chunk in chunks} == {tokens}
+    blocks = module._blocks(chunks, weight)
+    assert [block.stop - block.start for block in blocks] == widths and blocks[-1].stop == vocabulary
+
+
+def test_no_number_is_so_small_that_cpus_compute_it_slowly():
+    """Logits that are far apart: `exp` of their difference would be denormal."""
+    z = torch.tensor([[0.0, -90.0, -100.0, -300.0], [200.0, 111.0, 0.0, 199.0]])
+    sums = _Sums.of(z, torch.zeros(2), with_dot=False)
+    assert (z >= torch.finfo(torch.float32).tiny).all()
+    torch.testing.assert_close(sums.total, torch.tensor([1.0, 1 + math.exp(-1)]))
 
 
 def test_tokens_whose_mask_is_0_cost_no_logits(small_chunks):
