@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=10, help="steps of a job, the first not counted (default: 10)")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a job, the first not counted (default: 8)")
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each side (default: 1)")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)

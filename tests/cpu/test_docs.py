@@ -191,6 +191,13 @@ def test_every_example_is_listed():
             assert f"({folder_or_file}" in text, file
 
 
+def test_make_bench_runs_every_benchmark_that_needs_no_gpu():
+    """Benchmarks are the modules with a command line, without that of the peer, which `vs_trl` starts."""
+    named = re.search(r"^BENCH \?= (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    runnable = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    assert sorted(named) == sorted(runnable - {"gpu", "learning", "trl_job"})
+
+
 def test_every_make_target_in_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text()
     named = set(re.findall(r"\bmake ([a-z-]+)\b(?=`|$|\s+#)", README.read_text(), flags=re.MULTILINE))
