@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import shutil
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,8 @@ def _soak(args: argparse.Namespace, directory: Path, has_mounts: bool) -> int:
     from tests.soak.tally import read_rounds, table
     from tests.support.forks import fork_server
 
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # or the object store prints its requests
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # or the object store prints its requests,
+    socketserver.BaseServer.handle_error = lambda *_: None  # type: ignore[assignment]  # and those of killed jobs
     end, number, before = time.monotonic() + 3600 * args.hours, args.round or args.first, len(_lines(args.out))
     with Scene(directory, has_mounts) as scene:
         fork_server().start("time:sleep", 0, cwd=directory, env=os.environ).wait()  # jobs are timed from now on
