@@ -81,14 +81,29 @@ class Engines:
         calls = Pending(self.group)
         for engine in engines:
             calls.begin(engine, method, *args)
-        done = {}
+        return self._results(calls)
+
+    def where(self) -> list[dict[str, Any]]:
+        """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
+        while True:
+            self.load()
+            calls = Pending(self.group, "where")
+            for engine in self.life.loaded:
+                calls.begin(engine, "")
+            places = self._results(calls)
+            if len(places) == len(self.group):
+                return list(places.values())
+
+    def _results(self, calls: Pending) -> dict[int, Any]:
+        """Return the results of calls by engine, in their order. Engines that have failed are lost."""
+        results = {}
         while calls.is_running:
             for engine, result, error in calls.poll():
                 if error is None:
-                    done[engine] = result
+                    results[engine] = result
                 else:
                     self.lose([engine], error)
-        return dict(sorted(done.items()))
+        return dict(sorted(results.items()))
 
     def lose(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.

@@ -130,7 +130,7 @@ class Fleet:
         else:
             self._engines.load()
             if not self._shares_gpus:
-                self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.group.where()])
+                self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.where()])
         self._has_started, self._is_awake, self._receivers = True, False, []
         if self._transport in _CHANNELS:
             self._channel_number = 0

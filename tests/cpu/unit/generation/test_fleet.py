@@ -402,6 +402,16 @@ def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, i
     assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
 
 
+def test_an_engine_that_dies_between_its_loading_and_the_start_is_started_again(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    fleet._engines.load()
+    fleet._engines.group.end(0)
+    fleet.start(version=1, fresh=True)
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
+
+
 def test_new_engines_have_an_end(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
