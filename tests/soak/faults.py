@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.soak.kinds import Kind
+from tests.soak.kinds import STEPS, Kind
 from tests.soak.processes import family, send, with_role
 from tests.soak.scene import Place
 from trainer.checkpoint import manifest as manifests
@@ -46,6 +46,8 @@ class Disturbance:
     """One fault that was drawn for a round."""
 
     name: str
+    after: int
+    """Lines that `metrics.jsonl` must have before it."""
     wait: float
     """Share of the time of an undisturbed job that passes before it, since the fault before or the start."""
     seed: int
@@ -72,7 +74,11 @@ def draw_faults(kind: Kind, numbers: random.Random, has_disk: bool) -> list[Dist
     """Draw the faults of one round."""
     names = [name for name, fault in FAULTS.items() if fault.applies(kind) and (has_disk or not fault.needs_disk)]
     chosen = numbers.choices(names, [FAULTS[name].weight for name in names], k=numbers.randint(2, 5))
-    return [Disturbance(name, numbers.uniform(0.05, 0.9), numbers.getrandbits(32)) for name in chosen]
+    after = sorted(numbers.choice([0, numbers.randint(1, STEPS)]) for _ in chosen)
+    return [
+        Disturbance(name, lines, numbers.uniform(0, 0.2 if lines else 0.5), numbers.getrandbits(32))
+        for name, lines in zip(chosen, after, strict=True)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-STEPS = 8
+STEPS = 12
 _COMMON = (
     "logger.plot=false",
     "logger.progress=false",

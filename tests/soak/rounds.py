@@ -165,8 +165,7 @@ class _Attempt:
                 if now - started > self._deadline_s:
                     self._show_stuck()
                     raise RoundFailed(STUCK, f"the job did not end within {self._deadline_s:.0f} s")
-                is_due = reached.exists() if reached else now > due
-                if self._faults and is_due and self._disturb(report, now - started, reached):
+                if self._faults and self._is_due(now > due, reached) and self._disturb(report, now - started, reached):
                     reached, due = None, time.monotonic() + self._wait(seconds)
                 time.sleep(_LOOK_S)
         except AssertionError as error:
@@ -175,6 +174,11 @@ class _Attempt:
             send(family(self._job.pid), 9)
             raise
         return self._job.returncode
+
+    def _is_due(self, has_waited: bool, reached: Path | None) -> bool:
+        if reached:
+            return reached.exists()
+        return has_waited and self._place.lines() >= self._faults[0].after
 
     def _wait(self, seconds: float) -> float:
         return self._faults[0].wait * seconds if self._faults else 0.0

@@ -130,3 +130,10 @@ class Place:
         """The settings of the job that depend on its place."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
         return [*given, f"trainer.ckpt_local_dir={self.local}"] if self.local else given
+
+    def lines(self) -> int:
+        """Return the number of steps in `metrics.jsonl`."""
+        try:
+            return (self.run / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
