@@ -71,6 +71,8 @@ class CheckpointManager:
         self._committed = committed
         self._saving: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
+        self._failed: list[CheckpointFiles] = []
+        """Drafts of failed saves, into which ranks may still have written while they were deleted."""
 
     # ---------------------------------------------------------------------------------------------------
     # Saving
@@ -84,6 +86,7 @@ class CheckpointManager:
             description: further fields of the manifest (ranks, mesh, versions, config digest, score).
         """
         self.wait()
+        self._discard_failed()
         names = [part.name for part in parts]
         assert len(set(names)) == len(names), f"saved twice: {names}"
         started = time.monotonic()
@@ -172,7 +175,14 @@ class CheckpointManager:
 
     def _discard(self, draft: CheckpointFiles | None) -> None:
         if draft is not None:
+            self._failed.append(draft)
             with contextlib.suppress(OSError):
+                self.store.discard(draft)
+
+    def _discard_failed(self) -> None:
+        failed, self._failed = self._failed, []
+        for draft in failed:
+            with contextlib.suppress(OSError):  # most are gone
                 self.store.discard(draft)
 
     def _remove_asides(self, committed: int) -> None:

@@ -100,6 +100,23 @@ def test_a_commit_that_is_done_but_seems_to_have_failed_is_completed_by_the_next
     assert "committed by another job" in other.outcomes()[0].error and hidden(tmp_path) == []
 
 
+def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_path):
+    """A rank may still write when another one has failed; on a full disk, its files would make all later saves fail."""
+    checkpoints, drafts = manager(tmp_path), []
+
+    def begin(draft: CheckpointFiles):
+        drafts.append(draft)
+        raise OSError("No space left on device")
+
+    checkpoints.save(1, [*parts_of({"n": 1, "bytes": b"abc"}), Part("full", begin)], {})
+    (outcome,) = checkpoints.outcomes()
+    assert outcome.error is not None and hidden(tmp_path) == []
+    os.makedirs(drafts[0].path)
+    drafts[0].write("late", b"abc")
+    save(checkpoints, 2)
+    assert hidden(tmp_path) == []
+
+
 def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
     checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
