@@ -103,6 +103,7 @@ class Rounds:
         place = Place(self._scene, kind, self._scene.disk / f"round-{number}")
         try:
             self._run_to_the_end(place, faults, report, expected.seconds)
+            self._run_to_the_end(place, [], report, expected.seconds)  # nothing is left to do but to clean up
             try:
                 found = outcome_of(kind, place.run, place.root)
             except Exception as error:
