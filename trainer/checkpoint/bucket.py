@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
@@ -22,6 +24,15 @@ from trainer.places import SCHEMES
 T = TypeVar("T")
 
 _TRIES = 5
+_LONGEST_WAIT_S = 10
+_JITTER = random.Random()
+"""Of the waits between requests. Python's own generator belongs to user code, such as a loss, and its state to the
+checkpoints: what user code draws must not depend on how often a request failed."""
+_DRAWING = {
+    "s3": ("aiohttp.connector", "botocore.retryhandler", "botocore.utils"),
+    "gs": ("aiohttp.connector", "gcsfs.retry", "google.auth._exponential_backoff"),
+}
+"""Modules of the libraries that draw random numbers."""
 _PART_BYTES = 16 << 20
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -126,7 +137,7 @@ class Bucket:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
             stop=tenacity.stop_after_attempt(_TRIES),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            wait=lambda tries: _JITTER.uniform(0, min(0.2 * 2 ** (tries.attempt_number - 1), _LONGEST_WAIT_S)),
             reraise=True,
         )
         with in_words():
@@ -233,7 +244,19 @@ def bucket_of(scheme: str) -> Bucket:
             f"pip install 'trainer[{extra}]'"
         ) from error
     fs.retries = 1  # of s3fs; `Bucket` sends a request again, and so does botocore
+    _give_own_generator(scheme)
     return _KINDS[scheme](fs)
+
+
+def _give_own_generator(scheme: str) -> None:
+    """Let the libraries of a store draw from `_JITTER`, which has the functions of the module `random`."""
+    for name in _DRAWING[scheme]:
+        importlib.import_module(name).random = _JITTER  # type: ignore[attr-defined]
+    if scheme == "s3":
+        from botocore.retries.standard import ExponentialBackoff
+
+        begin: Any = ExponentialBackoff.__init__
+        begin.__defaults__ = tuple(_JITTER.random if one == random.random else one for one in begin.__defaults__)
 
 
 @contextlib.contextmanager

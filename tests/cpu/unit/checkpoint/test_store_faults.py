@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.checkpoints import parts_of, save
-from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN
+from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, fault_proxy
+from tests.support.gcs import gcs_server, use_gcs
 from trainer.checkpoint.bucket import StoreError, bucket_of
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
@@ -125,3 +128,28 @@ def test_a_store_that_ignores_conditions_is_refused(root, monkeypatch):
     monkeypatch.setattr(bucket, "_put_on_condition", lambda path, data, tag: bucket.fs.pipe_file(path, data))
     with pytest.raises(OSError, match="If-None-Match"):
         store.probe()
+
+
+@pytest.mark.parametrize(("mode", "attempts"), [("legacy", 3), ("standard", 3), ("legacy", 1)])
+def test_repeated_requests_to_s3_leave_the_generator_of_user_code_alone(s3, faults, monkeypatch, mode, attempts):
+    """With the repetitions of botocore, and with ours alone."""
+    monkeypatch.setenv("AWS_RETRY_MODE", mode)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(attempts))
+    with fault_proxy(s3, faults) as url:
+        use_s3(monkeypatch, url)
+        assert draws_nothing(f"{make_bucket(f'{mode}-{attempts}')}/run", faults)
+
+
+def test_repeated_requests_to_google_leave_the_generator_of_user_code_alone(faults, monkeypatch):
+    with gcs_server() as server, fault_proxy(server, faults) as url:
+        use_gcs(monkeypatch, url)
+        assert draws_nothing("gs://bucket/run", faults)
+
+
+def draws_nothing(root: str, faults) -> bool:
+    """Let two requests fail; return whether the generator of the module `random` is as it was before."""
+    number, before = itertools.count(1), random.getstate()
+    faults.plan = lambda method, path: ERROR if next(number) in (1, 3) else PASS
+    save(CheckpointManager(open_store(root)), 1)
+    assert ERROR in {fault for _, _, fault in faults.seen}
+    return random.getstate() == before
