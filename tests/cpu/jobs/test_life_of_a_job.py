@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from datetime import datetime, timedelta
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.early
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
-    """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a checkpoint gone bad."""
+    """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a damaged checkpoint, more steps."""
     base = [
         "trainer.resume_mode=latest",
         "trainer.val_interval=-1",
@@ -82,8 +83,22 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
     assert "resume verified" in again.stdout
     assert comparable(metrics(run)) == before
 
+    # A longer schedule is allowed. The logged step that is trained again cannot agree, and that is no mismatch.
+    shutil.rmtree(run / f"checkpoints/global_step_{steps}")
+    schedule = "trainer.policy.optimizer.schedule_steps"
+    longer = [*base[:-1], f"trainer.total_steps={steps + 1}", f"{schedule}=300"]
+    longer += [f"trainer.allow_config_change=[{schedule}]", "trainer.on_resume_mismatch=stop"]
+    extended = run_forked_job(*longer, cwd=tmp_path)
+    assert extended.returncode == 0, extended.stdout + extended.stderr
+    assert "of the replayed steps, the first alone is compared with what was logged" in extended.stdout
+    assert f"because {schedule} changed" in extended.stdout and "WARNING" not in extended.stdout
+    after = comparable(metrics(run))
+    assert len(after) == steps + 1 and after[steps - 1]["policy/lr"] > before[-1]["policy/lr"]
+
     limits = ["+trainer.diverged_above={policy/grad_norm:0}", "trainer.diverged_steps=1"]
-    diverged = run_forked_job(*base, *limits, f"trainer.total_steps={steps + 1}", cwd=tmp_path)
+    diverged = run_forked_job(*longer, *limits, f"trainer.total_steps={steps + 2}", cwd=tmp_path)
     assert diverged.returncode == 3
-    (sentence,) = diverged.stderr.splitlines()
-    assert sentence.startswith("error: the run has diverged: policy/grad_norm has been above 0 since step 1, ")
+    assert "Traceback" not in diverged.stderr
+    assert diverged.stderr.splitlines()[-1].startswith(
+        "error: the run has diverged: policy/grad_norm has been above 0 since step 1, "
+    )
