@@ -46,7 +46,7 @@ class Scene:
             subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)], check=True)
             self._stack.callback(subprocess.run, ["umount", "--lazy", str(self.disk)], check=False)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-        build_tiny(TinyConfig(**sizes, head_dim=16), str(self.model))
+        build_tiny(TinyConfig(**sizes, head_dim=32), str(self.model))
         self._s3, google = (self._stack.enter_context(server()) for server in (s3_server, gcs_server))
         proxies = [self._stack.enter_context(fault_proxy(server, self.store)) for server in (self._s3, google)]
         patch = pytest.MonkeyPatch()
