@@ -110,7 +110,10 @@ class Node:
     def lose(self) -> None:
         """End everything on this node at once, as if its power failed."""
         # `nsenter` stops with the command that it runs, and a stopped one would not reap it.
-        waiting = [process.parent() for process in self.processes()]
+        waiting = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                waiting.append(process.parent())
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._init, signal.SIGKILL)
         for process in filter(None, waiting):

@@ -76,15 +76,19 @@ def launch_actors(
     name: str,
     factory: Callable[..., Any],
     member_args: Sequence[tuple],
-    options: Sequence[dict[str, Any]],
+    options: Callable[[int], dict[str, Any]],
     env: dict[str, str],
     patience: Patience,
 ) -> Group:
-    """Start one actor for each entry of `member_args`, with these Ray `options`. Does not wait for the actors."""
+    """Start one actor for each entry of `member_args`. Does not wait for the actors.
+
+    Args:
+        options: returns Ray's options of a member, each time that it is started.
+    """
     remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1, "pulse": 1})(_Host)
 
     def launch(member: int) -> Any:
-        own = dict(options[member])
+        own = dict(options(member))
         variables = {**env, **own.pop("env", {})}
         return remote.options(**own, runtime_env={"env_vars": variables}).remote(factory, member_args[member])
 

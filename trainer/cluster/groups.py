@@ -72,6 +72,10 @@ class Cluster(Protocol):
         """
         ...
 
+    def has_room(self, group: Group) -> bool:
+        """Return whether a member of `group` has a place. One whose node was lost may have to wait for a place."""
+        ...
+
     def put(self, value: Any) -> Any:
         """Store a copy of `value` and return a reference. In a call, members get the value instead of the reference."""
         ...

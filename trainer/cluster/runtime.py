@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,7 +61,7 @@ class RayCluster:
     def __init__(self, cfg: Config, device: str):
         self.cfg = cfg
         self.device = device
-        self._groups: list[tuple[Group, PlacementGroup | None]] = []
+        self._groups: list[tuple[Group, list[PlacementGroup]]] = []
         self._reported: set[str] = set()  # ids of nodes that are left out
         self._local: LocalRay | None = None  # None: another cluster is joined
         self._watch: NodeWatch | None = None  # None: Ray runs on this machine alone
@@ -145,8 +146,8 @@ class RayCluster:
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
-        if entry[1] is not None:
-            remove_placement_group(entry[1])
+        for placement in entry[1]:
+            remove_placement_group(placement)
 
     def count_ranks(self) -> int:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many.
@@ -157,13 +158,14 @@ class RayCluster:
         t = self.cfg.trainer
         if self._watch is None or t.min_workers is None:
             return t.num_workers
-        engines = 0 if any(group.name == "engine" for group, _ in self._groups) else self.cfg.rollout.num_engines
+        engines = next((places for group, places in self._groups if group.name == "engine"), None)
         started = time.monotonic()
         while True:
             left_out = self._left_out()
             with SIGNALS.held():
                 free = [free for node, free in available_resources_per_node().items() if node not in left_out]
-            count, waited_s = fitting_ranks(self.cfg, self.device, free, engines), time.monotonic() - started
+            homeless = self.cfg.rollout.num_engines if engines is None else _waiting(engines)
+            count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
             if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
                 break
             if waited_s > self._placement_timeout_s:
@@ -180,9 +182,11 @@ class RayCluster:
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> Group:
         """Start `count` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
         count = count or self.cfg.trainer.num_workers
-        placement, options = self._places(count, gpus=1)
+        bundle = self._bundle(gpus=1)
+        (placement,) = self._place([[bundle] * count])
+        options = [_options(bundle, placement, place) for place in _by_node(placement)]
         args = [(rank, count, self.device) for rank in range(count)]
-        return self._keep(self._launch(name, factory, args, options, env), placement)
+        return self._keep(self._launch(name, factory, args, options.__getitem__, env), [placement])
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
         """Start `rollout.num_engines` actors that host `factory(*args)`.
@@ -191,12 +195,25 @@ class RayCluster:
         that many ranks.
         """
         r = self.cfg.rollout
-        placement: PlacementGroup | None
+        places: list[PlacementGroup] = []
         if self.device == "cuda" and r.share_gpus:
-            placement, options = None, self._colocated_options(ranks)
+            options = self._colocated_options(ranks).__getitem__
         else:
-            placement, options = self._places(r.num_engines, r.tensor_parallel_size)
-        return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), placement)
+            bundle, started = self._bundle(r.tensor_parallel_size), set[int]()
+            places = self._place_apart(bundle, r.num_engines)
+
+            def options(engine: int) -> dict[str, Any]:
+                if engine in started:
+                    self._leave_lost_node(places, engine, bundle)
+                started.add(engine)
+                return _options(bundle, places[engine], 0)
+
+        return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), places)
+
+    def has_room(self, group: Group) -> bool:
+        """Return whether a member of `group` has a place. One whose node was lost may have to wait for a place."""
+        places = next(places for kept, places in self._groups if kept is group)
+        return not places or _waiting(places) < len(places)
 
     def _gpu_lines(self, seconds: float) -> dict[str, list[str]]:
         """Return what the kernel of each node says of its GPUs (see `gpu_lines`), of the nodes that answer in time."""
@@ -221,24 +238,46 @@ class RayCluster:
         return {name: text for group, _ in list(self._groups) for name, text in group.stacks().items()}
 
     def _launch(
-        self, name: str, factory: Any, args: list[tuple], options: list[dict[str, Any]], env: dict[str, str]
+        self,
+        name: str,
+        factory: Any,
+        args: list[tuple],
+        options: Callable[[int], dict[str, Any]],
+        env: dict[str, str],
     ) -> Group:
         forwarded = forwarded_variables(os.environ) if self._local is None else {}
         return launch_actors(name, factory, args, options, {**forwarded, **env}, self._patience)
 
-    def _places(self, count: int, gpus: int) -> tuple[PlacementGroup, list[dict[str, Any]]]:
-        """Return `count` places with a CPU and, on GPUs, so many GPUs each, and Ray's options of their members."""
-        gpus = gpus if self.device == "cuda" else 0
-        placement = self._place([{"CPU": 1, **({"GPU": gpus} if gpus else {})}] * count)
-        options = [
-            {
-                "num_cpus": 1,
-                "num_gpus": gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=i),
-            }
-            for i in _by_node(placement)
-        ]
-        return placement, options
+    def _bundle(self, gpus: int) -> dict[str, float]:
+        """Return what a place has: a CPU and, on GPUs, so many GPUs."""
+        return {"CPU": 1, **({"GPU": gpus} if self.device == "cuda" else {})}
+
+    def _place_apart(self, bundle: dict[str, float], count: int) -> list[PlacementGroup]:
+        """Return `count` places that can be given up one by one, on the nodes that one placement group would have."""
+        if self._watch is None or count == 1:
+            return self._place([[bundle]] * count)
+        (together,) = self._place([[bundle] * count])
+        with SIGNALS.held():
+            nodes = placement_group_table(together)["bundles_to_node_id"].values()
+            remove_placement_group(together)
+        return self._place([[bundle]] * count, [{_NODE_ID: node} for node in sorted(nodes)])
+
+    def _leave_lost_node(self, places: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
+        """Give an engine whose node is lost a place on another node. Without room there, it waits for room.
+
+        Ray itself would move the place once it notices the loss, after about a minute.
+        """
+        if self._watch is None:
+            return
+        left_out = self._left_out()
+        with SIGNALS.held():
+            node = placement_group_table(places[engine])["bundles_to_node_id"].get(0)
+            if node in {one.id for one in _nodes()} and node not in left_out:
+                return
+            remove_placement_group(places[engine])
+            places[engine] = _ask([bundle], _elsewhere(left_out))
+            if not places[engine].wait(_LOOK_S):
+                LOG.warning("engine %d waits for room on another node", engine)
 
     def _colocated_options(self, ranks: Group) -> list[dict[str, Any]]:
         """Return Ray options that let each engine see the GPUs of its ranks. For Ray, the GPUs belong to the ranks."""
@@ -279,27 +318,35 @@ class RayCluster:
             reason = f"Ray cannot store a batch: {one_line(str(error))}"
             raise WorkerError(reason, AGAIN) from error
 
-    def _keep(self, group: Group, placement: PlacementGroup | None) -> Group:
-        self._groups.append((group, placement))
+    def _keep(self, group: Group, places: list[PlacementGroup]) -> Group:
+        self._groups.append((group, places))
         return group
 
-    def _place(self, bundles: list[dict[str, float]]) -> PlacementGroup:
+    def _place(
+        self, groups: Sequence[list[dict[str, float]]], labels: Sequence[dict[str, str]] | None = None
+    ) -> list[PlacementGroup]:
+        """Return a placement group for each list of bundles, when all have their place.
+
+        Args:
+            labels: of the nodes of each group. None: of any node that is not left out.
+        """
         self._patience.check_cluster()
-        left_out = self._left_out()
-        elsewhere = [{_NODE_ID: f"!in({', '.join(sorted(left_out))})"}] * len(bundles) if left_out else None
+        wanted = labels or [_elsewhere(self._left_out())] * len(groups)
         with SIGNALS.held():
-            placement = placement_group(bundles, strategy="PACK", bundle_label_selector=elsewhere)
+            places = [_ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
         end = time.monotonic() + self._placement_timeout_s
         while time.monotonic() < end:
             with SIGNALS.held():
-                if placement.wait(_LOOK_S):
-                    return placement
+                if all(place.wait(_LOOK_S) for place in places):
+                    return places
             self._patience.check_cluster()
-        remove_placement_group(placement)
+        for place in places:
+            remove_placement_group(place)
         raise UserError(
-            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for {_described(bundles)} "
-            f"within {self._placement_timeout_s:g} s; jobs hold {_held()}; raise trainer.placement_timeout_s if nodes "
-            "are still to start"
+            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for "
+            f"{_described([bundle for bundles in groups for bundle in bundles])} within "
+            f"{self._placement_timeout_s:g} s; jobs hold {_held()}; raise trainer.placement_timeout_s if nodes are "
+            "still to start"
         )
 
     def _left_out(self) -> dict[str, str]:
@@ -348,6 +395,31 @@ class RayCluster:
                 f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
                 f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
             )
+
+
+def _ask(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
+    """Ask Ray for a place for these bundles, on nodes with this label. Does not wait."""
+    return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
+
+
+def _elsewhere(left_out: Collection[str]) -> dict[str, str]:
+    """Return the label of the nodes that are not left out."""
+    return {_NODE_ID: f"!in({', '.join(sorted(left_out))})"} if left_out else {}
+
+
+def _waiting(places: Sequence[PlacementGroup]) -> int:
+    """Return how many of these wait for room."""
+    with SIGNALS.held():
+        return sum(placement_group_table(place)["state"] != "CREATED" for place in places)
+
+
+def _options(bundle: dict[str, float], place: PlacementGroup, index: int) -> dict[str, Any]:
+    """Return Ray's options of an actor in a place."""
+    return {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index),
+    }
 
 
 def _by_node(placement: PlacementGroup) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.cluster.groups import Group, Pending
@@ -19,6 +19,7 @@ LOG = logging.getLogger(__name__)
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
 _WAIT_S = 0.1
+_ROOM_S = 10.0  # how long to wait for a place for the only engine before ranks make room
 
 
 class Engines:
@@ -28,10 +29,12 @@ class Engines:
         group: one member for each engine.
         limit: largest number of new engines within the window (`trainer.max_restarts`).
         window_s: length of the window.
+        has_room: returns whether the cluster has a place for at least one of them.
     """
 
-    def __init__(self, group: Group, limit: int, window_s: float):
+    def __init__(self, group: Group, limit: int, window_s: float, has_room: Callable[[], bool]):
         self.group = group
+        self._has_room = has_room
         self.life = Lifecycle(len(group))
         self._restarts = Restarts(limit, window_s)
         self._loading = Pending(group)
@@ -70,10 +73,18 @@ class Engines:
                 self.lose([engine], error)
 
     def pause(self) -> None:
-        """Wait until an engine can get weights. The seconds count as the cost of the incidents."""
+        """Wait until an engine can get weights. The seconds count as the cost of the incidents.
+
+        Raises:
+            WorkerError: the cluster has no place for an engine. It may have one if fewer ranks start again.
+        """
         began = time.monotonic()
         while not self.life.loaded:
             self.advance()
+            if time.monotonic() - began > _ROOM_S and not self._has_room():
+                error = WorkerError("no engine is left, and the cluster has no room for one", AGAIN, "node")
+                set_origin(error, Origin("engine"))
+                raise error
         self._paused_s += time.monotonic() - began
 
     def call(self, engines: Iterable[int], method: str, *args: Any) -> dict[int, Any]:

@@ -98,7 +98,8 @@ class Fleet:
             size = cfg.rollout.tensor_parallel_size
             self._homes = [_gpus_of(places[i * size : (i + 1) * size]) for i in range(cfg.rollout.num_engines)]
         group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
-        self._engines = Engines(group, cfg.trainer.max_restarts, 60 * cfg.trainer.restart_window_minutes)
+        window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_room, group)
+        self._engines = Engines(group, cfg.trainer.max_restarts, window_s, has_room)
         self._has_started = False
         self._channel_number = 0
         self._receivers: list[int] = []  # the engines that the channel of the weights joins

@@ -10,34 +10,42 @@ import psutil
 import pytest
 
 from tests.cpu.jobs.test_closed_jobs import reach
-from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_job
+from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_forked_job, run_job
 from tests.support.nodes import Node, Nodes
 from trainer.incidents import read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-JOB = ["rollout=vllm", "trainer.num_workers=2", "logger.plot=false", "trainer.val_interval=-1"]
+JOB = ["trainer.num_workers=2", "logger.plot=false", "trainer.val_interval=-1", "trainer.resume_mode=latest"]
 
 
 def start(node: Node, head: Node, run_dir: Path, *overrides: str) -> subprocess.Popen:
     """Start a job whose driver is on `node`, in the Ray cluster of `head`."""
     where = [f"trainer.ray_address={head.ray_address}", f"trainer.run_dir={run_dir}"]
     return subprocess.Popen(
-        node.command(*command(*JOB, *where, *overrides)),
+        node.command(*command(*overrides, *where)),
         cwd=run_dir.parent, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
-def test_a_job_over_three_nodes_is_the_job_of_one_machine(tmp_path):
-    """Two ranks and an engine on a node each, one of them behind a slow link."""
-    alone = run_job(*JOB, "trainer.ray_address=processes", f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
+def test_a_job_over_several_nodes_whose_driver_is_lost_is_the_job_of_one_machine(tmp_path, monkeypatch):
+    """Two ranks and an engine on a node each, one of them behind a slow link. The driver's own node loses its power,
+    and the same command is given on another one.
+    """
+    job = [*JOB, "rollout=transformers", "trainer.total_steps=3", "trainer.lock_timeout_s=5"]
+    alone = run_forked_job(*job, f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its places until Ray notices
     with Nodes() as nodes:
-        cluster = nodes.cluster(3)
-        cluster[1].slow_down(mbit=20)
-        job = start(cluster[0], cluster[0], tmp_path / "several")
-        output, _ = job.communicate()
-        assert job.returncode == 0, output
+        head, slow, _, own = nodes.cluster(4, cpus=[1, 1, 1, 0])
+        slow.slow_down(mbit=20)
+        first = start(own, head, tmp_path / "several", *job)
+        reach(first, "global_step_1 (")
+        own.lose()
+        second = start(head, head, tmp_path / "several", *job)
+        output, _ = second.communicate()
+        assert second.returncode == 0, output
+    assert f"on {own.name}" in output and "no heartbeat for 5 s" in output and "resumed from" in output, output
     assert comparable(metrics(tmp_path / "several")) == comparable(metrics(tmp_path / "alone"))
 
 
@@ -58,14 +66,14 @@ def hosts(node: Node, kind: str) -> list[psutil.Process]:
 
 def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
     """A link is cut, a spare node takes over; it loses its power, one rank is left; a node with a new address joins."""
-    settings = ["trainer.node_timeout_s=5", "trainer.min_workers=1", "trainer.max_restarts=5"]
+    settings = ["rollout=vllm", "trainer.node_timeout_s=5", "trainer.min_workers=1", "trainer.max_restarts=5"]
     where = ["trainer.ray_address=processes", f"trainer.run_dir={tmp_path}/alone"]
     alone = run_job(*JOB, *settings, *where, "trainer.total_steps=4", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     with Nodes() as nodes:
         cluster = nodes.cluster(4)
         head, *others = cluster
-        job = start(head, head, tmp_path / "several", *settings, "trainer.total_steps=1000")
+        job = start(head, head, tmp_path / "several", *JOB, *settings, "trainer.total_steps=1000")
         output = reach(job, "step 1/1000")
         cut = next(node for node in others if hosts(node, "rank"))
         cut.cut()

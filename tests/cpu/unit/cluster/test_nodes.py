@@ -28,6 +28,40 @@ for line in sys.stdin:
 watch.close()
 """
 
+ENGINES = """
+import sys
+import ray
+from tests.cpu.unit.cluster.members import Host
+from trainer.cluster.runtime import RayCluster
+from trainer.config import Config
+from trainer.errors import WorkerError
+cfg = Config()
+cfg.trainer.ray_address, cfg.trainer.node_timeout_s, cfg.rollout.num_engines = sys.argv[1], 2.0, 2
+
+def replace(engine):
+    try:
+        while True:
+            group.call_one(engine, "waits")
+    except WorkerError as error:
+        assert error.cause == "node", error
+    group.end(engine)
+    group.replace(engine)
+
+with RayCluster(cfg, "cpu") as cluster:
+    group = cluster.launch_engines(Host, (), {}, None)
+    print(*(place["host"] for place in group.where()), flush=True)
+    input()
+    replace(0)
+    alive = sum(node["Alive"] for node in ray.nodes())
+    print(*(place["host"] for place in group.where()), alive, cluster.has_room(group), flush=True)
+    input()
+    replace(1)
+    print(cluster.has_room(group), flush=True)
+    input()
+    replace(0)
+    print(cluster.has_room(group), flush=True)
+"""
+
 
 class Asked:
     """A process on a node that watches other nodes."""
@@ -38,6 +72,9 @@ class Asked:
     def says(self) -> str:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
+        return self.reads()
+
+    def reads(self) -> str:
         return self._process.stdout.readline().strip()
 
     def end(self) -> None:
@@ -84,3 +121,20 @@ def test_nodes_that_are_no_longer_watched_are_not_lost():
     watch.watch([])
     assert watch.lost() == {} and watch.losses("127.0.0.1") == 1
     watch.close()
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices():
+    with Nodes() as nodes:
+        head, *others = nodes.cluster(4, cpus=[0, 1, 1, 1])
+        by_address = {node.address: node for node in others}
+        driver = Asked(head.command(sys.executable, "-c", ENGINES, head.ray_address))
+        first, second = driver.reads().split()
+        by_address[first].cut()
+        (spare,) = set(by_address) - {first, second}
+        assert driver.says() == f"{spare} {second} 4 True"
+        by_address[second].cut()
+        assert driver.says() == "True", "the other engine has its place"
+        by_address[spare].cut()
+        assert driver.says() == "False"
+        driver.end()
