@@ -54,7 +54,7 @@ def a_step(
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
         scored = _record_scored(learner)
         metrics = learner.update(learner.score(made), 1)
-        assert 0 < learner.speed(len(made), 40, 1e3)["perf/mfu"] < 1e-6
+        assert 0 < learner.speed(len(made), 40, 1e3)["perf/mfu"] < 1e-4
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
     return metrics, timer.take()
