@@ -20,6 +20,8 @@ from trainer.metrics.best import find_best
 from trainer.metrics.names import is_metric
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.places import is_url
+from trainer.run.starts import recorded_early
 from trainer.stages import stage
 
 
@@ -32,17 +34,25 @@ def prepare(cfg: Config, generates: bool = True) -> str:
     Raises:
         UserError: the run directory cannot be written, or the machine or a function is not as the config says.
     """
-    with _run_dir(cfg.trainer.run_dir):
-        return _check_machine(cfg, generates)
+    t = cfg.trainer
+    with _run_dir(t.run_dir) as is_new:
+        _check_metrics(cfg)
+        # What an object store has of an earlier directory comes first.
+        early = is_new and not is_url(t.ckpt_path)
+        with recorded_early(t.run_dir, cfg) if early else contextlib.nullcontext():
+            return _check_machine(cfg, generates)
 
 
-def _check_machine(cfg: Config, generates: bool) -> str:
-    """Check what needs torch, and return the device."""
+def _check_metrics(cfg: Config) -> None:
     named = {"best_metric": [cfg.trainer.best_metric], "diverged_above": cfg.trainer.diverged_above}
     for key, metrics in named.items():
         for metric in metrics:
             if not is_metric(metric):
                 raise UserError(f"trainer.{key}={metric}: there is no such metric; docs/metrics.md lists them")
+
+
+def _check_machine(cfg: Config, generates: bool) -> str:
+    """Check what needs torch, and return the device."""
     with SIGNALS.blocked():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"):
@@ -56,8 +66,11 @@ def _check_machine(cfg: Config, generates: bool) -> str:
 
 
 @contextlib.contextmanager
-def _run_dir(run_dir: str) -> Iterator[None]:
-    """Make the run directory, and remove it again if the block fails without having written into it."""
+def _run_dir(run_dir: str) -> Iterator[bool]:
+    """Make the run directory, and remove it again if the block fails and has left it empty.
+
+    Yields whether it is new.
+    """
     is_new = not os.path.exists(run_dir)
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -68,7 +81,7 @@ def _run_dir(run_dir: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"trainer.run_dir={run_dir}: cannot be written ({error.strerror}); choose another") from error
     try:
-        yield
+        yield is_new
     except BaseException:
         with contextlib.suppress(OSError):
             if is_new:

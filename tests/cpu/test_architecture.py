@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnose": {"run", "checkpoint", "metrics"},
     "compare": {"run", "checkpoint", "metrics"},
     "sweeps": {"compare", "metrics"},
-    "main": {"jobs", "metrics", "algorithms", "parallel"},
+    "main": {"jobs", "run", "metrics", "algorithms", "parallel"},
     "sft": {"main", "jobs", "metrics"},
     "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
 }  # fmt: skip

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -33,8 +34,37 @@ _SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&](?:key|sig)=)[^&
 _SHORTEST_SECRET = 8
 
 
+_early: set[str] = set()
+
+
+@contextlib.contextmanager
+def recorded_early(run_dir: str, cfg: Config) -> Iterator[None]:
+    """Record the first start in a new directory before the block, which may refuse it: then nothing is left.
+
+    The block imports for seconds. Nobody else knows the directory, so the lock can be taken later.
+    """
+    LOG_FILE.open(os.path.join(run_dir, LOG_NAME))
+    record_start(run_dir, cfg)
+    _early.add(run_dir)
+    try:
+        yield
+    except BaseException:
+        _early.discard(run_dir)
+        LOG_FILE.close()
+        for name in (CONFIG_FILE, STARTS_FILE, LOG_NAME):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(run_dir, name))
+        raise
+
+
 def record_start(run_dir: str, cfg: Config) -> None:
-    """Write `config.yaml`, and append a line to `starts.jsonl`. Secrets are replaced by `***`."""
+    """Write `config.yaml`, and append a line to `starts.jsonl`. Secrets are replaced by `***`.
+
+    Does nothing if `recorded_early` has recorded this start.
+    """
+    if run_dir in _early:
+        _early.remove(run_dir)
+        return
     config = without_secrets(dataclasses.asdict(cfg))
     command = _command_without_secrets(sys.orig_argv)
     LOG_FILE.write(f"start of {shlex.join(command)}")

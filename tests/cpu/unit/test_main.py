@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.jobs import run_forked_job, run_job
 from trainer.main import too_few_gpus
@@ -24,6 +31,20 @@ def test_both_kinds_of_jobs_check_devices_and_functions(module, override, senten
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs/default").exists(), "a refused command has left something"
+
+
+def test_a_new_run_is_recorded_before_the_long_imports(tmp_path):
+    """Killed while it imports torch."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
+    done = subprocess.run([sys.executable, "-m", "trainer.main", "trainer.seed=3"], cwd=tmp_path, env=env)
+    assert done.returncode == -signal.SIGKILL
+    run = tmp_path / "outputs/default"
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["seed"] == 3
+    (start,) = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert start["command"][-1] == "trainer.seed=3" and start["versions"]["torch"] and "git" in start
+    assert "start of " in (run / "log.txt").read_text()
 
 
 def test_a_driver_without_gpus_is_perhaps_too_old():
