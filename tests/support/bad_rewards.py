@@ -137,7 +137,7 @@ BAD = {
     "segfaults": (segfault, "ended its process (killed by SIGSEGV)"),
     "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended its process (killed by SIGKILL, perhaps"),
     "kills its group": (lambda: os.killpg(0, signal.SIGTERM), "ended its process (killed by SIGTERM)"),
-    "stops itself": (stop, "took longer than reward.timeout_s=2"),
+    "stops itself": (stop, "ended its process (stopped by a signal)"),
     "hangs": (lambda: time.sleep(1000), "took longer than reward.timeout_s=2"),
     "runs out of memory": (run_out_of_memory, "raised MemoryError"),
     "closes all files": (close_all, "ended its process (exit status 1)"),

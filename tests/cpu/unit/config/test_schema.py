@@ -193,6 +193,7 @@ def test_keys_sections_and_open_sections_may_be_allowed():
 
 def test_open_sections_are_those_with_keys_of_the_users_choice():
     assert OPEN_SECTIONS == (
+        "trainer.diverged_above",
         "algorithm.options",
         "model.chat_template_kwargs",
         "data.generator_args",

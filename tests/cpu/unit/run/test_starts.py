@@ -75,4 +75,5 @@ def test_the_commit_and_changes_of_a_repository_are_named(tmp_path):
 
 def test_the_versions_are_of_all_packages():
     known = {name.lower(): version for name, version in versions().items()}
-    assert known["torch"] == torch.__version__ and {"python", "trainer", "pytest", "pyyaml"} <= set(known)
+    assert known["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # some builds have "+cpu" here
+    assert {"python", "trainer", "pytest", "pyyaml"} <= set(known)
