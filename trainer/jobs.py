@@ -33,6 +33,7 @@ from trainer.models.files import load_config, resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.plugins import import_function
 from trainer.rewards.components import RewardInput, components_of
+from trainer.rewards.functions import REMOTE
 from trainer.rewards.trial import try_rewards
 from trainer.run import record
 from trainer.run.compatibility import ConfigRefused
@@ -156,7 +157,7 @@ def _open(cfg: Config, supervised: bool = False) -> RunDirectory:
             with stage("comparing the data with the checkpoint"):
                 sentences += _refused_inputs(cfg, supervised, *refused.resume)
         try:
-            _check_inputs(cfg, supervised)
+            _check_inputs(cfg, supervised, asks_servers=False)
         except UserError as error:
             sentences += sentences_of(error)
         sentences = list(dict.fromkeys(sentences))  # data that cannot be read cannot be compared either
@@ -229,8 +230,11 @@ def _cluster(cfg: Config, device: str) -> Cluster:
     return RayCluster(cfg, device)
 
 
-def _check_inputs(cfg: Config, supervised: bool = False) -> None:
+def _check_inputs(cfg: Config, supervised: bool = False, asks_servers: bool = True) -> None:
     """Refuse bad input before anything expensive starts.
+
+    Args:
+        asks_servers: also try rewards that a server gives, which costs time, and perhaps money.
 
     Raises:
         UserError: the reward, the curriculum, the data or the model cannot be used as the config says.
@@ -246,7 +250,7 @@ def _check_inputs(cfg: Config, supervised: bool = False) -> None:
             refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", refused))
-    if cfg.environment.name is None:
+    if cfg.environment.name is None and (asks_servers or REMOTE not in cfg.reward.names()):
         with stage("trying the rewards"):
             _try_rewards(cfg)
 
