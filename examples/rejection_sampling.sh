@@ -6,10 +6,10 @@
 # trainer.run_dir itself.
 set -euo pipefail
 case "$*" in
-  *experiment=*smoke*) out="outputs/smoke/rejection_sampling-$(date +%Y%m%d-%H%M%S)" ;;
-  *) out=outputs/rejection_sampling ;;
+  *experiment=*smoke*) out="outputs/smoke/rejection_sampling-$(date +%Y%m%d-%H%M%S)" steps=120 ;;
+  *) out=outputs/rejection_sampling steps=220 ;;
 esac
-python -m trainer.sft sft.steps=220 trainer.val_interval=60 trainer.ckpt_interval=60 \
+python -m trainer.sft sft.steps=$steps trainer.val_interval=60 trainer.ckpt_interval=60 \
   trainer.run_name=rejection_start trainer.run_dir="$out/start" trainer.resume_mode=latest "$@"
 model="$(ls -d "$out"/start/exports/global_step_*/policy | sort -V | tail -n 1)"
 python -m trainer.main trainer.total_steps=8 trainer.val_interval=8 trainer.run_name=rejection_rollouts \
