@@ -26,7 +26,7 @@ from trainer.errors import WorkerError
 
 EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-AGAIN = "the same command with trainer.resume_mode=latest continues the run"
+CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
 _PATIENCE_S = 3.0
 _SAME_REQUEST_S = 1.0
 """`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
@@ -192,7 +192,7 @@ class Signals:
             return None
         if self.raised is None and self.first and isinstance(error, WorkerError):
             if self._steps == "inside":
-                self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {AGAIN}")
+                self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {CONTINUES}")
             else:
                 self.raised = self._exception()
         return self.raised
@@ -205,15 +205,16 @@ class Signals:
         if self._steps == "inside":
             return KeyboardInterrupt(
                 "stopped by a second signal: the steps since the last checkpoint are not saved, and it is as it was; "
-                f"{AGAIN}"
+                f"{CONTINUES}"
             )
         if self._steps == "before":
-            return Stopped(f"stopped by {self.first} before the first step of this start, so nothing is lost; {AGAIN}")
+            fact = f"stopped by {self.first} before the first step of this start, so nothing is lost"
+            return Stopped(f"{fact}; {CONTINUES}")
         if self._steps == "interrupted":
             return Stopped(
-                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {AGAIN}"
+                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {CONTINUES}"
             )
-        return Stopped(f"stopped by {self.first} after the last step; {AGAIN}")
+        return Stopped(f"stopped by {self.first} after the last step; {CONTINUES}")
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
@@ -224,7 +225,7 @@ class Signals:
         self._count += 1
         self.first = self.first or signal.Signals(number).name
         if self._count > 2:
-            _say(f"stopped by a third signal, without cleaning up; {AGAIN}")
+            _say(f"stopped by a third signal, without cleaning up; {CONTINUES}")
             os._exit(EXIT_STATUS)
         if self._count == 1 and self._steps == "inside":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")

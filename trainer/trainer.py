@@ -165,7 +165,7 @@ class Trainer:
         with stage("loading the checkpoint"):
             self.load_checkpoint()
         with self._open_tracker() as self.tracker, self._open_progress() as self.progress:
-            self.health = self._health()
+            self._begin_checks()
             self._announce()
             with stage("starting what generates and rewards"):
                 fresh = self.directory.resume is None and not self.recovery.restarted
@@ -274,7 +274,7 @@ class Trainer:
             self.directory.fall_back()
             self.load_checkpoint()
         self.tracker.rewind(self.state.step)
-        self.health = self._health()
+        self._begin_checks()
         self.source.publish(version=self.state.step + 1)
         return False
 
@@ -479,10 +479,11 @@ class Trainer:
         history = read_metrics(self.directory.metrics_file)
         return Progress(t.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
 
-    def _health(self) -> Health:
+    def _begin_checks(self) -> None:
+        """Let the checks of the metrics begin with the steps that are logged."""
         t, history = self.cfg.trainer, read_metrics(self.directory.metrics_file)
+        self.health = Health(self.learner.compares_completions, history)
         self.divergence = DivergenceCheck(t.diverged_above, t.diverged_steps, history)
-        return Health(self.learner.compares_completions, history)
 
     def _announce(self) -> None:
         t, resume = self.cfg.trainer, self.directory.resume

@@ -14,8 +14,10 @@ from pathlib import Path
 import psutil
 
 from tests.soak.kinds import STEPS, Kind
-from tests.soak.processes import family, send, with_role
+from tests.soak.processes import family, with_role
 from tests.soak.scene import Place
+from tests.support import killed_jobs
+from tests.support.jobs import send
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.bucket import bucket_of
 from trainer.checkpoint.store import open_store
@@ -23,21 +25,7 @@ from trainer.checkpoint.store import open_store
 _END_S = 60
 KILLED = -signal.SIGKILL
 STOPPED = 75
-PLACES = (
-    "logged",
-    "save:begin",
-    "save:staging",
-    "save:staged",
-    "save:shards_written",
-    "save:parts_written",
-    "save:manifest_written",
-    "save:published",
-    "save:hinted",
-    "save:deleting",
-    "upload:copied",
-    "upload:published",
-    "export:written",
-)
+PLACES = (*killed_jobs.PLACES, "upload:copied", "upload:published", "export:written")
 """The fail points at which a whole job is killed."""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from tests.support import jobs
 from trainer.cluster.launcher import ForkedLauncher, run_launcher
 
 _GUARDED = {"trainer.rewards.worker:serve": "reward", "trainer.environments.worker:serve": "environment"}
@@ -43,8 +43,7 @@ def run(module: str, *arguments: str) -> None:
 def family(pid: int) -> list[psutil.Process]:
     """A process and all that it has started; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
+        return jobs.family(pid)
     return []
 
 
@@ -75,10 +74,3 @@ def _roles_of(process: psutil.Process) -> set[str]:
 
 def _name(process: psutil.Process) -> str:
     return Path(f"/proc/{process.pid}/comm").read_text().strip()
-
-
-def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to those that still run."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)

@@ -15,10 +15,10 @@ from typing import Any
 from tests.soak.faults import FAULTS, KILL_IN_SAVE, PLACES, Disturbance, draw_faults
 from tests.soak.kinds import Kind, draw_kind
 from tests.soak.outcomes import Outcome, difference, outcome_of
-from tests.soak.processes import family, send
+from tests.soak.processes import family
 from tests.soak.scene import Place, Scene
 from tests.support.forks import fork_server
-from tests.support.jobs import environment
+from tests.support.jobs import environment, send
 
 _LOOK_S = 0.02
 _MORE_STARTS = 4

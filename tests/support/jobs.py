@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,15 @@ def members(pid: int) -> list[psutil.Process]:
     return found
 
 
-def kill_all(processes: list[psutil.Process]) -> None:
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    send(processes, signal.SIGKILL)
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those that still run."""
     for process in processes:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def left_running(marker: str) -> list[str]:

@@ -40,6 +40,21 @@ CONFIG = (
 )
 
 
+PLACES = (
+    "logged",
+    "save:begin",
+    "save:staging",
+    "save:staged",
+    "save:shards_written",
+    "save:parts_written",
+    "save:manifest_written",
+    "save:published",
+    "save:hinted",
+    "save:deleting",
+)
+"""The fail points of the steps and saves of every job."""
+
+
 @functools.cache
 def config(*overrides: str) -> Any:
     """Compose the config of a job. The server does it once, and its forks find it composed."""

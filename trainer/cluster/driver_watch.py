@@ -14,15 +14,14 @@ from trainer.cluster.stacks import own_stacks, write_stacks
 from trainer.config import TrainerConfig
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.output import LOG_FILE
-from trainer.signals import EXIT_STATUS, SIGNALS
+from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS
 
 _LOOK_S = 1.0
 _KNOWN_STEPS = 3  # steps after which it is known how long the driver stays between two safe points
 _HANG_FACTOR = 10.0
 _LAST_WORDS_S = 30.0
-_AGAIN = (
-    "the job ends; its stacks are in `stacks` of the run directory, the last checkpoint is as it was, and the same "
-    "command with trainer.resume_mode=latest continues the run"
+_ADVICE = (
+    f"the job ends; its stacks are in `stacks` of the run directory, the last checkpoint is as it was, and {CONTINUES}"
 )
 
 
@@ -108,8 +107,8 @@ class DriverWatch:
         node = socket.gethostname()
         hang = Incident(step, "driver", "driver", node, INFRASTRUCTURE, "hanging driver", "ended the job", 0.0, fact)
         for last_words in (
-            lambda: LOG_FILE.write(f"{fact}: {_AGAIN}"),
-            lambda: os.write(2, f"{fact}: {_AGAIN}\n".encode()),
+            lambda: LOG_FILE.write(f"{fact}: {_ADVICE}"),
+            lambda: os.write(2, f"{fact}: {_ADVICE}\n".encode()),
             lambda: self._write_stacks(fact),
             lambda: INCIDENTS.record(hang),
         ):

@@ -29,7 +29,7 @@ from trainer.errors import (
     one_line,
 )
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
-from trainer.signals import AGAIN, EXIT_STATUS, SIGNALS, Stopped
+from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -279,7 +279,7 @@ class _Sweep:
         if lost:
             texts.append(f"a job has ended without a result ({lost})")
         if stopped := [end.name for end in ends if end.status == EXIT_STATUS]:
-            texts.append(f"stopped early: {'; '.join(stopped)}; {AGAIN}")
+            texts.append(f"stopped early: {'; '.join(stopped)}; {CONTINUES}")
             raise _JobError(Outcome(EXIT_STATUS, "; ".join(texts)))
         if texts:
             raise _JobError(Outcome(min([1] if lost else [end.status for end in failed]), "; ".join(texts)))
@@ -401,7 +401,7 @@ def _outcome(error: BaseException) -> Outcome:
         return Outcome(
             1,
             f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); free space on the disk, "
-            "or repair it, and then the same command with trainer.resume_mode=latest continues the run",
+            f"or repair it, and then {CONTINUES}",
         )
     if _is_of_config(error):
         return Outcome(2, explain(error))

@@ -39,7 +39,6 @@ _CELLS = (
     ("s/step", "time/step", "4,.1f"),
 )
 _ACCURACY, _REWARD = "val/accuracy", "val/reward/mean"
-_VALS = {_ACCURACY: "val", _REWARD: "val reward"}  # in a line
 
 
 class Progress:
@@ -137,20 +136,20 @@ class Progress:
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._completed:>{len(str(self._total))}}/{self._total}"]
         parts += [f"{label} {metrics[name]:{spec}}" for label, name, spec in _CELLS if name in metrics]
-        parts += [" ".join(self._val()).strip(), self._left("left ")]
+        parts += [f"val {val}" if (val := self._val()) else "", self._left("left ")]
         return "  ".join(part for part in parts if part)
 
-    def _val(self) -> tuple[str, str]:
-        """What is shown of validations: its name, and the last and best value; empty before the first.
+    def _val(self) -> str:
+        """What is shown of validations: the last and the best value; empty before the first.
 
         The mean reward takes the place of an accuracy that has always been 0 (see `trainer.run.best`).
         """
         known = [name for name in (_ACCURACY, _REWARD) if name in self._vals]
         if not known:
-            return "", ""
+            return ""
         name = _REWARD if _REWARD in known and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else known[0]
         value, best = self._vals[name]
-        return _VALS[name], f"{value:.3f} best {best:.3f}"
+        return f"{'reward ' if name == _REWARD else ''}{value:.3f} best {best:.3f}"
 
     def _left(self, label: str = "", unit: str = "") -> str:
         """The time left, from the mean of the last steps, whatever happened between them; empty before the first."""
@@ -169,7 +168,7 @@ class Progress:
         metrics = self._metrics
         cells = [(label, f"{metrics[name]:{spec}}".strip()) for label, name, spec in _CELLS if name in metrics]
         if self._vals:
-            cells.insert(1, ("validation", " ".join(self._val()).removeprefix("val ")))
+            cells.insert(1, ("validation", self._val()))
         table = Table.grid(padding=(0, 2))
         for start in range(0, len(cells), 4):
             row = cells[start : start + 4]

@@ -18,24 +18,11 @@ import torch
 from safetensors.torch import load
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, run_until
+from tests.support.killed_jobs import PLACES, STEPS, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
-
-PLACES = (
-    "logged",
-    "save:begin",
-    "save:staging",
-    "save:staged",
-    "save:shards_written",
-    "save:parts_written",
-    "save:manifest_written",
-    "save:published",
-    "save:hinted",
-    "save:deleting",
-)
 
 
 @dataclass
