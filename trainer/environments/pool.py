@@ -115,6 +115,8 @@ class _Host(GuardedProcess):
         """Sessions whose calls it has not answered, and when each call began; None: it has not begun."""
         self.since = time.monotonic()
         """When it was started, or heard of last."""
+        self.looked = self.since
+        """When it was started, or when it was last seen not to be stopped while it started."""
 
     def takes_call(self, session: Session) -> bool:
         """Whether the next call of the session can be sent now.
@@ -130,7 +132,7 @@ class _Host(GuardedProcess):
 
     def deadline(self, timeout_s: float) -> float:
         if not self.ready:
-            return self.since + _START_S
+            return min(self.since + _START_S, self.looked + timeout_s)
         if not self.calls:
             return float("inf")
         begun = [since for since in self.calls.values() if since is not None]
@@ -215,18 +217,26 @@ class EnvironmentPool:
         stopped = time.monotonic() > begin + patience + 1  # perhaps the whole job was stopped: restart the clocks
         for host in list(self._hosts):
             if stopped:
-                host.since = time.monotonic()
+                host.since = host.looked = time.monotonic()
                 host.calls = {n: None if since is None else host.since for n, since in host.calls.items()}
             if host.output in heard:
                 self._printed.read(host)
             if host.pipe in heard:
                 self._hear(host)
             elif time.monotonic() > host.deadline(timeout_s) and not host.pipe.poll():
-                if not host.ready:
-                    raise WorkerError(
-                        f"a process of environment.name={self._config.name} has not started after {_START_S:g} s"
-                    )
-                self._lose(host, "timeout", f"took longer than environment.timeout_s={timeout_s:g}")
+                if host.ready:
+                    self._lose(host, "timeout", f"took longer than environment.timeout_s={timeout_s:g}")
+                else:
+                    self._check_start(host)
+
+    def _check_start(self, host: _Host) -> None:
+        """Replace a process that somebody has stopped while it started."""
+        host.looked = time.monotonic()
+        if host.is_stopped:
+            self._lose(host, "failed")
+            record_replaced_process("environment", "stopped by a signal", host.looked - host.since)
+        elif host.looked > host.since + _START_S:
+            raise WorkerError(f"a process of environment.name={self._config.name} has not started after {_START_S:g} s")
 
     def _hear(self, host: _Host) -> None:
         try:

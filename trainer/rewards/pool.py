@@ -45,6 +45,8 @@ class _Worker(GuardedProcess):
         """Tasks that it has received and not answered, in order."""
         self.since = time.monotonic()
         """When it was started, or when it began with the first task of `work`."""
+        self.looked = self.since
+        """When it was started, or when it was last seen not to be stopped while it started."""
         self.replaces_failed = False
 
 
@@ -164,7 +166,7 @@ class RewardPool:
             state.receive()
         for worker in list(self._workers):
             if stopped:
-                worker.since = time.monotonic()
+                worker.since = worker.looked = time.monotonic()
             if worker.output in heard:
                 self._printed.read(worker)
             if worker.pipe in heard:
@@ -172,13 +174,11 @@ class RewardPool:
             elif (
                 time.monotonic() > self._deadline(state, worker) and not worker.pipe.poll()
             ):  # no message arrived in the meantime
-                if not worker.ready:
-                    raise WorkerError(f"a process of {self._config.key()} has not started after {_START_S:g} s")
                 self._give_up(state, worker)
 
     def _deadline(self, state: State, worker: _Worker) -> float:
         if not worker.ready:
-            return worker.since + _START_S
+            return min(worker.since + _START_S, worker.looked + self._config.timeout_s)
         if not worker.work:
             return float("inf")
         component = state.tasks[worker.work[0]].component
@@ -188,6 +188,11 @@ class RewardPool:
         """End a process that takes too long. If somebody has stopped it, its tasks are repeated as after a death."""
         if worker.is_stopped:
             self._bury(state, worker, stopped=True)
+            return
+        if not worker.ready:
+            worker.looked = time.monotonic()
+            if worker.looked > worker.since + _START_S:
+                raise WorkerError(f"a process of {self._config.key()} has not started after {_START_S:g} s")
             return
         task = state.tasks[worker.work[0]]
         if task.component.calling.is_async and len(worker.work) > 1:

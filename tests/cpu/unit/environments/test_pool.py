@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.jobs import wait_until
 from trainer.config import EnvironmentConfig
 from trainer.environments.pool import EnvironmentPool, Session
 from trainer.errors import WorkerError
@@ -132,6 +133,17 @@ def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_fou
     INCIDENTS.close(before)
     roles = {one.role for one in read_incidents(str(tmp_path))}
     assert roles == ({"environment"} if do == "die" else set())
+
+
+def test_a_process_that_is_stopped_while_it_starts_is_replaced(tmp_path):
+    before = INCIDENTS.open(str(tmp_path))
+    with pool_of("Echo", timeout_s=1.0) as pool:
+        guard = psutil.Process(pool._hosts[0].process.pid)
+        wait_until(lambda: bool(guard.children()))
+        guard.children()[0].suspend()
+        assert texts(*play(pool, {"prompt": "x"})) == ["x", "1:a"]
+    INCIDENTS.close(before)
+    assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
 
 
 GOOD = [{"role": "user", "content": "x"}]

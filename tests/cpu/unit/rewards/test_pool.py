@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.jobs import wait_until
 from tests.support.rewards import reward_pool, score
 from trainer.errors import UserError, WorkerError
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, read_incidents
@@ -134,6 +135,16 @@ def test_a_stopped_process_is_replaced_and_costs_no_completion(custom, tmp_path)
     assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
 
 
+def test_a_process_that_is_stopped_while_it_starts_is_replaced(custom, tmp_path):
+    before = INCIDENTS.open(str(tmp_path))
+    with reward_pool(custom("stopped_at_start", import_s=1), timeout_s=1, num_processes=1) as pool:
+        wait_until(lambda: len(_processes()) == 2)
+        max(_processes(), key=lambda process: process.ppid() != os.getpid()).suspend()  # not the guard
+        assert score(pool, ["1", "2"], ["0", "0"])[0] == [1.0, 2.0]
+    INCIDENTS.close(before)
+    assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
+
+
 def test_processes_that_cannot_start_stop_the_run(custom, tmp_path):
     name = custom("vanishing_rewards")
     pool = reward_pool(name, timeout_s=30, num_processes=1)
@@ -163,6 +174,7 @@ def test_pool_refuses_an_unknown_reward():
 
 
 DRIVER = """
+from tests.support.jobs import wait_until
 from tests.support.rewards import reward_pool, score
 
 with reward_pool("{name}", 60, 2) as pool:
