@@ -231,12 +231,14 @@ class TrainerConfig(Section):
             refuse(config, "trainer.min_workers", problem)
         if self.context_parallel > 1 and config.model.attn_implementation != "sdpa":
             refuse(config, "trainer.context_parallel", "needs model.attn_implementation=sdpa")
-        # torch 2.13 fails to compile blocks of several tensor ranks for any number of tokens: sizes of their DTensors
-        # are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not an OpOverload"). Those of context
-        # ranks do compile, and gradients agree to 3e-6, but each exchange between the ranks breaks a graph.
         for role in ("policy", "critic", "reference"):
-            if getattr(self, role).fsdp.compile and max(self.context_parallel, self.tensor_parallel) > 1:
-                problem = "cannot be combined with trainer.context_parallel or trainer.tensor_parallel"
+            if getattr(self, role).fsdp.compile and self.tensor_parallel > 1:
+                # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not
+                # an OpOverload").
+                problem = (
+                    "cannot be combined with trainer.tensor_parallel: torch 2.13 fails to compile blocks that several "
+                    "ranks share for any number of tokens"
+                )
                 refuse(config, f"trainer.{role}.fsdp.compile", problem)
 
     def _check_paths(self, config: Config) -> None:

@@ -33,7 +33,7 @@ from tests.support.training import (
     train_two_steps,
     update,
 )
-from trainer.config import Config, FSDPConfig, TinyConfig
+from trainer.config import Config, FSDPConfig, TinyConfig, compose
 from trainer.errors import UserError
 from trainer.jobs import rollout_trainer, supervised_trainer
 from trainer.models.axes import check_model_axes
@@ -116,7 +116,26 @@ def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
     if "recomputation" in layout:
         options = {"activation_checkpointing": "selective", "cpu_offload": True, "reshard_after_forward": False}
         cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**options), FSDPConfig(**options)
-    results = run_ranks(ranks, gradients, path, cfg=cfg)
+    assert_equal_gradients(run_ranks(ranks, gradients, path, cfg=cfg), expected)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_two_contexts_give_the_gradients_of_one_rank(one_rank):
+    path, expected = one_rank("qwen3")
+    cfg = settings(context_parallel=2)
+    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
+    compose(["trainer.num_workers=2", "trainer.context_parallel=2", "trainer.policy.fsdp.compile=true"])  # is accepted
+    results = run_ranks(2, compiled_gradients, path, cfg=cfg)
+    assert all(result["graphs"] for result in results)
+    assert_equal_gradients(results, expected)
+
+
+def compiled_gradients(rank: Rank, path: str) -> dict:
+    """`gradients`, and the number of graphs that were compiled."""
+    return {**gradients(rank, path), "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+def assert_equal_gradients(results: list[dict], expected: dict) -> None:
     for result in results:
         for role, metrics in expected["metrics"].items():
             assert result["metrics"][role] == pytest.approx(metrics, rel=1e-5, abs=1e-6)
