@@ -1,23 +1,26 @@
 """What a checkpoint costs training, against the usual ways to write one.
 
-    python -m benchmarks.checkpoint [--ranks 2] [--hidden 768] [--layers 8] [--rollout-s 6] [--dir DIR] [--store URL]
+    python -m benchmarks.checkpoint [--ranks 2] [--hidden 768] [--layers 13] [--rollout-s 6] [--dir DIR] [--store URL]
 
 One run, one state (AdamW, float32) of at least 1 GB over FSDP2 ranks. Each of `--repeat` rounds measures
 
-- `ours`: seconds that a training loop stands still for a save that is written behind its rollouts,
+- `blocked`: seconds that a training loop stands still for a save that is written behind its rollouts,
 - `dcp.save`: the same state written synchronously, with fsync,
 - `gather`: a full state dict gathered to rank 0 and `torch.save`d, with fsync,
 - our write from begin to commit, against one process that writes the same number of bytes with fsync,
 - our load, hashes checked, against reading the same files,
-- with `--store`, our write to and our read from an object store,
+- the same of ours in an object store, against one process that puts and gets as many bytes.
 
-and prints medians and ratios. Rollouts are stood in for by forward passes without gradients on the same
-cores, so the writer has to share them.
+It prints medians and ratios. Rollouts are stood in for by forward passes without gradients on the same cores, so the
+writer has to share them. The store is at `--store`, where the benchmark deletes what it has written, or else moto's S3
+server on this machine, which has to share the cores too; `--store none` leaves it out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import secrets
 import shutil
@@ -25,159 +28,198 @@ import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from benchmarks.ranks import make_batch
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.names import MANIFEST
+from trainer.checkpoint.object_store import ObjectFiles
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import files_at
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
-
-def batch() -> dict[str, Any]:
-    """A few short rows: the optimizer step is what matters, not the loss."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    rows, width = 4, 32
-    mask = np.ones((rows, width), np.float32)
-    mask[:, 0] = 0
-    noise = rng.normal(size=(rows, width)).astype(np.float32)
-    return {
-        "input_ids": rng.integers(0, 256, (rows, width)), "mask": mask, "advantages": noise * mask,
-        "lengths": np.full(rows, width), "group_ids": np.arange(rows) // 2, "old_logprobs": -5.5 * mask,
-    }  # fmt: skip
+_BLOCK = 16 << 20
+DCP, GATHER, PLAIN = "dcp.save, synchronous", "gather to rank 0 and torch.save", "plain sequential write"
+WRITE, LOAD = "our write, begin to durable and hashed", "our load, hashes checked"
+READ, BLOCKED = "reading the files", "ours, blocked in a loop with rollouts"
+STORE_WRITE, STORE_LOAD, STORE_BLOCKED = (f"store: {name}" for name in (WRITE, LOAD, BLOCKED))
+STORE_PUT, STORE_GET = "store: one process puts as many bytes", "store: one process gets them"
 
 
-def measure(number: int, args: argparse.Namespace, port: int, model: str, out: str) -> None:
-    """One rank's process; rank 0 prints."""
-    torch.set_num_threads(1)
-    cfg = Config()
-    cfg.trainer.mini_batch_size = 2
-    cfg.model.path = model
-    rank = Rank(cfg, number, args.ranks, "cpu")
-    rank.connect(f"127.0.0.1:{port}")
-    rank.build(["policy"], model)
-    policy, data = rank.roles["policy"], batch()
-    assert isinstance(policy, PolicyWorker) and rank.saver is not None
-    policy.update(data, 1)  # the optimizer has a state from here on
-    times: dict[str, list[float]] = {}
+class Measured:
+    """One rank, with a policy and its optimizer, and the times of what it has done."""
 
-    def clock(name: str, action: Any) -> None:
+    def __init__(self, number: int, args: argparse.Namespace, port: int, model: str):
+        cfg = Config()
+        cfg.trainer.mini_batch_size = 2
+        cfg.model.path = model
+        self.number, self.args, self.size = number, args, 0
+        self.times: dict[str, list[float]] = {}
+        self.rank = Rank(cfg, number, args.ranks, "cpu")
+        self.rank.connect(f"127.0.0.1:{port}")
+        self.rank.build(["policy"], model)
+        worker = self.rank.roles["policy"]
+        assert isinstance(worker, PolicyWorker)
+        self.policy, self.data = worker, make_batch(np.full(4, 32), 256, completion=31)
+        self.policy.update(self.data, 1)  # the optimizer has a state from here on
+
+    def clock(self, name: str, action: Callable[[], Any]) -> Any:
+        """Measure what all ranks do together; return what `action` returns."""
         dist.barrier()
         started = time.monotonic()
-        action()
+        result = action()
         dist.barrier()
-        times.setdefault(name, []).append(time.monotonic() - started)
+        self.times.setdefault(name, []).append(time.monotonic() - started)
+        return result
 
+    def synchronous(self, path: str) -> None:
+        dcp.save(self.policy.state(), storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+
+    def gathered(self, path: str) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_state_dict(self.policy.module, self.policy.optimizer, options=options)
+        if self.number == 0:
+            with open(os.path.join(path, "state.pt"), "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def plain(self, path: str) -> None:
+        if self.number == 0:
+            block = os.urandom(_BLOCK)
+            with open(os.path.join(path, "plain"), "wb") as file:
+                for _ in range(self.size // len(block) + 1):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def put(self, path: str) -> None:
+        if self.number == 0:
+            block = os.urandom(_BLOCK)
+            with ObjectFiles(path).stream("plain") as stream:
+                for _ in range(self.size // len(block) + 1):
+                    stream.write(block)
+
+    def get(self, path: str) -> None:
+        if self.number == 0:
+            ObjectFiles(path).digest("plain")
+
+    def write(self, path: str) -> list[dict]:
+        self.rank.begin_save(["policy"], ShardedFiles(path))
+        return self.rank.finish_save()
+
+    def commit(self, path: str, entries: list[dict]) -> None:
+        """Write the manifest of a checkpoint; `entries` are this rank's."""
+        every: list[Any] = [None] * self.args.ranks
+        dist.all_gather_object(every, entries)
+        files = [manifests.FileEntry(**entry) for part in every for entry in part]
+        self.size = sum(file.bytes for file in files)
+        if self.number == 0:
+            content = {"step": 1, "parts": [], "saved_at": datetime.now(UTC).isoformat(), "parent_step": None}
+            files_at(path).write(MANIFEST, manifests.dump(content, files))
+        dist.barrier()
+
+    def load(self, path: str) -> None:
+        if self.number == 0:
+            manifests.verify(path, "hash")
+        dist.barrier()
+        self.policy.load(ShardedFiles(path), ("weights", "optimizer", "rng"))
+
+    def read(self, path: str) -> None:
+        base = os.path.join(path, "policy")
+        for i, name in enumerate(sorted(os.listdir(base))):
+            if i % self.args.ranks == self.number and os.path.isfile(os.path.join(base, name)):
+                with open(os.path.join(base, name), "rb") as file:
+                    while file.read(_BLOCK):
+                        pass
+
+    def rollout(self) -> None:
+        started = time.monotonic()
+        while True:
+            self.policy.logprobs(self.data)
+            over = torch.tensor(float(time.monotonic() - started > self.args.rollout_s))
+            dist.all_reduce(over, dist.ReduceOp.MAX)  # all ranks leave together
+            if over > 0:
+                return
+
+    def loop(self, name: str, path: str) -> None:
+        """Save, roll out, step, and note the seconds that the slowest rank stood still for the save."""
+        self.rank.take_blocked()
+        started = time.monotonic()
+        self.rank.begin_save(["policy"], ShardedFiles(path))
+        begun = time.monotonic() - started
+        self.rollout()
+        self.policy.update(self.data, 2)
+        blocked = torch.tensor(begun + self.rank.take_blocked())
+        dist.all_reduce(blocked, dist.ReduceOp.MAX)
+        self.times.setdefault(name, []).append(float(blocked))
+        self.rank.finish_save()
+
+
+def local_round(ours: Measured, out: str) -> None:
     def fresh(name: str) -> str:
         path = os.path.join(out, name)
-        if number == 0:
+        if ours.number == 0:
             shutil.rmtree(path, ignore_errors=True)
             os.makedirs(path)
             os.sync()
         dist.barrier()
         return path
 
-    def synchronous(path: str) -> None:
-        writer = dcp.FileSystemWriter(path, sync_files=True)
-        dcp.save(policy.state(), storage_writer=writer)
+    path = fresh("dcp")
+    ours.clock(DCP, lambda: ours.synchronous(path))
+    path = fresh("gather")
+    ours.clock(GATHER, lambda: ours.gathered(path))
+    checkpoint = fresh("ours/global_step_1")
+    ours.commit(checkpoint, ours.clock(WRITE, lambda: ours.write(checkpoint)))
+    path = fresh("plain")
+    ours.clock(PLAIN, lambda: ours.plain(path))
+    ours.clock(LOAD, lambda: ours.load(checkpoint))
+    ours.clock(READ, lambda: ours.read(checkpoint))
+    ours.loop(BLOCKED, fresh("loop"))
 
-    def gathered(path: str) -> None:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_state_dict(policy.module, policy.optimizer, options=options)
-        if number == 0:
-            with open(os.path.join(path, "state.pt"), "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
 
-    def plain(path: str, size: int) -> None:
-        if number == 0:
-            block = os.urandom(16 << 20)
-            with open(os.path.join(path, "plain"), "wb") as file:
-                for _ in range(size // len(block) + 1):
-                    file.write(block)
-                file.flush()
-                os.fsync(file.fileno())
+def store_round(ours: Measured, url: str) -> None:
+    draw = [f"{url}/{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(draw)
+    root = draw[0]
+    checkpoint = f"{root}/global_step_1"
+    ours.commit(checkpoint, ours.clock(STORE_WRITE, lambda: ours.write(checkpoint)))
+    ours.clock(STORE_PUT, lambda: ours.put(root))
+    ours.clock(STORE_LOAD, lambda: ours.load(checkpoint))
+    ours.clock(STORE_GET, lambda: ours.get(root))
+    ours.loop(STORE_BLOCKED, f"{root}/global_step_2")
+    dist.barrier()
+    if ours.number == 0:
+        files = ObjectFiles(root)
+        for path in files.sizes():
+            files.bucket.delete(files.place(path))
+    dist.barrier()
 
-    def ours(path: str) -> list[dict]:
-        rank.begin_save(["policy"], ShardedFiles(path))
-        return rank.finish_save()
 
-    def load(path: str) -> None:
-        if number == 0:
-            manifests.verify(path, "hash")
-        dist.barrier()
-        policy.load(ShardedFiles(path), ("weights", "optimizer", "rng"))
-
-    def read(path: str) -> None:
-        base = os.path.join(path, "policy")
-        for i, name in enumerate(sorted(os.listdir(base))):
-            if i % args.ranks == number and os.path.isfile(os.path.join(base, name)):
-                with open(os.path.join(base, name), "rb") as file:
-                    while file.read(16 << 20):
-                        pass
-
-    def rollout() -> None:
-        started = time.monotonic()
-        while True:
-            policy.logprobs(data)
-            over = torch.tensor(float(time.monotonic() - started > args.rollout_s))
-            dist.all_reduce(over, dist.ReduceOp.MAX)  # all ranks leave together
-            if over > 0:
-                return
-
-    def loop(path: str) -> float:
-        """Save, roll out, step: seconds that this rank stood still for the save."""
-        rank.take_blocked()
-        started = time.monotonic()
-        rank.begin_save(["policy"], ShardedFiles(path))
-        begun = time.monotonic() - started
-        rollout()
-        policy.update(data, 2)
-        return begun + rank.take_blocked()
-
-    def one_round() -> int:
-        clock("dcp.save, synchronous", lambda: synchronous(fresh("dcp")))
-        clock("gather to rank 0 and torch.save", lambda: gathered(fresh("gather")))
-        path = fresh("ours/global_step_1")
-        entries: list[dict] = []
-        clock("our write, begin to durable and hashed", lambda path=path: entries.extend(ours(path)))
-        every: list[Any] = [None] * args.ranks
-        dist.all_gather_object(every, entries)
-        size = sum(entry["bytes"] for part in every for entry in part)
-        if number == 0:
-            files = [manifests.FileEntry(**entry) for part in every for entry in part]
-            with open(os.path.join(path, "manifest.json"), "wb") as file:
-                file.write(manifests.dump({"step": 1, "parts": []}, files))
-        dist.barrier()
-        if args.store:
-            prefix = [f"{args.store}/{secrets.token_hex(8)}/global_step_1"]
-            dist.broadcast_object_list(prefix)
-            clock("our write to the store", lambda: ours(prefix[0]))
-            clock("our read from the store", lambda: policy.load(ShardedFiles(prefix[0]), ("weights", "optimizer")))
-        clock("plain sequential write", lambda: plain(fresh("plain"), size))
-        clock("our load, hashes checked", lambda path=path: load(path))
-        clock("reading the files", lambda path=path: read(path))
-        blocked = torch.tensor(loop(fresh("loop")))
-        dist.all_reduce(blocked, dist.ReduceOp.MAX)
-        times.setdefault("ours, blocked in a loop with rollouts", []).append(float(blocked))
-        rank.finish_save()
-        return size
-
-    size = 0
+def measure(number: int, args: argparse.Namespace, port: int, model: str, out: str) -> None:
+    """One rank's process; rank 0 prints."""
+    torch.set_num_threads(1)
+    ours = Measured(number, args, port, model)
     for _ in range(args.repeat):
-        size = one_round()
+        local_round(ours, out)
+        if args.store != "none":
+            store_round(ours, args.store)
     if number == 0:
-        show(times, size, args)
+        show(ours.times, ours.size, args)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -186,14 +228,41 @@ def show(times: dict[str, list[float]], size: int, args: argparse.Namespace) -> 
     median = {name: statistics.median(values) for name, values in times.items()}
     print(f"state: {size / 1e9:.2f} GB on {args.ranks} ranks; medians of {args.repeat}, seconds (smallest, largest)")
     for name, value in median.items():
-        print(f"  {name:<42} {value:7.3f}  ({min(times[name]):.3f}, {max(times[name]):.3f})")
-    blocked = median["ours, blocked in a loop with rollouts"]
-    print(f"blocked, ours / synchronous dcp.save        {blocked / median['dcp.save, synchronous']:8.2%}")
-    print(f"blocked, ours / gather and torch.save       {blocked / median['gather to rank 0 and torch.save']:8.2%}")
-    write = median["our write, begin to durable and hashed"]
-    print(f"write bandwidth, ours / plain write         {median['plain sequential write'] / write:8.2%}")
-    load = median["our load, hashes checked"]
-    print(f"load time, ours / reading the files         {load / median['reading the files']:8.2f}x")
+        print(f"  {name:<46} {value:7.3f}  ({min(times[name]):.3f}, {max(times[name]):.3f})")
+    print(f"blocked, ours / synchronous dcp.save              {median[BLOCKED] / median[DCP]:8.2%}")
+    print(f"blocked, ours / gather and torch.save             {median[BLOCKED] / median[GATHER]:8.2%}")
+    print(f"write bandwidth, ours / plain write               {median[PLAIN] / median[WRITE]:8.2%}")
+    print(f"load time, ours / reading the files               {median[LOAD] / median[READ]:8.2f}x")
+    if STORE_WRITE in median:
+        print(f"blocked, ours in the store / on the disk          {median[STORE_BLOCKED] / median[BLOCKED]:8.2f}x")
+        print(f"store: write bandwidth, ours / one process        {median[STORE_PUT] / median[STORE_WRITE]:8.2%}")
+        print(f"store: load time, ours / one process reads        {median[STORE_LOAD] / median[STORE_GET]:8.2f}x")
+
+
+@contextmanager
+def place_in_store(url: str | None) -> Iterator[str]:
+    """Yield `url`, or without one the URL of a bucket on an S3 server in this process."""
+    if url is not None:
+        yield url.rstrip("/")
+        return
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # or it prints every request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "benchmark",
+            "AWS_SECRET_ACCESS_KEY": "benchmark",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": 600}}),  # it joins the parts of an object slowly
+        }
+        ObjectFiles("s3://benchmark").bucket.fs.mkdir("benchmark")
+        yield "s3://benchmark"
+    finally:
+        server.stop()
 
 
 def main() -> None:
@@ -203,17 +272,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=13)
     parser.add_argument("--rollout-s", type=float, default=6.0)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--store", help="s3:// or gs:// prefix to write to and read from as well; nothing is deleted")
+    parser.add_argument("--store", help="s3:// or gs:// prefix, or none; the default is an S3 server on this machine")
     parser.add_argument("--dir", help="where to write; the default is a temporary directory")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=args.dir) as scratch, socket.socket() as probe:
+    with (
+        tempfile.TemporaryDirectory(dir=args.dir) as scratch,
+        socket.socket() as probe,
+        place_in_store(args.store) as args.store,
+    ):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         model = os.path.join(scratch, "model")
         heads = args.hidden // 64
-        build_tiny(TinyConfig(hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_layers=args.layers,
-                              num_heads=heads, num_kv_heads=heads, head_dim=64), model)  # fmt: skip
+        size = TinyConfig(hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_layers=args.layers,
+                          num_heads=heads, num_kv_heads=heads, head_dim=64)  # fmt: skip
+        build_tiny(size, model)
         probe.close()
         mp.spawn(measure, (args, port, model, scratch), nprocs=args.ranks)
 
