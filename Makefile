@@ -3,7 +3,7 @@
 EXTRA ?= $(if $(wildcard .venv/.installed-gpu)$(filter test-gpu,$(MAKECMDGOALS)),gpu,cpu)
 PYTHON ?= python3
 ARGS ?=
-BENCH ?= packing logprob bfloat16 step_time scaling rollout weight_sync checkpoint vs_trl
+BENCH ?= packing logprob bfloat16 step_time profile_step scaling rollout weight_sync checkpoint vs_trl
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
@@ -25,7 +25,8 @@ test: setup  ## the CPU tests
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)
 
-bench: setup  ## every benchmark for two cores, about an hour; BENCH="packing logprob" for some
+# GSM8K=train.jsonl takes its questions; without it they are made up.
+bench: setup  ## every benchmark for two cores, about half an hour; BENCH="packing logprob" for some
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 lint: setup

@@ -9,7 +9,7 @@ One run, one state (AdamW, float32) of at least 1 GB over FSDP2 ranks. Each of `
 - `gather`: a full state dict gathered to rank 0 and `torch.save`d, with fsync,
 - our write from begin to commit, against one process that writes the same number of bytes with fsync,
 - our load, hashes checked, against reading the same files,
-- the same of ours in an object store, against one process that puts and gets as many bytes.
+- the same of ours in an object store, against one process that puts and gets as many bytes, in one round.
 
 It prints medians and ratios. Rollouts are stood in for by forward passes without gradients on the same cores, so the
 writer has to share them. The store is at `--store`, where the benchmark deletes what it has written, or else moto's S3
@@ -216,8 +216,8 @@ def measure(number: int, args: argparse.Namespace, port: int, model: str, out: s
     ours = Measured(number, args, port, model)
     for _ in range(args.repeat):
         local_round(ours, out)
-        if args.store != "none":
-            store_round(ours, args.store)
+    if args.store != "none":
+        store_round(ours, args.store)
     if number == 0:
         show(ours.times, ours.size, args)
     dist.barrier()
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=13)
     parser.add_argument("--rollout-s", type=float, default=6.0)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--store", help="s3:// or gs:// prefix, or none; the default is an S3 server on this machine")
     parser.add_argument("--dir", help="where to write; the default is a temporary directory")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Log-probs in chunks against all logits: `python -m benchmarks.logprob [--tokens 8192] [--vocabulary 151936]`.
+"""Log-probs in chunks against all logits: `python -m benchmarks.logprob [--tokens 4096] [--vocabulary 151936]`.
 
 Log-probs of tokens from hidden states, forward and backward: ours (`trainer.models.head`) and the naive way (a tensor
 of all logits, `log_softmax`, `gather`). Prints CPU seconds on one thread, and by how much the memory of the process
@@ -49,12 +49,12 @@ def measure(function: Callable[..., Tensor], tokens: int, weight: Tensor, repeat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--naive-tokens", type=int, default=1024, help="tokens of the naive way (default: 1024)")
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("| dtype | | tokens | CPU | us a token | memory | of all logits |\n" + "|---" * 7 + "|")

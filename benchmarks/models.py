@@ -1,9 +1,12 @@
-"""Models with random weights, and tokenizers that are trained on GSM8K, for benchmarks of whole jobs."""
+"""Models with random weights, and tokenizers that are trained on questions like those of GSM8K."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
+import random
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from trainer.models.tiny import ASSISTANT, CHAT_TEMPLATE, END, PAD, SYSTEM, USER
 
-DATA = os.path.join("..", "shared", "data", "gsm8k", "train.jsonl")
+_SYLLABLES = [first + last for first in "bdfgklmnprstvz" for last in ("a", "e", "i", "o", "u", "an", "el", "or")]
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,34 @@ SHAPES = {
 }
 
 
-def read_questions(file: str) -> list[dict[str, str]]:
-    """Return the rows of GSM8K, a JSON Lines file with `question` and `answer`."""
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Add the argument `--data`."""
+    help_text = "train.jsonl of GSM8K (default: $GSM8K, or made-up questions of the same lengths)"
+    parser.add_argument("--data", default=os.environ.get("GSM8K"), help=help_text)
+
+
+def read_questions(file: str | None) -> list[dict[str, str]]:
+    """Return the rows of GSM8K, a JSON Lines file with `question` and `answer`; None: made-up rows of such lengths."""
+    if file is None:
+        return _made_up_questions(4096)
     with open(file, encoding="utf-8") as handle:
         return [json.loads(line) for line in handle]
 
 
-def make_model(shape: Shape, data: str, path: str) -> int:
+def _made_up_questions(count: int) -> list[dict[str, str]]:
+    """Return questions and answers of made-up words. A few words are frequent and most are rare, as in English."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(40_000)]
+    weights = list(itertools.accumulate(1 / (rank + 3) for rank in range(len(words))))
+
+    def text() -> str:
+        size = min(max(int(rng.lognormvariate(4.0, 0.38)), 15), 180)
+        return " ".join(rng.choices(words, cum_weights=weights, k=size))
+
+    return [{"question": f"{text()}?", "answer": f"{text()}\n#### {rng.randint(1, 99)}"} for _ in range(count)]
+
+
+def make_model(shape: Shape, data: str | None, path: str) -> int:
     """Write a Qwen3 with random weights, and a tokenizer; returns the number of parameters."""
     tokenizer = _train_tokenizer(shape.vocabulary, data)
     assert len(tokenizer) <= shape.vocabulary, len(tokenizer)
@@ -66,7 +90,7 @@ def make_model(shape: Shape, data: str, path: str) -> int:
     return model.num_parameters()
 
 
-def _train_tokenizer(size: int, data: str) -> PreTrainedTokenizerFast:
+def _train_tokenizer(size: int, data: str | None) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

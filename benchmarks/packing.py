@@ -1,4 +1,4 @@
-"""What packing saves: `python -m benchmarks.packing [--rows 64] [--dtype float32]`.
+"""What packing saves: `python -m benchmarks.packing [--rows 16] [--dtype float32]`.
 
 The update of a policy on sequences with the lengths of GSM8K prompts and their completions: packed as in training, one
 sequence at a time, and padded to the longest of the batch (by computing on sequences of that length). Prints CPU
@@ -13,16 +13,16 @@ import tempfile
 
 import numpy as np
 
-from benchmarks.models import DATA, SHAPES, make_model
+from benchmarks.models import SHAPES, add_data, make_model
 from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, one_policy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--model", choices=list(SHAPES), default="17M")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--data", default=DATA, help=f"train.jsonl of GSM8K (default: {DATA})")
+    add_data(parser)
     args = parser.parse_args()
     lengths = gsm8k_lengths(args.rows)
     padded = np.full_like(lengths, lengths.max())

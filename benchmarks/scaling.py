@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models import DATA, SHAPES, Shape, make_model
+from benchmarks.models import SHAPES, Shape, add_data, make_model
 from benchmarks.ranks import TimedRank, cpu_seconds, gsm8k_lengths, make_batch, one_policy
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--data", default=DATA, help=f"train.jsonl of GSM8K (default: {DATA})")
+    add_data(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "small")
@@ -70,7 +70,7 @@ def main() -> None:
 
             def cost(rows: float, length: float) -> float:
                 batch = make_batch(np.full(int(rows), int(length)), SMALL.vocabulary, completion=int(length))
-                return cpu_seconds(lambda: worker.update(batch, 1))
+                return cpu_seconds(lambda: worker.update(batch, 1), repeat=1)
 
             print_growth("tokens of each of 8 sequences", (256, 512, 1024, 2048), lambda length: cost(8, length))
             print_growth("sequences of 256 tokens", (8, 16, 32, 64), lambda rows: cost(rows, 256))

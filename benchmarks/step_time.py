@@ -18,7 +18,7 @@ import tempfile
 import time
 from statistics import median
 
-from benchmarks.models import DATA, SHAPES, make_model
+from benchmarks.models import SHAPES, add_data, make_model
 from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, matmul_flops, one_policy
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
@@ -60,7 +60,7 @@ def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) ->
             ("log-probs", 1, lambda: worker.logprobs(scored)),
             ("update", 3, lambda: worker.update(batch, 1)),
         ):
-            seconds = cpu_seconds(run)
+            seconds = cpu_seconds(run, repeat=1)
             print(
                 f"| {name} | {dtype} | {phase} | {lengths.sum():,} | {seconds:.2f} s | {limit / 1e9:,.0f} GFLOP/s | "
                 f"{factor * flops / seconds / limit:.0%} |",
@@ -70,10 +70,10 @@ def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="steps a job, the first not counted (default: 10)")
+    parser.add_argument("--steps", type=int, default=6, help="steps a job, the first not counted (default: 6)")
     parser.add_argument("--models", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rows", type=int, default=16, help="sequences of a rank in the second part (default: 16)")
-    parser.add_argument("--data", default=DATA, help=f"train.jsonl of GSM8K (default: {DATA})")
+    add_data(parser)
     parser.add_argument("--no-jobs", action="store_true", help="only the second part")
     args = parser.parse_args()
     if args.steps < 2:

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.models import DATA, SHAPES, make_model, read_questions
+from benchmarks.models import SHAPES, add_data, make_model, read_questions
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
@@ -147,22 +147,29 @@ def compare(name: str, dtype: str, python: str, args: argparse.Namespace, direct
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--models", nargs="+", choices=list(SHAPES), default=["17M"], help="100M takes half an hour more"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=8, help="steps of a job, the first not counted (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a job, the first not counted (default: 3)")
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each side (default: 1)")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data", default=DATA, help=f"train.jsonl of GSM8K (default: {DATA})")
+    add_data(parser)
     parser.add_argument("--venv", default=os.path.join(tempfile.gettempdir(), "trl-1.16"), help="TRL's environment")
     parser.add_argument("overrides", nargs="*", help="settings of our job, such as rollout=transformers")
     args = parser.parse_args()
-    args.data = os.path.abspath(args.data)
-    assert len(read_questions(args.data)) >= ROWS
+    questions = read_questions(args.data)
+    if len(questions) < ROWS:
+        parser.error(f"--data: {args.data} has {len(questions)} questions, {ROWS} are needed")
     python = trl_python(args.venv)
     print("| model | dtype | | step | samples/s | ratio | CPU | first reward | last rewards | tokens |")
     print("|---" * 10 + "|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
+        file = os.path.join(directory, "train.jsonl")
+        with open(file, "w", encoding="utf-8") as handle:
+            handle.writelines(json.dumps(row) + "\n" for row in questions)
+        args.data = file
         for name in args.models:
             make_model(SHAPES[name], args.data, os.path.join(directory, name))
             for dtype in args.dtypes:
