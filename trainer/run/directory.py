@@ -67,7 +67,7 @@ class RunDirectory:
         """Take the locks, remove the leftovers of a killed run, and find the checkpoint to resume from.
 
         Args:
-            wait: if another job runs here, wait for its end.
+            wait: if another job runs here, wait for its end. Whether there is a checkpoint is not said then.
 
         Raises:
             UserError: another job runs here; the directory holds a run but `trainer.resume_mode` is not set;
@@ -85,6 +85,9 @@ class RunDirectory:
                 self.checkpoints.store.start(self.claim.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
+                if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
+                    path = self.cfg.trainer.run_dir
+                    LOG.info("%s holds no checkpoint to continue: training starts from the beginning", path)
                 self.lineage = lineage.read(self.cfg.trainer.run_dir)
                 if self.resume is not None and not self.resume.restore.fork:
                     self._complete_record(self.resume)

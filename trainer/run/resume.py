@@ -61,7 +61,6 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
         found = find_newest(cfg, checkpoints)
         if found is None:
             _check_no_fork(t.run_dir)
-            LOG.info("%s holds no checkpoint to continue: training starts from the beginning", t.run_dir)
             return None
         return compare(cfg, found, False, supervised)
     found, fork = _find_named(cfg, checkpoints, holds_run)
