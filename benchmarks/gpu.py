@@ -133,7 +133,7 @@ def measure_passes(rank: Rank, name: str, micro_tokens: int, device: str, peak: 
     worker.max_tokens = micro_tokens
     batch = make_batch(2 * micro_tokens, worker.module.config.vocab_size)
     tokens, flops = int(batch["lengths"].sum()), forward_flops(worker, batch)
-    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths")}
+    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
     for phase, run, cost in (
         ("log-probs", lambda: worker.logprobs(scored), flops),
         ("update", lambda: worker.update(batch, 1), 3 * flops),

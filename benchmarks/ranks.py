@@ -25,14 +25,21 @@ def gsm8k_lengths(rows: int, completion: int = 64, seed: int = 0) -> np.ndarray:
 
 
 def make_batch(lengths: np.ndarray, vocabulary: int, completion: int = 64) -> Batch:
-    """Return rows of random tokens with these lengths; the last `completion` tokens of each are learnt."""
+    """Return rows of random tokens with these lengths; the last `completion` tokens of each are learnt.
+
+    Each eight rows are a group. Where these have the same length, they begin alike.
+    """
     rng = np.random.default_rng(0)
     shape = len(lengths), int(lengths.max())
     columns = np.arange(shape[1])
     sampled = (columns >= lengths[:, None] - completion) & (columns < lengths[:, None]) & (columns > 0)
     mask = sampled.astype(np.float32)
+    ids = rng.integers(5, vocabulary, shape)
+    for group in range(0, len(lengths), 8):
+        if np.ptp(lengths[group : group + 8]) == 0:
+            ids[group : group + 8, : lengths[group] - completion] = ids[group, : lengths[group] - completion]
     return {
-        "input_ids": rng.integers(5, vocabulary, shape),
+        "input_ids": ids,
         "mask": mask,
         "lengths": np.asarray(lengths),
         "group_ids": np.arange(len(lengths)) // 8,

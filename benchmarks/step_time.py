@@ -49,7 +49,7 @@ def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) ->
     shape = SHAPES[name]
     lengths = gsm8k_lengths(rows)
     batch = make_batch(lengths, shape.vocabulary)
-    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths")}
+    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
     limit = matmul_flops(dtype)
     with one_policy(path, directory, dtype) as worker:
         head = shape.vocabulary * shape.hidden

@@ -138,6 +138,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.restart_window_minutes",
     "trainer.call_timeout_s",
     "trainer.max_tokens_per_micro_batch",
+    "trainer.share_prompts",
     "trainer.val_interval",
     "trainer.val_before_train",
     "trainer.ckpt_local_dir",

@@ -27,11 +27,12 @@ def update(rank: Rank, role: str, batch: Batch, step: int, kl_coef: float | None
 
 
 def make_batch() -> Batch:
-    """Experience of `GROUPS` prompts with rows of very different length."""
+    """Experience of `GROUPS` prompts of four tokens, with completions of very different length."""
     rng = np.random.default_rng(0)
     size = GROUPS * PER_GROUP
     lengths = rng.integers(6, WIDTH + 1, size)
     ids = rng.integers(0, 256, (size, WIDTH)).astype(np.int64)
+    ids[:, :4] = ids[::PER_GROUP, :4].repeat(PER_GROUP, axis=0)
     mask = np.zeros((size, WIDTH), np.float32)
     for row, length in enumerate(lengths):
         mask[row, 4:length] = 1

@@ -111,6 +111,10 @@ class TrainerConfig(Section):
     """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding.
     A longer sequence is processed alone. Ranks that share tokens (`context_parallel`) take so many together for each
     of them."""
+    share_prompts: bool = True
+    """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
+    The result is the same but for rounding. It has no effect on models whose attention is not that of
+    `model.attn_implementation=sdpa`, or that process one sequence at a time."""
     val_interval: int = number(10, at_least=1, off=-1)
     """Validate every this many steps and after the last step. -1: never."""
     val_before_train: bool = True

@@ -29,6 +29,9 @@ from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
 from trainer.parallel.batching import Batch
 
+_OF_FORWARD_PASS = ("input_ids", "mask", "lengths", "group_ids")
+"""What the ranks need of a batch to compute log-probs and values."""
+
 
 class Learner:
     """Policy, critic and reference, and what the driver does with them in a step.
@@ -46,6 +49,7 @@ class Learner:
         self.peak_flops = 0.0
         self._saves_prepared = False
         self._forward_passes = 0
+        self._shared = 0.0  # share of the tokens of the last update that were not computed twice
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
 
     def build(self, model_path: str) -> None:
@@ -107,7 +111,7 @@ class Learner:
         if not (with_old or cfg.has_reference or cfg.has_critic):
             return batch
         with self.timer("logprob"):
-            stored = self.cluster.put({name: batch[name] for name in ("input_ids", "mask", "lengths")})
+            stored = self.cluster.put({name: batch[name] for name in _OF_FORWARD_PASS})
             if with_old:
                 batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
             if cfg.has_reference:
@@ -145,9 +149,8 @@ class Learner:
         trains_policy = not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps)
         if not trains_policy and "old_logprobs" not in batch:  # no update computes them
             with self.timer("logprob"):
-                inputs = {name: batch[name] for name in ("input_ids", "lengths")}
-                inputs = self.cluster.put(inputs | {"mask": experience.sampled})
-                old_logprobs = self.ranks.logprobs("policy", inputs, shape)
+                inputs = {name: batch[name] for name in _OF_FORWARD_PASS} | {"mask": experience.sampled}
+                old_logprobs = self.ranks.logprobs("policy", self.cluster.put(inputs), shape)
         with self.timer("update"):
             # The update returns the log-probs of all sampled tokens if nobody has computed them before.
             fresh = {} if "old_logprobs" in batch else {"sampled": experience.sampled}
@@ -156,8 +159,9 @@ class Learner:
                 result = self.ranks.call("critic", "update", stored, step)
                 metrics |= {f"critic/{name}": value for name, value in result.items()}
             if trains_policy:
-                result, old_logprobs = self.ranks.update_policy(stored, shape, step, self.kl.coef)
+                result, old_logprobs, computed = self.ranks.update_policy(stored, shape, step, self.kl.coef)
                 metrics |= {f"policy/{name}": value for name, value in result.items()}
+                self._shared = 1 - computed / (self.cfg.trainer.update_epochs * int(batch["lengths"].sum()))
         if trains_policy and not self._saves_prepared:
             self._saves_prepared = True
             self.ranks.prepare_saves()
@@ -186,5 +190,6 @@ class Learner:
     def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
         """Return metrics of the speed of a step with so many samples and tokens."""
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
-        flops = model_flops(tokens, *self.ranks.num_parameters, self.cfg.trainer.update_epochs, self._forward_passes)
-        return {**metrics, "perf/mfu": flops / seconds / self.peak_flops}
+        computed = tokens * (1 - self._shared)
+        flops = model_flops(computed, *self.ranks.num_parameters, self.cfg.trainer.update_epochs, self._forward_passes)
+        return {**metrics, "perf/tokens_shared": self._shared, "perf/mfu": flops / seconds / self.peak_flops}

@@ -104,16 +104,18 @@ class Ranks:
 
     def update_policy(
         self, batch: Any, shape: tuple[int, int], step: int, kl_coef: float
-    ) -> tuple[dict[str, float], np.ndarray | None]:
+    ) -> tuple[dict[str, float], np.ndarray | None, int]:
         """All optimizer steps of the policy on the stored `batch` (see `PolicyWorker.update`).
 
         Returns:
-            the metrics, and the old log-probs `(B, T)` if the batch came without them.
+            the metrics, the old log-probs `(B, T)` if the batch came without them, and how many tokens the ranks
+            computed.
         """
         updates = self.policy.call("call", "policy", "update", batch, step, kl_coef)
         computed = any(len(update.rows) for update in updates)
         parts = [(update.rows, update.logprobs) for update in updates]
-        return updates[0].metrics, _assemble(parts, shape) if computed else None
+        tokens = sum(update.tokens for update in updates)
+        return updates[0].metrics, _assemble(parts, shape) if computed else None, tokens
 
     def check_shared(self, dtype: str) -> None:
         """Check that `share_weights` will find room.

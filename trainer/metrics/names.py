@@ -106,9 +106,15 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
+    "perf/tokens_shared": Metric(
+        "Part of these tokens that the last update of the policy did not compute, because completions of one prompt "
+        "share them (`trainer.share_prompts`).",
+        "share",
+    ),
     "perf/mfu": Metric(
-        "FLOPs of policy and reference in the step, without attention, divided by the peak of the ranks: by the data "
-        "sheet for known GPUs, else the speed of matrix products, which each rank measures at its start.",
+        "FLOPs of policy and reference in the step, without attention and the repeats of shared tokens, divided by the "
+        "peak of the ranks: by the data sheet for known GPUs, else the speed of matrix products, which each rank "
+        "measures at its start.",
         "share",
     ),
     "progress/epoch": Metric("Passes over the training prompts or examples, with fractions.", "epochs"),

@@ -52,6 +52,12 @@ def can_pack(module: nn.Module) -> bool:
     return lm._supports_attention_backend and not getattr(lm, "_is_stateful", False) and not layers
 
 
+def can_share_tokens(module: nn.Module) -> bool:
+    """Return whether sequences in one row can have their first tokens in common (see `Packing`)."""
+    lm = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    return lm.config._attn_implementation == PACKED
+
+
 def quadratic_cost(module: nn.Module) -> float:
     """Return q such that a sequence of L tokens costs `L + q L^2`, in units of a token's cost outside the attention.
 
@@ -76,6 +82,7 @@ def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
     if implementation == PACKED:
         packing.prepare()
         return {"position_ids": packing.own(packing.position_ids), "packing": packing}
+    assert not packing.shares, "only PACKED attention knows of shared tokens"
     if len(packing.lengths) == 1:
         return {}
     if implementation.startswith("flash_attention"):
@@ -181,14 +188,20 @@ def _attend_row(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    boundaries, longest = packing.boundaries, packing.longest
+    rows, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    boundaries = key_boundaries = packing.boundaries
+    if packing.shares:  # the kernel wants the keys of each sequence in one piece
+        keys, values = keys[packing.key_places], values[packing.key_places]
+        key_boundaries = packing.key_boundaries
+    longest = packing.longest
     sight = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    out = varlen_attn(
-        *rows,
+    out = varlen_attn(  # the last query of a sequence belongs to its last key
+        rows.contiguous(),
+        keys.contiguous(),
+        values.contiguous(),
         boundaries,
-        boundaries,
-        longest,
+        key_boundaries,
+        packing.longest_own,
         longest,
         scale=scaling,
         window_size=sight,

@@ -47,7 +47,15 @@ def _attend_bucket(
         own = own if bucket.is_even else _Spread.apply(own, places, rows * bucket.longest)
         return own.unflatten(0, (rows, bucket.longest)).transpose(1, 2)
 
-    out = _attend(padded(query), padded(key), padded(value), scaling, window, softcap)
+    def whole(tensor: Tensor) -> Tensor:
+        """Turn `(1, H, N, D)` into `(rows, H, shared + longest, D)`."""
+        own = padded(tensor)
+        if not bucket.shared:
+            return own
+        common = tensor[:, :, bucket.leader : bucket.leader + bucket.shared]
+        return torch.cat([common.expand(rows, -1, -1, -1), own], dim=2)
+
+    out = _attend(padded(query), whole(key), whole(value), scaling, window, softcap)
     flat = out.transpose(1, 2).flatten(0, 1)
     return (flat if bucket.is_even else _Collect.apply(flat, places))[None]
 
@@ -84,18 +92,23 @@ class _Collect(torch.autograd.Function):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Compute causal attention within each row, `(b, H, T, D)`. No real token attends to the padding on the right."""
-    length = query.shape[2]
-    if softcap is None and (window is None or window >= length):
-        gqa = query.shape[1] != key.shape[1]
+    """Compute causal attention within each row: of the last T tokens, `(b, H, T, D)`, to all S, `(b, Hkv, S, D)`.
+
+    No real token attends to the padding on the right.
+    """
+    length, all_tokens = query.shape[2], key.shape[2]
+    if window is not None and window >= all_tokens:
+        window = None
+    gqa = query.shape[1] != key.shape[1]
+    if softcap is None and window is None and length == all_tokens:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    distance = torch.arange(length, device=query.device)
-    distance = distance[:, None] - distance
+    places = torch.arange(all_tokens, device=query.device)
+    distance = places[all_tokens - length :, None] - places
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
     return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value

@@ -56,8 +56,8 @@ def _scores(
     model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
 ) -> tuple[Tensor, Tensor | None]:
     where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
-    places = packing.previous_places[where]
-    wanted = Wanted(places, input_ids[0, places + 1], temperature or 1.0, entropy)
+    targets = input_ids[0, packing.places[where]]
+    wanted = Wanted(packing.previous_places[where], targets, temperature or 1.0, entropy)
     arguments = packing_arguments(model.config, packing)
     if packing.context is None:
         scores = model(input_ids, wanted, arguments)
@@ -72,13 +72,13 @@ def _scores_of_parts(
     model: nn.Module, input_ids: Tensor, packing: Packing, wanted: Wanted, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, ...]:
     """Return the scores of all wanted tokens, of which each rank computes those in its part of the row."""
-    part, places = packing.part, wanted.places
+    assert packing.context is not None
+    part, places, context = packing.part, wanted.places, packing.context
     own = (places >= part.start) & (places < part.stop)
     wanted_here = replace(wanted, places=places[own] - part.start, targets=wanted.targets[own])
-    ids = packing.own(input_ids)
 
     def of_all(scores: Tensor) -> Tensor:
-        row = scores.new_zeros(ids.shape[1]).index_put((wanted_here.places,), scores)
-        return packing.whole(row[None])[0, places]
+        return context.total(scores.new_zeros(len(places)).masked_scatter(own, scores))
 
-    return tuple(None if scores is None else of_all(scores) for scores in model(ids, wanted_here, arguments))
+    parts = model(packing.own(input_ids), wanted_here, arguments)
+    return tuple(None if scores is None else of_all(scores) for scores in parts)

@@ -28,7 +28,7 @@ def opaque_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute `attend_buckets` for sequences of these lengths (`sizes`, in host memory)."""
+    """Compute `attend_buckets` for sequences of these sizes (see `Packing.sizes`)."""
     return attend_buckets(query, key, value, _packing(sizes, query), scaling, window, softcap).contiguous()
 
 
@@ -81,9 +81,10 @@ def _recording() -> AbstractContextManager[None]:
 
 
 def _packing(sizes: Tensor, query: Tensor) -> Packing:
-    return _cached_packing(tuple(sizes.tolist()), query.device)
+    lengths, shared = sizes.tolist()
+    return _cached_packing(tuple(lengths), tuple(shared), query.device)
 
 
 @functools.lru_cache(maxsize=4)  # all layers of a micro-batch share one
-def _cached_packing(lengths: tuple[int, ...], device: torch.device) -> Packing:
-    return Packing(lengths, device)
+def _cached_packing(lengths: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Packing:
+    return Packing(lengths, device, shared=shared)

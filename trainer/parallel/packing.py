@@ -1,4 +1,4 @@
-"""Packing: sequences follow one another in one row, so that the model computes no padding."""
+"""Packing: sequences follow one another in one row, so that the model computes no padding, and no prompt twice."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class Bucket:
     first: int
     """Index in the row of the bucket's first token."""
     lengths: tuple[int, ...]
+    """Number of each sequence's own tokens: those after the shared prefix."""
+    leader: int = 0
+    """Index in the row of the first token of the sequence with which they share tokens."""
+    shared: int = 0
+    """Number of tokens that each of them takes from there."""
 
     @property
     def tokens(self) -> int:
@@ -46,18 +51,36 @@ class Packing:
     A model gets the row, the restarting positions and this object. Its attention keeps the sequences apart
     (see `trainer.models.attention`).
 
+    A sequence may share its first tokens with the last sequence before it that shares none, its leader. The row has
+    these tokens only once, in the leader. What the model computes of them is the same for both, because no token
+    attends to later ones.
+
     Args:
         lengths: number of tokens of each sequence, at least 1.
         device: where this object puts its tensors.
         context: the ranks that share the row: each has a part of its tokens, of the same size. None: this rank has all.
+        shared: number of tokens that each sequence takes from its leader, less than its length; 0 for leaders. None:
+            no sequence takes any.
     """
 
-    def __init__(self, lengths: Sequence[int], device: str | torch.device, context: Peers | None = None):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: str | torch.device,
+        context: Peers | None = None,
+        shared: Sequence[int] | None = None,
+    ):
         self.lengths = tuple(int(length) for length in lengths)
+        self.shared = tuple(int(n) for n in shared) if shared is not None else (0,) * len(self.lengths)
         self.device = device
         self.context = context
         self.longest = max(self.lengths)
-        self.tokens = sum(self.lengths)
+        self.shares = shared is not None  # not whether any does: compiled blocks have one graph for all micro-batches
+        self.own_lengths = tuple(length - n for length, n in zip(self.lengths, self.shared, strict=True))
+        """Number of tokens of each sequence that the row has for it alone."""
+        assert min(self.own_lengths) > 0, "a sequence has a token that it does not share"
+        self.longest_own = max(self.own_lengths)
+        self.tokens = sum(self.own_lengths)
 
     @property
     def part(self) -> slice:
@@ -84,22 +107,34 @@ class Packing:
     @cached_property
     def position_ids(self) -> Tensor:
         """`(1, N)`: the position of each token in its sequence, from 0."""
-        starts = np.repeat(self._starts, self.lengths)
+        starts = np.repeat(self._starts - self.shared, self.own_lengths)
         return self._tensor((np.arange(self.tokens) - starts)[None])
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """`(B + 1,)` int32: the index of each sequence's first token, and N."""
+        """`(B + 1,)` int32: the index of each sequence's first own token, and N."""
         return self._tensor(np.append(self._starts, self.tokens).astype(np.int32))
 
     @cached_property
+    def key_boundaries(self) -> Tensor:
+        """`(B + 1,)` int32: the boundaries in a row of whole sequences, in which shared tokens are repeated."""
+        return self._tensor(np.append(0, np.cumsum(self.lengths)).astype(np.int32))
+
+    @cached_property
+    def key_places(self) -> Tensor:
+        """`(sum of lengths,)`: the index in the row of each token of one whole sequence after another."""
+        return self._tensor(self._places[np.arange(self.longest) < np.asarray(self.lengths)[:, None]])
+
+    @cached_property
     def sizes(self) -> Tensor:
-        """`(B,)` in host memory: the lengths of the sequences."""
-        return torch.tensor(self.lengths)
+        """`(2, B)` in host memory: the lengths of the sequences, and how many tokens each takes from its leader."""
+        return torch.tensor((self.lengths, self.shared))
 
     def prepare(self) -> None:
         """Compute the tensors that compiled blocks read, because a compiled graph cannot compute them."""
         _ = self.boundaries, self.sizes
+        if self.shares:
+            _ = self.key_boundaries, self.key_places
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -108,15 +143,18 @@ class Packing:
         Attention pads only within a bucket, so its cost is close to the sum of the squared lengths.
         """
         buckets: list[Bucket] = []
-        first, group = 0, [self.lengths[0]]
-        low = high = self.lengths[0]
-        for length in self.lengths[1:]:
+        first, group, common = 0, [self.own_lengths[0]], (0, 0)
+        low = high = self.own_lengths[0]
+        leader = 0
+        for length, shared, start in zip(self.own_lengths[1:], self.shared[1:], self._starts[1:].tolist(), strict=True):
+            leader = leader if shared else start
+            source = (leader, shared) if shared else (0, 0)
             low, high = min(low, length), max(high, length)
-            if high > _SHORT and low < _SIMILAR * high:
-                buckets.append(Bucket(first, tuple(group)))
-                first, group, low, high = first + sum(group), [], length, length
+            if source != common or (high > _SHORT and low < _SIMILAR * high):
+                buckets.append(Bucket(first, tuple(group), *common))
+                first, group, common, low, high = start, [], source, length, length
             group.append(length)
-        return [*buckets, Bucket(first, tuple(group))]
+        return [*buckets, Bucket(first, tuple(group), *common)]
 
     @cached_property
     def bucket_places(self) -> list[Tensor]:
@@ -135,11 +173,16 @@ class Packing:
         return F.pad(values[0], (0, 1))[self.previous_places]
 
     @cached_property
+    def places(self) -> Tensor:
+        """`(B, longest)`: the index in the row of each token; N in the padding."""
+        return self._tensor(self._places)
+
+    @cached_property
     def previous_places(self) -> Tensor:
         """`(B, longest)`: the index in the row of the previous token of each token; N if there is none."""
-        columns = np.arange(self.longest)
-        inside = (columns > 0) & (columns < np.asarray(self.lengths)[:, None])
-        return self._tensor(np.where(inside, self._starts[:, None] + columns - 1, self.tokens))
+        inside = np.arange(self.longest - 1) < np.asarray(self.lengths)[:, None] - 1
+        previous = np.where(inside, self._places[:, :-1], self.tokens)
+        return self._tensor(np.pad(previous, ((0, 0), (1, 0)), constant_values=self.tokens))
 
     @cached_property
     def has_previous(self) -> Tensor:
@@ -148,7 +191,16 @@ class Packing:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        return np.cumsum((0, *self.lengths[:-1]))
+        """`(B,)`: the index of each sequence's first own token."""
+        return np.cumsum((0, *self.own_lengths[:-1]))
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        columns, shared = np.arange(self.longest), np.asarray(self.shared)[:, None]
+        leaders = self._starts[np.maximum.accumulate(np.where(shared[:, 0] == 0, np.arange(len(shared)), 0))]
+        own = (self._starts[:, None] - shared) + columns
+        places = np.where(columns < shared, leaders[:, None] + columns, own)
+        return np.where(columns < np.asarray(self.lengths)[:, None], places, self.tokens)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

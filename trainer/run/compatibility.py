@@ -68,6 +68,7 @@ HARMLESS = (
     "trainer.restart_window_minutes",
     "trainer.call_timeout_s",
     "trainer.max_tokens_per_micro_batch",
+    "trainer.share_prompts",
     "trainer.*.fsdp.reshard_after_forward",
     "trainer.*.fsdp.cpu_offload",
     "trainer.*.fsdp.prefetch",
@@ -110,6 +111,9 @@ IMPOSSIBLE = {
 # Keys that even a fork changes with permission alone, if it restores weights or their optimizer state.
 FORK_NEEDS_PERMISSION = ("model.path",)
 
+# What versions without these keys did, where it is not the default of today.
+FORMER_BEHAVIOUR = {"trainer.share_prompts": False}
+
 # Harmless changes after which a replayed step equals the logged one only to rounding.
 ROUNDING = (
     "trainer.num_workers",
@@ -120,6 +124,7 @@ ROUNDING = (
     "trainer.colocate_roles",
     "trainer.*.fsdp.*",
     "trainer.max_tokens_per_micro_batch",
+    "trainer.share_prompts",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
     "rollout.max_num_seqs",
@@ -130,6 +135,9 @@ ROUNDING = (
     "rollout.weight_sync_bucket_mb",
     "rollout.lora_sync",
 )
+
+# What versions without these keys did, where it is not the default of today.
+FORMER_BEHAVIOUR = {"trainer.share_prompts": False}
 
 # Harmless changes after which the logged validation means something else.
 VALIDATION = ("data.val_*", "rollout.val_n", "reward.success_threshold")
@@ -192,7 +200,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     Args:
         defaults: values of keys that the saved config does not have, because an older version wrote it.
     """
-    fallback = _flatten(defaults)
+    fallback = _flatten(defaults) | FORMER_BEHAVIOUR
     old, new = (_with_schedules(fallback | _flatten(config)) for config in (saved, now))
     own_before, own_now = _defaults_of_functions(old), _defaults_of_functions(new)
     changes = []

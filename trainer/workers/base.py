@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.documents import is_count, parse_object
 from trainer.errors import NonFiniteError, UserError
 from trainer.keyed import permutation
-from trainer.models.attention import can_pack, quadratic_cost
-from trainer.parallel.batching import Batch, MicroBatch, plan_micro_batches, select, take_rows
+from trainer.models.attention import can_pack, can_share_tokens, quadratic_cost
+from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, select, take_rows
 from trainer.parallel.layout import Layout
+from trainer.parallel.planning import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import reshard
 from trainer.workers.saving import StateFiles
@@ -61,25 +63,30 @@ class ModelWorker:
         self,
         module: nn.Module,
         layout: Layout,
-        max_tokens_per_micro_batch: int,
+        config: TrainerConfig,
         before_weights_change: Callable[[], None],
     ):
         self.module = module
         self.layout = layout
+        self.config = config
         self.device = layout.device
-        tokens = max_tokens_per_micro_batch * layout.sizes["context"]
+        tokens = config.max_tokens_per_micro_batch * layout.sizes["context"]
         self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
+        self.shares_prompts = config.share_prompts and can_share_tokens(module)
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 
-    def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """Return the rows of each micro-batch of this rank. Every rank has the same number of micro-batches."""
-        plan = plan_micro_batches(batch["lengths"].tolist(), self.layout.data_size, self.max_tokens, self.quadratic)
-        return plan[self.layout.data_rank]
+    def micro_batches(self, batch: Batch) -> list[Callable[[], MicroBatch]]:
+        """Return what makes each micro-batch of this rank. Every rank has the same number of micro-batches.
 
-    def take(self, batch: Batch, rows: list[int]) -> MicroBatch:
-        """Return the micro-batch of these rows (see `take_rows`)."""
-        return take_rows(batch, rows, self.device, self.layout.context)
+        Args:
+            batch: `input_ids`: `(B, T)`; `lengths` and `group_ids`: `(B,)`.
+        """
+        shared = count_shared_tokens(batch) if self.shares_prompts else None
+        shared = shared if shared is not None and shared.any() else None
+        rows = Rows(batch["lengths"], self.quadratic, batch["group_ids"], shared)
+        plan = plan_micro_batches(rows, self.layout.data_size, self.max_tokens)[self.layout.data_rank]
+        return [partial(take_rows, batch, chosen, self.device, self.layout.context, shared) for chosen in plan]
 
     @torch.no_grad()
     def map_rows(self, batch: Batch, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
@@ -89,10 +96,11 @@ class ModelWorker:
         together are the whole batch; of the ranks with the same share, the first returns it.
         """
         results = []
-        for rows in self.micro_batches(batch):
-            values = function(self.take(batch, rows))
-            if rows and self.layout.reports_share:
-                results.append((rows, values.float().cpu().numpy()))
+        for take in self.micro_batches(batch):
+            micro_batch = take()
+            values = function(micro_batch)
+            if micro_batch.rows and self.layout.reports_share:
+                results.append((micro_batch.rows, values.float().cpu().numpy()))
         return stack_rows(results, batch["input_ids"].shape[1])
 
     def weight_tensors(self) -> list[Tensor]:
@@ -182,13 +190,13 @@ class TrainedWorker(ModelWorker):
         before_weights_change: Callable[[], None],
         reduce_gradients: str = "micro_batch",
     ):
-        super().__init__(module, layout, config.max_tokens_per_micro_batch, before_weights_change)
+        super().__init__(module, layout, config, before_weights_change)
         self.reduces_each_micro_batch = reduce_gradients == "micro_batch"
         self.module.train()  # dropout is off; activation checkpointing needs the training mode
-        self.config = config
         self.optimizer_config = optimizer
         self.total_optimizer_steps = config.scheduled_steps()[self.role]
         self.optimizer_steps = 0
+        self.tokens_computed = 0  # by this rank, for the updates of the policy or critic
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=optimizer.lr,
@@ -241,11 +249,14 @@ class TrainedWorker(ModelWorker):
         """
         plan = self.micro_batches(batch)
         sums: dict[str, Tensor] = {}
-        for i, rows in enumerate(plan):
+        for i, take in enumerate(plan):
             last = i == len(plan) - 1
             self.module.set_requires_gradient_sync(last or self.reduces_each_micro_batch)
             self.module.set_is_last_backward(last)
-            loss, metrics = loss_function(self.take(batch, rows))
+            micro_batch = take()
+            if micro_batch.rows and self.layout.reports_share:
+                self.tokens_computed += micro_batch.packing.tokens
+            loss, metrics = loss_function(micro_batch)
             # FSDP averages gradients over its mesh, but the shares of the loss must be summed.
             (loss * self.layout.fsdp_mesh.size()).backward()
             for name, value in {"loss": loss, **metrics}.items():

@@ -40,6 +40,8 @@ class PolicyUpdate:
     """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the batch had old log-probs."""
     logprobs: np.ndarray
     """`(n, T)`: the old log-probs of these rows, zero-padded."""
+    tokens: int
+    """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
 
 
 class PolicyWorker(TrainedWorker):
@@ -89,8 +91,10 @@ class PolicyWorker(TrainedWorker):
         if on_policy and len(self.mini_batches(batch, step)) > 1:
             raise ValueError("several optimizer steps need the old log-probs of the batch")
         fresh: list[tuple[list[int], np.ndarray]] = []
+        before = self.tokens_computed
         metrics = self.train(batch, step, lambda mini_batch: self._update_mini_batch(mini_batch, coef, fresh))
-        return PolicyUpdate(metrics, *stack_rows(fresh, batch["input_ids"].shape[1]))
+        rows, logprobs = stack_rows(fresh, batch["input_ids"].shape[1])
+        return PolicyUpdate(metrics, rows, logprobs, self.tokens_computed - before)
 
     def _update_mini_batch(
         self, batch: Batch, kl_coef: float, fresh: list[tuple[list[int], np.ndarray]]
@@ -135,8 +139,8 @@ class PolicyWorker(TrainedWorker):
         """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for held-out data."""
         totals = self._totals(batch)
         share = 0.0
-        for rows in self.micro_batches(batch):
-            mb = self.take(batch, rows)
+        for take in self.micro_batches(batch):
+            mb = take()
             share += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
         return self.layout.sum_over_data({"loss": share})["loss"]
 
@@ -226,7 +230,7 @@ class ReferenceWorker(ModelWorker):
         before_weights_change: Callable[[], None],
         policy: nn.Module | None = None,
     ):
-        super().__init__(module, layout, cfg.trainer.max_tokens_per_micro_batch, before_weights_change)
+        super().__init__(module, layout, cfg.trainer, before_weights_change)
         self.temperature = cfg.rollout.temperature
         self.policy = policy
         self.shares_policy = module is policy

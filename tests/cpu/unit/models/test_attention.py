@@ -28,19 +28,27 @@ from trainer.models.opaque_attention import opaque_attention
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
+ALONE = [0] * len(LENGTHS)
+SHARED = [0, 0, 1, 6, 6, 0, 0]
+"""How many tokens each sequence has in common with the last one that has none."""
 
 
-def sequences() -> list[Tensor]:
+def sequences(shared: list[int] = ALONE) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    tokens = [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    leader = tokens[0]
+    for ids, count in zip(tokens, shared, strict=True):
+        leader = leader if count else ids
+        ids[:count] = leader[:count]
+    return tokens
 
 
-def padded_ids() -> Tensor:
-    return nn.utils.rnn.pad_sequence(sequences(), batch_first=True)
+def padded_ids(shared: list[int] = ALONE) -> Tensor:
+    return nn.utils.rnn.pad_sequence(sequences(shared), batch_first=True)
 
 
-def packed_ids() -> Tensor:
-    return torch.cat(sequences())[None]
+def packed_ids(shared: list[int] = ALONE) -> Tensor:
+    return torch.cat([ids[count:] for ids, count in zip(sequences(shared), shared, strict=True)])[None]
 
 
 def real() -> Tensor:
@@ -62,10 +70,11 @@ def packable(name: str):
     return model
 
 
-def padded_scores(model: nn.Module) -> tuple[Tensor, Tensor]:
+def padded_scores(model: nn.Module, shared: list[int] = ALONE) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of padded rows."""
-    logp = model(padded_ids(), use_cache=False).logits[:, :-1].log_softmax(-1)
-    chosen = logp.gather(-1, padded_ids()[:, 1:, None]).squeeze(-1)
+    ids = padded_ids(shared)
+    logp = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    chosen = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
     return tuple(nn.functional.pad(x, (1, 0)) * real() for x in (chosen, -(logp.exp() * logp).sum(-1)))
 
 
@@ -81,15 +90,17 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(found[name], gradient, atol=1e-5 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("short", [64, 3], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize("short", [64, 3], ids=["wide buckets", "narrow buckets"])
+@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, short, monkeypatch):
+def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, shared, short, monkeypatch):
     monkeypatch.setattr("trainer.parallel.packing._SHORT", short)
-    packing = Packing(LENGTHS, "cpu")
-    assert (len(packing.buckets) > 1) == (short == 3)
+    packing, ids = Packing(LENGTHS, "cpu", shared=shared), packed_ids(shared)
+    assert (len(packing.buckets) == 1) == (short == 64 and shared == ALONE)
+    assert ids.numel() == packing.tokens == sum(LENGTHS) - sum(shared)
     ours, theirs = packable(name), random_model(ARCHITECTURES[name], "eager")
-    expected, expected_entropy = padded_scores(theirs)
-    logprobs, entropy = logprobs_and_entropy(ours, packed_ids(), packing, entropy_grad=True)
+    expected, expected_entropy = padded_scores(theirs, shared)
+    logprobs, entropy = logprobs_and_entropy(ours, ids, packing, entropy_grad=True)
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
     ((logprobs + 0.3 * entropy) * weights()).sum().backward()
@@ -97,14 +108,15 @@ def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, short
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name):
+def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name, shared):
     models = packable(name), random_model(ARCHITECTURES[name], "eager")
     critics = [CriticModel(model.base_model, model.base_model_prefix) for model in models]
     for critic in critics:
         critic.value_head.weight.data = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
-    values = critics[0](packed_ids(), Packing(LENGTHS, "cpu"))
-    hidden = models[1].base_model(padded_ids(), use_cache=False).last_hidden_state
+    values = critics[0](packed_ids(shared), Packing(LENGTHS, "cpu", shared=shared))
+    hidden = models[1].base_model(padded_ids(shared), use_cache=False).last_hidden_state
     expected = nn.functional.pad(critics[1].value_head(hidden[:, :-1]).squeeze(-1), (1, 0)) * real()
     torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
     (values * weights()).sum().backward()
@@ -199,10 +211,11 @@ def test_the_quadratic_cost_is_the_attentions_share_of_the_flops(tied):
     assert quadratic_cost(model) == pytest.approx(2 * 32 / parameters)
 
 
+@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, 20.0)])
-def test_attention_as_one_operator_has_the_same_gradients(window, softcap):
+def test_attention_as_one_operator_has_the_same_gradients(window, softcap, shared):
     generator = torch.Generator().manual_seed(3)
-    packing = Packing(LENGTHS, "cpu")
+    packing = Packing(LENGTHS, "cpu", shared=shared)
     inputs = [torch.randn(1, heads, packing.tokens, 8, generator=generator) for heads in (4, 2, 2)]
     gradient = torch.randn(1, packing.tokens, 4, 8, generator=generator)
 

@@ -14,8 +14,9 @@ from trainer.algorithms import POLICY_LOSSES, Totals, aggregate
 from trainer.models.attention import set_attention
 from trainer.models.head import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
-from trainer.parallel.batching import plan_micro_batches, take_rows
+from trainer.parallel.batching import count_shared_tokens, take_rows
 from trainer.parallel.packing import Packing
+from trainer.parallel.planning import Rows, plan_micro_batches
 
 LENGTHS = np.array([9, 4, 21, 4, 13, 2, 17, 8])
 
@@ -26,24 +27,31 @@ def make_batch() -> dict[str, np.ndarray]:
     columns = np.arange(shape[1])
     mask = ((columns >= 2) & (columns < LENGTHS[:, None])).astype(np.float32)
     noise = rng.normal(size=(2, *shape)).astype(np.float32) * mask
+    ids = rng.integers(2, VOCABULARY, shape)
+    ids[[1, 3, 4], :3], ids[[0, 2, 6, 7], :7] = ids[1, :3], ids[0, :7]
     return {
-        "input_ids": rng.integers(2, VOCABULARY, shape),
+        "input_ids": ids,
         "lengths": LENGTHS,
+        "group_ids": np.array([0, 1, 0, 1, 1, 2, 0, 0]),
         "mask": mask,
         "advantages": noise[0],
         "old_logprobs": -4 * mask + 0.3 * noise[1],
     }
 
 
-def loss_and_gradients(model: torch.nn.Module, ranks: int, max_tokens: int) -> tuple[float, list[Tensor]]:
+def loss_and_gradients(
+    model: torch.nn.Module, ranks: int, max_tokens: int, shares: bool = False
+) -> tuple[float, list[Tensor]]:
     """Of a policy loss with an entropy bonus, over the micro-batches of all ranks."""
     batch = make_batch()
+    shared = count_shared_tokens(batch) if shares else None
+    assert shared is None or shared.tolist() == [7, 3, 7, 3, 3, 0, 7, 7]
     totals = Totals.of(torch.from_numpy(batch["mask"]))
     model.zero_grad()
     total = 0.0
-    for plan in plan_micro_batches(LENGTHS.tolist(), ranks, max_tokens):
+    for plan in plan_micro_batches(Rows(LENGTHS, 0.0, batch["group_ids"], shared), ranks, max_tokens):
         for rows in plan:
-            mb = take_rows(batch, rows, "cpu")
+            mb = take_rows(batch, rows, "cpu", shared=shared)
             logprobs, entropy = logprobs_and_entropy(model, mb.input_ids, mb.packing, 0.7, entropy_grad=True)
             loss, _ = POLICY_LOSSES["clip"](
                 logprobs,
@@ -68,10 +76,10 @@ def expected(request):
 
 
 @settings(deadline=None, max_examples=25)
-@given(ranks=st.integers(1, 5), max_tokens=st.integers(1, 90))
-def test_loss_and_gradients_do_not_depend_on_ranks_and_micro_batches(expected, ranks, max_tokens):
+@given(ranks=st.integers(1, 5), max_tokens=st.integers(1, 90), shares=st.booleans())
+def test_loss_and_gradients_do_not_depend_on_ranks_micro_batches_and_sharing(expected, ranks, max_tokens, shares):
     model, loss, gradients = expected
-    found, own = loss_and_gradients(model, ranks, max_tokens)
+    found, own = loss_and_gradients(model, ranks, max_tokens, shares)
     assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)
     for gradient, other in zip(own, gradients, strict=True):
         scale = max(1.0, float(other.abs().max()))

@@ -1,57 +1,12 @@
-"""The split of a batch over ranks and micro-batches."""
+"""Batches as arrays, micro-batches as tensors."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.parallel.batching import plan_micro_batches, take_rows
-
-
-@settings(deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
-    ranks=st.integers(1, 6),
-    limit=st.integers(1, 900),
-    quadratic=st.sampled_from([0.0, 0.01]),
-)
-def test_plan_contains_every_row_once_and_as_many_micro_batches_for_each_rank(lengths, ranks, limit, quadratic):
-    plan = plan_micro_batches(lengths, ranks, limit, quadratic)
-    assert len(plan) == ranks and len({len(micro_batches) for micro_batches in plan}) == 1
-    rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
-    assert sorted(rows) == list(range(len(lengths)))
-    for micro_batch in (m for micro_batches in plan for m in micro_batches):
-        assert len(micro_batch) <= 1 or sum(lengths[row] for row in micro_batch) <= limit
-
-
-def test_ranks_do_similar_work_at_the_same_time():
-    assert plan_micro_batches([8, 1, 8, 1], num_ranks=2, max_tokens=8) == [[[0], [1]], [[2], [3]]]
-    assert plan_micro_batches([9, 8, 7, 6, 5, 4], num_ranks=2, max_tokens=99) == [[[0, 3, 4]], [[1, 2, 5]]]
-
-
-def test_long_rows_count_for_their_attention_too():
-    assert plan_micro_batches([6, 3, 3, 3], num_ranks=2, max_tokens=99) == [[[0, 3]], [[1, 2]]]
-    assert plan_micro_batches([6, 3, 3, 3], num_ranks=2, max_tokens=99, quadratic=1) == [[[0]], [[1, 2, 3]]]
-
-
-def efficiency(lengths: np.ndarray, ranks: int, max_tokens: int, quadratic: float) -> float:
-    """Return the share of the time in which ranks work, if all wait for the slowest at each micro-batch."""
-    plan = plan_micro_batches(lengths.tolist(), ranks, max_tokens, quadratic)
-    costs = np.asarray([[sum(lengths[r] + quadratic * lengths[r] ** 2 for r in m) for m in own] for own in plan])
-    return costs.sum() / (ranks * costs.max(axis=0).sum())
-
-
-@pytest.mark.parametrize("ranks", [1, 4, 8])
-@pytest.mark.parametrize("max_tokens", [4096, 16384])
-@pytest.mark.parametrize("prompts", [32, 128])
-def test_ranks_wait_little_for_each_other_with_lengths_like_those_of_gsm8k(ranks, max_tokens, prompts):
-    """Eight completions of each prompt. Prompts have 77 tokens on average, completions 130 with a long tail."""
-    rng = np.random.default_rng(ranks + prompts)
-    prompt = np.repeat(rng.lognormal(4.26, 0.4, prompts), 8)
-    lengths = (prompt + np.minimum(rng.lognormal(4.7, 0.55, len(prompt)), 1024)).astype(int)
-    assert efficiency(lengths, ranks, max_tokens, 1e-4) >= 0.97
+from trainer.parallel.batching import count_shared_tokens, take_rows
 
 
 def test_a_micro_batch_is_packed_for_the_model_and_padded_for_the_loss():
@@ -72,3 +27,55 @@ def test_an_empty_micro_batch_takes_part_and_contributes_nothing():
     micro_batch = take_rows(batch, [], "cpu")
     assert micro_batch.input_ids.tolist() == [[1, 2]] and micro_batch.rows == []
     assert micro_batch["mask"].tolist() == [[0, 0]]
+
+
+BATCH = {
+    "input_ids": np.array([[1, 2, 3, 4], [9, 9, 0, 0], [1, 2, 5, 0], [1, 2, 3, 0], [9, 9, 9, 0]]),
+    "mask": np.array([[0, 0, 1, 1], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 1, 1, 0]], np.float32),
+    "lengths": np.array([4, 2, 3, 3, 3]),
+    "group_ids": np.array([7, 3, 7, 7, 3]),
+}
+
+
+def test_tokens_with_which_all_rows_of_a_group_begin_are_shared_but_for_one_of_each_row():
+    assert count_shared_tokens(BATCH).tolist() == [2, 1, 2, 2, 1]
+    alone = {name: array[:2] for name, array in BATCH.items()}
+    assert count_shared_tokens(alone).tolist() == [0, 0]
+
+
+def test_neighbours_of_one_group_have_their_shared_tokens_once():
+    shared = count_shared_tokens(BATCH)
+    micro_batch = take_rows(BATCH, [2, 0, 4, 3], "cpu", shared=shared)
+    assert micro_batch.input_ids.tolist() == [[1, 2, 5, 3, 4, 9, 9, 9, 1, 2, 3]]
+    assert micro_batch.packing.lengths == (3, 4, 3, 3) and micro_batch.packing.shared == (0, 2, 0, 0)
+    assert micro_batch["mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]
+    empty = take_rows(BATCH, [], "cpu", shared=shared)
+    assert empty.packing.shared == (0,) and not empty["mask"].any()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_each_row_can_be_read_from_a_row_in_which_tokens_are_shared(data):
+    count = data.draw(st.integers(1, 9))
+    groups = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    rows = [data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=6)) for _ in range(count)]
+    batch = {
+        "input_ids": np.array([row + [0] * (6 - len(row)) for row in rows]),
+        "lengths": np.array([len(row) for row in rows]),
+        "group_ids": np.array(groups),
+    }
+    order = sorted(range(count), key=lambda row: groups[row])
+    micro_batch = take_rows(batch, order, "cpu", shared=count_shared_tokens(batch))
+    packing, tokens = micro_batch.packing, micro_batch.input_ids[0].tolist() + [0]
+    assert packing.tokens == len(tokens) - 1 == sum(packing.own_lengths)
+    for place, row in enumerate(order):
+        assert [tokens[i] for i in packing.places[place]] == (rows[row] + [0] * 6)[: packing.longest]
+        assert [tokens[i] for i in packing.previous_places[place]] == ([0, *rows[row][:-1]] + [0] * 6)[
+            : packing.longest
+        ]
+        positions = packing.position_ids[0][packing.places[place][: len(rows[row])]]
+        assert positions.tolist() == list(range(len(rows[row])))
+    assert packing.key_places.tolist() == [i for i in packing.places.flatten().tolist() if i < packing.tokens]
+    assert packing.key_boundaries.diff().tolist() == list(packing.lengths)
+    assert packing.boundaries.diff().tolist() == list(packing.own_lengths)
+    assert [length for bucket in packing.buckets for length in bucket.lengths] == list(packing.own_lengths)

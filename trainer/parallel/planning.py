@@ -1,0 +1,149 @@
+"""The split of a batch over ranks and micro-batches.
+
+Every rank knows the whole batch and computes the same plan, so the ranks need not communicate. Losses are normalised
+over the global batch, so the plan changes the speed and never the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_MOST_KEYS = 4
+"""Attention copies the keys of shared tokens for each row that has them: at most this many keys for each token of a
+micro-batch."""
+
+Plan = list[list[list[int]]]
+"""The rows of each rank's micro-batches: `plan[rank][i]`."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch, and what they cost.
+
+    Rows of one group that are in the same micro-batch compute the tokens that they share only once.
+    """
+
+    lengths: np.ndarray
+    """`(B,)`: tokens of each row."""
+    quadratic: float = 0.0
+    """A row of L tokens costs `L + quadratic L^2`."""
+    groups: np.ndarray | None = None
+    """`(B,)`: which rows share tokens. None: none do."""
+    shared: np.ndarray | None = None
+    """`(B,)`: with how many tokens all rows of the row's group begin."""
+
+    def families(self) -> list[np.ndarray]:
+        """Return the rows that share tokens, the longest first, and each other row by itself."""
+        longest_first = np.argsort(-self.lengths, kind="stable")
+        if self.groups is None or self.shared is None:
+            return list(longest_first[:, None])
+        alone = longest_first[self.shared[longest_first] == 0]
+        rest = longest_first[self.shared[longest_first] > 0]
+        order = rest[np.argsort(self.groups[rest], kind="stable")]
+        starts = np.flatnonzero(np.diff(self.groups[order])) + 1
+        return [*alone[:, None], *(np.split(order, starts) if len(order) else [])]
+
+    def cost(self, rows: Sequence[int] | np.ndarray) -> float:
+        """Return the cost of a micro-batch, in units of a token without attention."""
+        return self._measure(rows, self.quadratic)
+
+    def room(self, rows: Sequence[int] | np.ndarray) -> int:
+        """Return how many tokens of a micro-batch's limit the rows take."""
+        keys = int(self.lengths[rows].sum())
+        return max(int(self._measure(rows, 0.0)), -(-keys // _MOST_KEYS))
+
+    def neighbours(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows in an order in which those that share tokens follow one another."""
+        if self.groups is None or self.shared is None:
+            return list(rows)
+        keys = [int(self.groups[row]) if self.shared[row] else -1 - row for row in rows]
+        first = {key: place for place, key in reversed(list(enumerate(keys)))}
+        return [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: first[pair[0]])]
+
+    def _measure(self, rows: Sequence[int] | np.ndarray, quadratic: float) -> float:
+        rows = np.asarray(rows, dtype=np.int64)
+        if len(rows) == 1:
+            length = float(self.lengths[rows[0]])
+            return length + quadratic * length**2
+        lengths = self.lengths[rows].astype(np.float64)
+        whole = float((lengths + quadratic * lengths**2).sum())
+        if self.groups is None or self.shared is None:
+            return whole
+        _, first = np.unique(self.groups[rows], return_index=True)
+        repeated = np.ones(len(rows), bool)
+        repeated[first] = False
+        shared = self.shared[rows[repeated]].astype(np.float64)
+        return whole - float((shared + quadratic * shared**2).sum())
+
+
+def plan_micro_batches(rows: Rows, num_ranks: int, max_tokens: int) -> Plan:
+    """Return the rows of each rank's micro-batches.
+
+    Each micro-batch holds at most `max_tokens` tokens (a longer row goes alone). Every rank gets the same number of
+    micro-batches, because each one is a collective. The ranks wait for the slowest at each of them, so the i-th
+    micro-batches of all ranks cost about the same. A rank with an empty micro-batch takes part in the collective and
+    contributes nothing.
+
+    Rows that share tokens stay together where they can. They are divided, first into halves, as long as better balance
+    gains more time than repeating their shared tokens costs.
+    """
+    families = rows.families()
+    best, parts = _plan(rows, families, num_ranks, max_tokens), 1
+    while parts < max(map(len, families)):
+        parts *= 2
+        plan = _plan(rows, [part for family in families for part in _divide(family, parts)], num_ranks, max_tokens)
+        if _time(rows, plan) >= _time(rows, best):
+            break
+        best = plan
+    return best
+
+
+def _divide(family: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Return a family as parts of similar length."""
+    count = min(parts, len(family))
+    return [family[i::count] for i in range(count)]
+
+
+def _plan(rows: Rows, families: list[np.ndarray], num_ranks: int, max_tokens: int) -> Plan:
+    """Return a plan that keeps each family together, unless it is too large for a micro-batch."""
+    pieces: list[np.ndarray] = []
+    for family in families:
+        parts = -(-rows.room(family) // max_tokens)
+        while parts < len(family) and any(rows.room(part) > max_tokens for part in _divide(family, parts)):
+            parts += 1
+        pieces += _divide(family, parts)
+    sizes = np.asarray([rows.room(piece) for piece in pieces])
+    costs = np.asarray([rows.cost(piece) for piece in pieces])
+    order = np.lexsort(([piece[0] for piece in pieces], -sizes))
+    count = max(1, -(-int(np.minimum(sizes, max_tokens).sum()) // (num_ranks * max_tokens)))
+    while (filled := _fill(order, sizes, costs, num_ranks * count, max_tokens)) is None:
+        count += 1
+    filled.sort(key=lambda chosen: -costs[chosen].sum())
+    batches = [rows.neighbours([int(row) for piece in chosen for row in pieces[piece]]) for chosen in filled]
+    return [batches[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _time(rows: Rows, plan: Plan) -> float:
+    """Return the cost of a plan, whose ranks wait for the slowest at each micro-batch."""
+    return sum(max(rows.cost(batch) for batch in batches) for batches in zip(*plan, strict=True))
+
+
+def _fill(order: np.ndarray, sizes: np.ndarray, costs: np.ndarray, count: int, limit: int) -> list[list[int]] | None:
+    """Share out pieces to `count` micro-batches of similar cost, the longest first; None if they do not fit.
+
+    Each piece goes to the micro-batch that costs the least so far, of those that have room for it.
+    """
+    batches: list[list[int]] = [[] for _ in range(count)]
+    tokens, load = np.zeros(count, np.int64), np.zeros(count)
+    for piece in order.tolist():
+        has_room = (tokens == 0) | (tokens + sizes[piece] <= limit)
+        if not has_room.any():
+            return None
+        batch = int(np.argmin(np.where(has_room, load, np.inf)))
+        batches[batch].append(piece)
+        tokens[batch] += sizes[piece]
+        load[batch] += costs[piece]
+    return batches
