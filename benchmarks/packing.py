@@ -1,9 +1,9 @@
 """What packing saves: `python -m benchmarks.packing [--rows 16] [--dtype float32]`.
 
 The update of a policy on sequences with the lengths of GSM8K prompts and their completions: packed as in training, one
-sequence at a time, and padded to the longest of the batch (by computing on sequences of that length). Then of eight
-completions of each prompt, whose prompts are computed once, or once for each completion. Prints CPU seconds on one
-thread, and ratios to the packed update.
+sequence at a time, and padded to the longest of the batch (by computing on sequences of that length). Then
+packed with the prompt of each eight completions once. Prints CPU seconds on one thread, and ratios to the packed
+update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def main() -> None:
     args = parser.parse_args()
     lengths = gsm8k_lengths(args.rows)
     padded = np.full_like(lengths, lengths.max())
-    groups = gsm8k_lengths(args.rows // 8).repeat(8)
     print("| update of | real tokens | computed tokens | CPU | to packed |\n" + "|---" * 5 + "|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model")
@@ -38,18 +37,18 @@ def main() -> None:
                 ("packed rows", lengths, 16384, False),
                 ("one row at a time", lengths, 1, False),
                 ("padded rows", padded, 16384, False),
-                ("packed rows of eight completions", groups, 16384, False),
-                ("the same with shared prompts", groups, 16384, True),
+                ("packed rows with shared prompts", lengths, 16384, True),
             ):
                 worker.max_tokens, worker.shares_prompts = most, shares
-                real, batch = sizes if sizes is groups else lengths, make_batch(sizes, SHAPES[args.model].vocabulary)
+                batch = make_batch(sizes, SHAPES[args.model].vocabulary)
                 before = worker.tokens_computed
                 worker.update(batch, 1)
                 computed = worker.tokens_computed - before
                 seconds = cpu_seconds(lambda batch=batch: worker.update(batch, 1))
                 base = base or seconds
                 print(
-                    f"| {name} | {real.sum():,} | {computed:,} | {seconds:.2f} s | {seconds / base:.2f} |", flush=True
+                    f"| {name} | {lengths.sum():,} | {computed:,} | {seconds:.2f} s | {seconds / base:.2f} |",
+                    flush=True,
                 )
 
 

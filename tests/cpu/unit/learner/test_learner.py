@@ -38,13 +38,19 @@ def episodes(prompts: int = 2, n: int = 4) -> list[Episode]:
 
 
 def a_step(
-    model: str, mini_batch: int = 2, ranks: int = 1, equal_rewards: bool = False, critic_warmup: int = 0, **algorithm
+    model: str,
+    mini_batch: int = 2,
+    ranks: int = 1,
+    equal_rewards: bool = False,
+    critic_warmup: int = 0,
+    share_prompts: bool = True,
+    **algorithm,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of one step, and its seconds by phase."""
     cfg = Config()
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.policy.optimizer.lr = 1e-2
-    cfg.trainer.critic.warmup_steps = critic_warmup
+    cfg.trainer.critic.warmup_steps, cfg.trainer.share_prompts = critic_warmup, share_prompts
     for name, value in algorithm.items():
         setattr(cfg.algorithm, name, value)
     timer = Timer()
@@ -54,7 +60,11 @@ def a_step(
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
         scored = _record_scored(learner)
         metrics = learner.update(learner.score(made), 1)
-        assert 0 < learner.speed(len(made), 40, 1e3)["perf/mfu"] < 1e-4
+        speed = learner.speed(len(made), 40, 1e3)
+        assert 0 < speed["perf/mfu"] < 1e-4
+        # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
+        repeats = 2 * (4 - ranks) * 4 if share_prompts and not critic_warmup else 0
+        assert speed["perf/tokens_shared"] == pytest.approx(repeats / 52)
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
     return metrics, timer.take()
@@ -124,6 +134,11 @@ def test_two_ranks_learn_what_one_rank_learns(model):
     assert one.keys() == two.keys()
     for name in one:
         assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_shared_prompt_changes_nothing_but_the_work(model):
+    shared, alone = a_step(model, mini_batch=1)[0], a_step(model, mini_batch=1, share_prompts=False)[0]
+    assert shared == pytest.approx(alone, rel=1e-5, abs=1e-6)
 
 
 def test_an_episode_of_two_samples_is_scored_as_one(model):
