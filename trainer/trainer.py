@@ -179,7 +179,7 @@ class Trainer:
                     self.recovery.begin_step(step)
                     with self.timer("step"):
                         episodes = self.source.next(step)
-                        experience = self.learner.score(episodes)
+                        experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
                         with self.timer("sync"):
                             self.source.publish(version=step + 1)

@@ -67,8 +67,8 @@ class AlgorithmConfig(Section):
     options: dict[str, Any] = open_section()
     """Further options of functions that are given by import path."""
     old_logprobs: str = choice("trainer", ("trainer", "sampler"))
-    """Whose log-probs are those of the old policy in the ratio: `trainer` (computed again before the update, or in it
-    where a step has one optimizer step) or `sampler` (the engine's; one pass less)."""
+    """Whose log-probs are those of the old policy in the ratio: `trainer` (computed again: before the update, or for
+    the first optimizer step in the update) or `sampler` (the engine's; no pass before the update)."""
     kl_coef: float = number(0.0, at_least=0)
     """Weight of the KL to the reference. 0: no reference model."""
     kl_in: str = choice("loss", ("loss", "reward"))

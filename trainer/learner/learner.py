@@ -27,10 +27,7 @@ from trainer.learner.experience import (
 from trainer.learner.ranks import Ranks
 from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
-from trainer.parallel.batching import Batch
-
-_OF_FORWARD_PASS = ("input_ids", "mask", "lengths", "group_ids")
-"""What the ranks need of a batch to compute log-probs and values."""
+from trainer.parallel.batching import Batch, mini_batches, select
 
 
 class Learner:
@@ -62,13 +59,16 @@ class Learner:
     # ---------------------------------------------------------------------------------------------------
     # The steps of the loop
 
-    def score(self, episodes: Sequence[Episode]) -> Experience:
-        """Compute old and reference log-probs, values and advantages of a step's episodes."""
+    def score(self, episodes: Sequence[Episode], step: int) -> Experience:
+        """Compute old and reference log-probs, values and advantages of a step's episodes.
+
+        The old log-probs of some rows are missing (see `has_old_logprobs` of `PolicyWorker.update`).
+        """
         samples = [sample for episode in episodes for sample in episode.samples]
         owners = np.asarray([i for i, episode in enumerate(episodes) for _ in episode.samples])
         status = [episode.status for episode in episodes]
         rewards = np.asarray([episode.reward for episode in episodes], dtype=np.float64)
-        batch = self._add_models_view(build_batch(samples, [episodes[i].group for i in owners]))
+        batch = self._add_models_view(build_batch(samples, [episodes[i].group for i in owners]), step)
         baselines = None
         if episodes[0].baseline is not None:
             baselines = np.asarray([episode.baseline for episode in episodes], dtype=np.float64)
@@ -90,7 +90,7 @@ class Learner:
         if "values" in batch:
             mask = batch["mask"] > 0
             metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
-        if "rollout_logprobs" in batch and "old_logprobs" in batch and not self._trusts_sampler:
+        if "rollout_logprobs" in batch and _has_all_old_logprobs(batch) and not self._trusts_sampler:
             metrics |= describe_agreement(batch)
         batch, corrected = correct_rollouts(batch, a)
         metrics |= corrected
@@ -99,26 +99,49 @@ class Learner:
         kept = leave_out_rows(batch, shaped[owners], [status[i] for i in owners], a)
         return Experience(kept, metrics, batch["mask"])
 
-    def _add_models_view(self, batch: Batch) -> Batch:
+    def _add_models_view(self, batch: Batch, step: int) -> Batch:
         """Return `batch` with the log-probs and values `(B, T)` of the models before the update."""
         cfg, shape = self.cfg, batch["input_ids"].shape
-        sampled = "rollout_logprobs" in batch
-        with_old = sampled and not self._trusts_sampler and not self._on_policy
         batch = dict(batch)
-        if sampled and self._trusts_sampler:
+        rows = np.arange(0)  # whose old log-probs are computed here
+        if "rollout_logprobs" in batch and self._trusts_sampler:
             batch["old_logprobs"] = batch["rollout_logprobs"]
-        self._forward_passes = with_old + cfg.has_reference
-        if not (with_old or cfg.has_reference or cfg.has_critic):
+        elif "rollout_logprobs" in batch:
+            rows = self._rows_to_score(batch, step)
+        self._forward_passes = len(rows) / shape[0] + cfg.has_reference
+        inputs = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
+        if not (len(rows) or cfg.has_reference or cfg.has_critic):
             return batch
         with self.timer("logprob"):
-            stored = self.cluster.put({name: batch[name] for name in _OF_FORWARD_PASS})
-            if with_old:
-                batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
+            if len(rows):
+                known = np.isin(np.arange(shape[0]), rows)
+                batch["old_logprobs"] = np.zeros(shape, np.float32)
+                some = self.cluster.put(select(inputs, rows))
+                batch["old_logprobs"][rows] = self.ranks.logprobs("policy", some, (len(rows), shape[1]))
+                if not known.all():
+                    batch["has_old_logprobs"] = known
+            if cfg.has_reference or cfg.has_critic:
+                stored = self.cluster.put(inputs)
             if cfg.has_reference:
                 batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
             if cfg.has_critic:
                 batch["values"] = self.ranks.values(stored, shape)
         return batch
+
+    def _rows_to_score(self, batch: Batch, step: int) -> np.ndarray:
+        """Return the rows whose old log-probs must be known before the update.
+
+        The first optimizer step computes those of its rows itself, because its weights are the old ones.
+        """
+        t, a = self.cfg.trainer, self.cfg.algorithm
+        first = mini_batches(batch["group_ids"], t, step)[0]
+        read_before = a.rollout_correction is not None or (a.kl_in == "reward" and self.cfg.has_reference)
+        if read_before or t.update_epochs > 1 or not self._trains_policy(step):
+            first = first[:0]
+        return np.setdiff1d(np.arange(len(batch["lengths"])), first)
+
+    def _trains_policy(self, step: int) -> bool:
+        return not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps)
 
     @property
     def compares_completions(self) -> bool:
@@ -131,13 +154,6 @@ class Learner:
         """The sampler's log-probs are taken for those of the old policy."""
         return self.cfg.algorithm.old_logprobs == "sampler"
 
-    @property
-    def _on_policy(self) -> bool:
-        """A step is one optimizer step, and nothing needs the old log-probs before it computes them."""
-        t, a = self.cfg.trainer, self.cfg.algorithm
-        one = t.update_epochs == 1 and t.mini_batch_size >= t.train_batch_size
-        return one and a.rollout_correction is None and not (a.kl_in == "reward" and self.cfg.has_reference)
-
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         """Train the critic, then the policy, on a step's experience; returns the step's metrics.
 
@@ -145,27 +161,23 @@ class Learner:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are untouched.
         """
         batch, metrics = experience.batch, dict(experience.metrics)
-        shape, old_logprobs = batch["input_ids"].shape, None
-        trains_policy = not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps)
-        if not trains_policy and "old_logprobs" not in batch:  # no update computes them
-            with self.timer("logprob"):
-                inputs = {name: batch[name] for name in _OF_FORWARD_PASS} | {"mask": experience.sampled}
-                old_logprobs = self.ranks.logprobs("policy", self.cluster.put(inputs), shape)
+        shape, fresh = batch["input_ids"].shape, None
         with self.timer("update"):
-            # The update returns the log-probs of all sampled tokens if nobody has computed them before.
-            fresh = {} if "old_logprobs" in batch else {"sampled": experience.sampled}
-            stored = self.cluster.put(batch | fresh)
+            # The update returns the log-probs of all sampled tokens of the rows that have none yet.
+            scored = {} if _has_all_old_logprobs(batch) else {"sampled": experience.sampled}
+            stored = self.cluster.put(batch | scored)
             if self.cfg.has_critic:
                 result = self.ranks.call("critic", "update", stored, step)
                 metrics |= {f"critic/{name}": value for name, value in result.items()}
-            if trains_policy:
-                result, old_logprobs, computed = self.ranks.update_policy(stored, shape, step, self.kl.coef)
+            if self._trains_policy(step):
+                result, fresh, computed = self.ranks.update_policy(stored, shape, step, self.kl.coef)
                 metrics |= {f"policy/{name}": value for name, value in result.items()}
                 self._shared = 1 - computed / (self.cfg.trainer.update_epochs * int(batch["lengths"].sum()))
-        if trains_policy and not self._saves_prepared:
+        if self._trains_policy(step) and not self._saves_prepared:
             self._saves_prepared = True
             self.ranks.prepare_saves()
-        if old_logprobs is not None and "rollout_logprobs" in batch:
+        if fresh is not None and "rollout_logprobs" in batch:
+            old_logprobs = fresh + batch.get("old_logprobs", 0)  # no row is in both
             metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
@@ -193,3 +205,7 @@ class Learner:
         computed = tokens * (1 - self._shared)
         flops = model_flops(computed, *self.ranks.num_parameters, self.cfg.trainer.update_epochs, self._forward_passes)
         return {**metrics, "perf/tokens_shared": self._shared, "perf/mfu": flops / seconds / self.peak_flops}
+
+
+def _has_all_old_logprobs(batch: Batch) -> bool:
+    return "old_logprobs" in batch and "has_old_logprobs" not in batch

@@ -108,8 +108,8 @@ class Ranks:
         """All optimizer steps of the policy on the stored `batch` (see `PolicyWorker.update`).
 
         Returns:
-            the metrics, the old log-probs `(B, T)` if the batch came without them, and how many tokens the ranks
-            computed.
+            the metrics, the old log-probs `(B, T)` of the rows that came without them (else None), and how many tokens
+            the ranks computed.
         """
         updates = self.policy.call("call", "policy", "update", batch, step, kl_coef)
         computed = any(len(update.rows) for update in updates)

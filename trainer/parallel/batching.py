@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.config import TrainerConfig
+from trainer.keyed import permutation
 from trainer.parallel.collectives import Peers
 from trainer.parallel.packing import Packing
 
@@ -34,6 +36,21 @@ class MicroBatch:
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
+
+
+def mini_batches(group_ids: np.ndarray, config: TrainerConfig, step: int) -> list[np.ndarray]:
+    """Return the rows of each mini-batch of a step: whole groups, in an order that is keyed by (step, epoch).
+
+    Args:
+        group_ids: `(B,)`.
+    """
+    _, group = np.unique(group_ids, return_inverse=True)
+    count, size = int(group.max()) + 1, config.mini_batch_size
+    chosen = []
+    for epoch in range(config.update_epochs):
+        order = permutation(count, config.seed, "mini_batch", step, epoch)
+        chosen += [order[start : start + size] for start in range(0, count, size)]
+    return [np.flatnonzero(np.isin(group, groups)) for groups in chosen]
 
 
 def count_shared_tokens(batch: Batch) -> np.ndarray:

@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.documents import is_count, parse_object
 from trainer.errors import NonFiniteError, UserError
-from trainer.keyed import permutation
 from trainer.models.attention import can_pack, can_share_tokens, quadratic_cost
-from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, select, take_rows
+from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, mini_batches, select, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.planning import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
@@ -206,16 +205,6 @@ class TrainedWorker(ModelWorker):
             fused=True,  # without a temporary copy of the parameters
         )
 
-    def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
-        """Return the rows of each mini-batch: whole groups, in an order that is keyed by (step, epoch)."""
-        _, group = np.unique(batch["group_ids"], return_inverse=True)
-        count, size = int(group.max()) + 1, self.config.mini_batch_size
-        chosen = []
-        for epoch in range(self.config.update_epochs):
-            order = permutation(count, self.config.seed, "mini_batch", step, epoch)
-            chosen += [order[start : start + size] for start in range(0, count, size)]
-        return [np.flatnonzero(np.isin(group, groups)) for groups in chosen]
-
     def train(self, batch: Batch, step: int, optimizer_step: Callable[[Batch], dict[str, float]]) -> dict[str, float]:
         """Call `optimizer_step` with every mini-batch of `batch`.
 
@@ -225,7 +214,7 @@ class TrainedWorker(ModelWorker):
         """
         metrics: list[dict[str, float]] = []
         tokens: list[float] = []
-        for rows in self.mini_batches(batch, step):
+        for rows in mini_batches(batch["group_ids"], self.config, step):
             mini_batch = select(batch, rows)
             tokens.append(float(mini_batch["mask"].sum()))
             metrics.append(optimizer_step(mini_batch))

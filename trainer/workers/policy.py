@@ -17,7 +17,7 @@ from trainer.config import LOSS, Config, aggregation_of, chosen_options
 from trainer.models.export_live import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
-from trainer.parallel.batching import Batch, MicroBatch
+from trainer.parallel.batching import Batch, MicroBatch, mini_batches
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import SharedDirectory, check_room
@@ -37,7 +37,7 @@ class PolicyUpdate:
     metrics: dict[str, float]
     """Means over the mini-batches (see `TrainedWorker.train`)."""
     rows: np.ndarray
-    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the batch had old log-probs."""
+    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the batch had them all."""
     logprobs: np.ndarray
     """`(n, T)`: the old log-probs of these rows, zero-padded."""
     tokens: int
@@ -73,13 +73,13 @@ class PolicyWorker(TrainedWorker):
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> PolicyUpdate:
         """Make all optimizer steps of one step of the loop.
 
-        If the batch has no `old_logprobs`, the log-probs of the first forward pass are used instead, and returned. The
-        two are equal if there is one optimizer step.
+        The first optimizer step does not need old log-probs: they are the log-probs of its own forward pass, which are
+        then returned.
 
         Args:
             batch: `input_ids`, `mask`, `advantages` and, if they exist, `old_logprobs`, `ref_logprobs`,
                 `rollout_logprobs` and `sampled` (1: the returned log-probs hold this token; else `mask`): `(B, T)`;
-                `lengths`, `group_ids`: `(B,)`.
+                `lengths`, `group_ids` and, if only some rows have old log-probs, `has_old_logprobs`: `(B,)`.
             kl_coef: weight of the KL in the loss; None: the weight in the config.
 
         Returns:
@@ -87,9 +87,12 @@ class PolicyWorker(TrainedWorker):
             reference; without a reference, of the old policy to the new), `clip_frac` and `entropy`.
         """
         coef = self.algorithm.kl_coef if kl_coef is None else kl_coef
-        on_policy = "old_logprobs" not in batch
-        if on_policy and len(self.mini_batches(batch, step)) > 1:
-            raise ValueError("several optimizer steps need the old log-probs of the batch")
+        size = len(batch["lengths"])
+        known = batch.get("has_old_logprobs", np.full(size, "old_logprobs" in batch))
+        first, *others = mini_batches(batch["group_ids"], self.config, step)
+        if not all(known[rows].all() for rows in others) or known[first].any() != known[first].all():
+            raise ValueError("optimizer steps after the first need the old log-probs of their rows")
+        batch = {**batch, "has_old_logprobs": known, "row": np.arange(size)}
         fresh: list[tuple[list[int], np.ndarray]] = []
         before = self.tokens_computed
         metrics = self.train(batch, step, lambda mini_batch: self._update_mini_batch(mini_batch, coef, fresh))
@@ -99,8 +102,10 @@ class PolicyWorker(TrainedWorker):
     def _update_mini_batch(
         self, batch: Batch, kl_coef: float, fresh: list[tuple[list[int], np.ndarray]]
     ) -> dict[str, float]:
-        """Make one optimizer step. On-policy log-probs are appended to `fresh`, with their rows."""
+        """Make one optimizer step. Old log-probs that it computes itself are appended to `fresh`, with their rows."""
         algorithm = self.algorithm
+        if not batch["has_old_logprobs"].all():
+            batch = {name: array for name, array in batch.items() if name != "old_logprobs"}
         totals = self._totals(batch)
         policy_loss = resolve(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss")
         aggregation = aggregation_of(policy_loss, algorithm)
@@ -118,7 +123,7 @@ class PolicyWorker(TrainedWorker):
                 logprobs = self._logprobs(mb)
             old = mb["old_logprobs"] if "old_logprobs" in mb else logprobs.detach()
             if "old_logprobs" not in mb and mb.rows and self.layout.reports_share:
-                fresh.append((list(mb.rows), old.float().cpu().numpy()))
+                fresh.append((mb["row"].tolist(), old.float().cpu().numpy()))
             loss, metrics = policy_loss(logprobs, old, mb["advantages"], mask, **options)
             metrics["kl"] = metrics.pop("approx_kl")
             if "ref_logprobs" in mb:

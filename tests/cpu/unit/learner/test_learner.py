@@ -44,6 +44,7 @@ def a_step(
     equal_rewards: bool = False,
     critic_warmup: int = 0,
     share_prompts: bool = True,
+    rows_scored: int | None = None,
     **algorithm,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of one step, and its seconds by phase."""
@@ -59,7 +60,7 @@ def a_step(
         learner.build(model)
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
         scored = _record_scored(learner)
-        metrics = learner.update(learner.score(made), 1)
+        metrics = learner.update(learner.score(made, 1), 1)
         speed = learner.speed(len(made), 40, 1e3)
         assert 0 < speed["perf/mfu"] < 1e-4
         # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
@@ -67,6 +68,7 @@ def a_step(
         assert speed["perf/tokens_shared"] == pytest.approx(repeats / 52)
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
+    assert rows_scored is None or [len(logprobs) for logprobs in scored] == [rows_scored]
     return metrics, timer.take()
 
 
@@ -116,9 +118,12 @@ def test_the_agreement_is_measured_while_the_critic_warms_up(model):
     assert not set(agreement) & set(sampler)
 
 
-def test_several_optimizer_steps_need_the_old_log_probs(model):
-    metrics, seconds = a_step(model, mini_batch=1)
+def test_the_first_of_several_optimizer_steps_needs_no_pass_for_old_log_probs(model):
+    metrics, seconds = a_step(model, mini_batch=1, rows_scored=4)
     assert "time/logprob" in seconds and metrics["policy/clip_frac"] > 0
+    with_pass, _ = a_step(model, mini_batch=1, rows_scored=8, rollout_correction="tis", rollout_correction_high=1e30)
+    for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl"):
+        assert metrics[name] == pytest.approx(with_pass[name], abs=1e-6), name
 
 
 def test_the_sampler_s_log_probs_can_stand_in_for_the_old_ones(model):
@@ -152,8 +157,8 @@ def test_an_episode_of_two_samples_is_scored_as_one(model):
     with local_cluster(1, cfg) as cluster:
         learner = Learner(cluster.cfg, cluster, Timer())
         learner.build(model)
-        expected = learner.score(whole)
-        found = learner.score([replace(whole[0], samples=halves), *whole[1:]])
+        expected = learner.score(whole, 1)
+        found = learner.score([replace(whole[0], samples=halves), *whole[1:]], 1)
         learner.update(found, 1)
     assert len(found.batch["mask"]) == len(whole) + 1
     assert found.batch["advantages"][:2].sum(axis=0) == pytest.approx(expected.batch["advantages"][0])
