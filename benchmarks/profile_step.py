@@ -159,7 +159,7 @@ class PlainLoop:
 def measure(path: str, directory: str, dtype: str, batch: Batch) -> tuple[list[dict[str, float]], int]:
     """Return the seconds of each row for both passes, before and now, and the number of parameters."""
     plain = PlainLoop(path, dtype, batch)
-    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths")}
+    scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
     with attention_recorded():
         before = profiled(plain.logprobs), profiled(plain.update)
         parameters = plain.model.num_parameters()

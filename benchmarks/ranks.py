@@ -51,11 +51,15 @@ def make_batch(lengths: np.ndarray, vocabulary: int, completion: int = 64) -> Ba
 
 @contextmanager
 def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterator[PolicyWorker]:
-    """The policy on one rank in this process, which computes with one thread. `trainer`: settings of that section."""
+    """The policy on one rank in this process, which computes with one thread. `trainer`: settings of that section.
+
+    Rows share no tokens unless the settings say so, so that the FLOPs of a row are known.
+    """
     cfg = Config()
     cfg.model.path = path
     cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
     cfg.trainer.policy.fsdp.param_dtype = dtype
+    cfg.trainer.share_prompts = False
     for name, value in trainer.items():
         setattr(cfg.trainer, name, value)
     rank = Rank(cfg, 0, 1, "cpu")
