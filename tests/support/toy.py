@@ -86,7 +86,7 @@ class ToyLearner:
     def restart(self, model_path: str) -> None:
         self.ranks.number = 0.0
 
-    def score(self, episodes: Any) -> Experience:
+    def score(self, episodes: Any, step: int) -> Experience:
         drawn = np.asarray([float(episode.samples[0].token_ids[0]) for episode in episodes])
         return Experience({"drawn": drawn}, {}, np.ones((len(drawn), 1), np.float32))
 

@@ -108,9 +108,9 @@ class TrainerConfig(Section):
     update_epochs: int = number(1, at_least=1)
     """Passes over the experience of a step."""
     max_tokens_per_micro_batch: int = number(16384, at_least=1)
-    """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding.
-    A longer sequence is processed alone. Ranks that share tokens (`context_parallel`) take so many together for each
-    of them."""
+    """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and
+    a prompt that several share (`share_prompts`) counts once. A longer sequence is processed alone. Ranks along the
+    axis of `context_parallel` take so many together for each of them."""
     share_prompts: bool = True
     """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
     The result is the same but for rounding. It has no effect on models whose attention is not that of
