@@ -200,6 +200,9 @@ class LocalStore(OneTier):
     def remove(self, name: str) -> None:
         """Delete a directory or file that `leftovers`, `withdraw` or `asides` names."""
         path = os.path.join(self.root, name)
+        if name.startswith(_WRITING):  # the job that has begun it may be about to commit it
+            path = os.path.join(self.root, _DELETING + name.removeprefix(_WRITING))
+            os.rename(os.path.join(self.root, name), path)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:

@@ -311,6 +311,7 @@ class CheckpointManager:
 
     def clean_up(self) -> None:
         """Remove the leftovers of interrupted saves and deletions. The caller must hold the run's lock."""
+        self.store.revoke()  # a former owner of the lock may be in the middle of a commit
         for name, kind in self.store.leftovers().items():
             try:
                 self.store.remove(name)

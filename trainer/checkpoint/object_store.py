@@ -1,6 +1,6 @@
-"""Checkpoints in an object store. The put of a manifest, on the condition that there is none, is the commit.
+"""Checkpoints in an object store. The put of a manifest in the place of the job's own claim is the commit.
 
-    global_step_N/manifest.json      the commit; its field `folder` names the folder of the files
+    global_step_N/manifest.json      the commit; its field `folder` names the folder of the files. Before: a claim
     global_step_N/files-…/…          the files of a draft or a checkpoint
     .steps.json                      the steps that may have a manifest
     .aside/…                         the manifest of a checkpoint that was set aside
@@ -10,6 +10,10 @@
 Nothing is renamed, and no list of objects decides what is committed: an older list could hide the newest checkpoint, or
 show a deleted one. A step is written to `.steps.json` before its manifest, so this object names every checkpoint.
 Whether a step is committed is asked of its manifest alone.
+
+A claim is the name of a folder and nothing else, and counts as no manifest. A job claims a step, looks at its lock, and
+puts the manifest on the condition that its claim is still there. A job that has taken over the lock first replaces the
+claims of others. Only then it decides what to delete: what another job has begun cannot be committed any more.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import errno
 import io
 import json
 import posixpath
+import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 _FILES, _ASIDE, _RECORD, _PROBE, _STEPS = "files-", ".aside", ".record", ".probe-", ".steps.json"
+_CLAIM = re.compile(rb"files-[0-9a-f]{16}")
+_CLAIM_BYTES = 22
 _PARALLEL = 16
 _READ_BYTES = 32 << 20
 _CHUNK_BYTES = 8 << 20
@@ -180,6 +187,7 @@ class ObjectStore(OneTier):
         self.root = root.rstrip("/")
         self._files = ObjectFiles(self.root)
         self._begun: set[str] = set()
+        self._open: set[str] = set()  # those of `_begun` that are still written
         self._uncertain: set[str] = set()
 
     @property
@@ -202,11 +210,7 @@ class ObjectStore(OneTier):
 
     def steps(self) -> list[int]:
         """Return the steps that have a manifest, ascending."""
-        listed = {step for step in map(step_in, self.names()) if step is not None}
-        candidates = sorted(listed | self._announced()[0])
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            found = pool.map(lambda step: self._bucket.exists(self._manifest(step)), candidates)
-            return [step for step, there in zip(candidates, found, strict=True) if there]
+        return [step for step, size in self._sizes().items() if size != _CLAIM_BYTES]
 
     def path(self, step: int) -> str:
         """Return the URL of the checkpoint of a step, which need not exist."""
@@ -214,28 +218,42 @@ class ObjectStore(OneTier):
 
     def begin(self, step: int) -> ObjectFiles:
         """Return an empty draft. A random token in its name keeps it apart from every other."""
-        folder = f"{_FILES}{secrets.token_hex(8)}"
+        folder = _new_folder()
         self._begun.add(folder)
+        self._open.add(folder)
         return ObjectFiles(f"{self.path(step)}/{folder}")
 
     def publish(self, draft: ObjectFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
-        """Commit a draft by putting its manifest, if there is none for the step.
+        """Commit a draft by putting its manifest in the place of a claim.
 
         Args:
             before_commit: called immediately before the commit. If it raises, nothing is committed.
         """
         self._announce(step)
-        before_commit()
-        self._uncertain.add(draft.folder)  # a request that seems to have failed can still be done later
-        created = self._bucket.create(self._manifest(step), manifest)
-        self._uncertain.discard(draft.folder)
-        if not created:
-            if self._folder(step) not in self._begun:
-                raise OSError(errno.EEXIST, f"{self.path(step)} has been committed by another job")
-            self.discard(draft)  # an earlier try, which seemed to have failed, is the checkpoint
+        tag = self._claim(step, draft.folder)
+        if tag is not None:
+            before_commit()
+            self._uncertain.add(draft.folder)  # a request that seems to have failed can still be done later
+            committed = self._bucket.replace(self._manifest(step), manifest, tag)
+            self._uncertain.discard(draft.folder)
+            if committed:
+                self._open.discard(draft.folder)
+                return
+        if self._folder(step) not in self._begun:
+            raise OSError(errno.EEXIST, f"{self.path(step)}: another job writes here")
+        self.discard(draft)  # an earlier try, which seemed to have failed, is the checkpoint
+
+    def revoke(self) -> None:
+        """Let no other job commit what it has begun. The caller must hold the lock."""
+        for step, size in self._sizes().items():
+            if size == _CLAIM_BYTES:
+                content, tag = self._bucket.read_tagged(self._manifest(step))
+                if _CLAIM.fullmatch(content) and content.decode() not in self._open:
+                    self._bucket.replace(self._manifest(step), _new_folder().encode(), tag)
 
     def discard(self, draft: ObjectFiles) -> None:
         """Delete a draft, unless its manifest may still appear."""
+        self._open.discard(draft.folder)
         if draft.folder not in self._uncertain:
             self._delete_below(draft.place())
 
@@ -271,7 +289,8 @@ class ObjectStore(OneTier):
         ):
             step = step_in(parent)
             assert step is not None
-            if folder.startswith(_FILES) and folder not in kept and self._folder(step) not in (folder, None):
+            is_draft = folder.startswith(_FILES) and folder not in kept | self._open
+            if is_draft and self._folder(step) not in (folder, None):
                 found[f"{parent}/{folder}"] = "an interrupted save or deletion"
         return found
 
@@ -335,9 +354,33 @@ class ObjectStore(OneTier):
         """Return the folder that the manifest of a step names; empty: there is no manifest; None: it is damaged."""
         return self._folder_in(f"global_step_{step}/{MANIFEST}")
 
+    def _sizes(self) -> dict[int, int]:
+        """Return the sizes of all manifests and claims by step, ascending."""
+
+        def size(step: int) -> int | None:
+            with contextlib.suppress(FileNotFoundError):
+                return self._bucket.size(self._manifest(step))
+            return None
+
+        listed = {step for step in map(step_in, self.names()) if step is not None}
+        steps = sorted(listed | self._announced()[0])
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            return {step: size for step, size in zip(steps, pool.map(size, steps), strict=True) if size is not None}
+
+    def _claim(self, step: int, folder: str) -> str | None:
+        """Claim a step, in the place of another claim; returns the tag of the claim. None: it has not become ours."""
+        place, claim = self._manifest(step), folder.encode()
+        if not self._bucket.create(place, claim):
+            content, tag = self._bucket.read_tagged(place)
+            if not _CLAIM.fullmatch(content) or not self._bucket.replace(place, claim, tag):
+                return None
+        content, tag = self._bucket.read_tagged(place)
+        return tag if content == claim else None
+
     def _folder_in(self, name: str) -> str | None:
         try:
-            return str(parse_object(self._files.read(name))["folder"])
+            content = self._files.read(name)
+            return "" if _CLAIM.fullmatch(content) else str(parse_object(content)["folder"])
         except FileNotFoundError:
             return ""
         except (ValueError, KeyError):
@@ -359,7 +402,7 @@ class ObjectStore(OneTier):
         known, tag = self._announced()
         if step in known:
             return
-        data = json.dumps({"steps": sorted({*self.steps(), step})}).encode()
+        data = json.dumps({"steps": sorted({*self._sizes(), step})}).encode()
         place = self._files.place(_STEPS)
         done = self._bucket.create(place, data) if tag is None else self._bucket.replace(place, data, tag)
         if not done:
@@ -369,3 +412,7 @@ class ObjectStore(OneTier):
         with ThreadPoolExecutor(_PARALLEL) as pool:
             for _ in pool.map(self._bucket.delete, self._bucket.list(place)):
                 pass
+
+
+def _new_folder() -> str:
+    return f"{_FILES}{secrets.token_hex(8)}"

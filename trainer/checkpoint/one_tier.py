@@ -20,6 +20,9 @@ class OneTier:
         """Return the steps that retention must not delete yet: none."""
         return set()
 
+    def revoke(self) -> None:
+        """Do nothing: a draft that is deleted loses its name first, so no other job can commit it any more."""
+
     def start(self, fence: Callable[[], None]) -> None:
         """Do nothing: a commit is the end of a save."""
 

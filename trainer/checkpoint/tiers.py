@@ -145,6 +145,10 @@ class TieredStore:
         local = [_LOCAL + name for name in self._local.asides(step)]
         return local + [_ABOVE + name for name in self._above.asides(step)]
 
+    def revoke(self) -> None:
+        """Let no other job commit what it has begun (see `ObjectStore.revoke`)."""
+        self._above.revoke()
+
     def leftovers(self) -> dict[str, str]:
         """Return the names of the leftovers of interrupted operations, and the kind of each."""
         local = {_LOCAL + name: kind for name, kind in self._local.leftovers().items()}

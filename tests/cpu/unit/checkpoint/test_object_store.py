@@ -51,7 +51,7 @@ def test_a_checkpoint_is_committed_by_its_manifest_alone(root):
     store = open_store(root)
     draft = store.begin(3)
     draft.write("folder/file", b"abc")
-    assert store.steps() == [] and list(store.leftovers().values()) == ["an interrupted save or deletion"]
+    assert store.steps() == [] and list(open_store(root).leftovers().values()) == ["an interrupted save or deletion"]
     content = json.dumps({"folder": draft.folder}).encode()
     seen = []
     store.publish(draft, 3, content, lambda: seen.append(store.steps()))

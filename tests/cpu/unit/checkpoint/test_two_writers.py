@@ -29,7 +29,8 @@ STEPS, FILES = (1, 2), ("a", "folder/b")
 WRITER, STEP, CHOICE = st.sampled_from((0, 1)), st.sampled_from(STEPS), st.booleans()
 OUTCOMES = st.lists(st.sampled_from((PASS, PASS, ERROR, LOST)), max_size=12)
 """What happens to the next operations; those after them succeed."""
-SAVE = st.tuples(st.just("save"), WRITER, STEP, OUTCOMES, CHOICE)
+MEANWHILE = st.sampled_from(("nothing", "saves", "cleans up"))
+SAVE = st.tuples(st.just("save"), WRITER, STEP, OUTCOMES, MEANWHILE)
 OPERATION = st.one_of(
     *[SAVE] * 3,
     st.tuples(st.just("take_out_of_service"), WRITER, OUTCOMES, CHOICE),
@@ -55,12 +56,12 @@ class TwoWriters:
         self.possible: dict[int, set[int | None]] = defaultdict(lambda: {None})  # who may have committed a step
         self.faults.stale_lists = False
 
-    def save(self, writer: int, step: int, outcomes: list[str], meanwhile: bool) -> None:
-        """Save a step; perhaps the other job saves both, immediately before the commit."""
+    def save(self, writer: int, step: int, outcomes: list[str], meanwhile: str) -> None:
+        """Save a step. Immediately before the commit, the other job perhaps saves both, or removes all leftovers."""
         self.outcomes.extend(outcomes)
-        self._save(writer, step, [(1 - writer, other) for other in STEPS] if meanwhile else [])
+        self._save(writer, step, meanwhile)
 
-    def _save(self, writer: int, step: int, meanwhile: list[tuple[int, int]]) -> None:
+    def _save(self, writer: int, step: int, meanwhile: str = "nothing") -> None:
         store = self.stores[writer]
         draft = None
         try:
@@ -68,7 +69,7 @@ class TwoWriters:
             for name in FILES:
                 draft.write(name, content(writer, step, name))
             data = manifest(writer, step, draft.folder)
-            store.publish(draft, step, data, lambda: [self._save(*other, []) for other in meanwhile])  # type: ignore
+            store.publish(draft, step, data, lambda: self._do_meanwhile(1 - writer, meanwhile))
         except OSError as error:
             if error.errno not in REFUSED:
                 self.possible[step].add(writer)
@@ -78,8 +79,16 @@ class TwoWriters:
         else:
             assert self.possible[step] != {1 - writer}, "the other job's checkpoint has been overwritten"
             self.possible[step] = {writer}
-            if meanwhile:
+            if meanwhile == "saves":
                 self.possible[step].add(None)  # an old list may hide a step that the other job did not see announced
+
+    def _do_meanwhile(self, writer: int, what: str) -> None:
+        if what == "cleans up":
+            with contextlib.suppress(OSError):  # the store fails
+                self.clean_up(writer)
+        elif what == "saves":
+            for step in STEPS:
+                self._save(writer, step)
 
     def take_out_of_service(self, writer: int, outcomes: list[str], aside: bool) -> None:
         """Delete the newest checkpoint, or set it aside."""
@@ -174,6 +183,38 @@ def failing_disk(outcomes: deque[str], patch: pytest.MonkeyPatch) -> Iterator[No
         inner.setattr("os.replace", fail(os.replace))
         inner.setattr("os.fsync", fail(os.fsync))
         yield
+
+
+@pytest.mark.parametrize("place", ["local", "object"])
+def test_what_another_job_has_cleaned_up_is_not_committed(place, tmp_path, bucket_behind_proxy):
+    """A job looks at its lock, stands still while another one takes over the lock, and goes on."""
+    root = str(tmp_path / "store") if place == "local" else f"{bucket_behind_proxy}/{secrets.token_hex(4)}"
+    writers = TwoWriters(root, deque(), Faults())
+    for meanwhile in ("cleans up", "nothing"):
+        writers.save(0, 1, [], meanwhile)
+        writers.check_steps()
+        assert open_store(root).steps() == ([] if meanwhile == "cleans up" else [1])
+        assert not open_store(root).leftovers()
+
+
+def test_a_draft_that_is_half_deleted_is_not_committed(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path / "store"))
+    draft = store.begin(1)
+    monkeypatch.setattr("shutil.rmtree", lambda path: store.publish(draft, 1, manifest(0, 1, ""), lambda: None))
+    with pytest.raises(FileNotFoundError):
+        open_store(store.root).remove(os.path.basename(draft.path))
+    assert store.steps() == []
+
+
+def test_a_job_does_not_clean_up_what_it_is_uploading(bucket_behind_proxy):
+    """The ranks of a job may die, and start again, while it uploads."""
+    store = open_store(f"{bucket_behind_proxy}/{secrets.token_hex(4)}")
+    draft = store.begin(1)
+    for name in FILES:
+        draft.write(name, content(0, 1, name))
+    CheckpointManager(store).clean_up()
+    store.publish(draft, 1, manifest(0, 1, draft.folder), lambda: CheckpointManager(store).clean_up())
+    manifests.verify(store.path(1))
 
 
 def test_a_local_store_holds_the_older_or_the_newer_state(tmp_path: Path, monkeypatch):
