@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import psutil
 import ray
+from ray import cloudpickle
+from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from trainer.cluster.groups import Group, failure_of, prepare_process
@@ -20,30 +24,42 @@ _END_S = 10.0
 
 
 class _Host:
-    """An actor that hosts one object of any class. Each of the channels call, aside and pulse has its own thread."""
+    """An actor that hosts one object of any class. Each of the channels call, aside and pulse has its own thread.
 
-    def __init__(self, factory: Callable[..., Any], args: tuple):
+    The channel pulse is served while the object is built, too: Ray serves none before the constructor is done.
+    """
+
+    def __init__(self) -> None:
         prepare_process(ray.util.get_node_ip_address())
-        self._object = factory(*args)
+        self._building: Future[Any] = Future()
+
+    def build(self, message: bytes) -> None:
+        """Build the object, before any other call."""
+        try:
+            factory, args = pickle.loads(message)  # imports what they need
+            self._building.set_result(factory(*args))
+        except Exception as error:  # each call raises it
+            self._building.set_exception(error)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._object, method)(*args, **kwargs)
+        return getattr(self._building.result(), method)(*args, **kwargs)
 
     @ray.method(concurrency_group="aside")
     def aside(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` at the same time as other calls."""
-        return getattr(self._object, method)(*args, **kwargs)
+        return getattr(self._building.result(), method)(*args, **kwargs)
 
     @ray.method(concurrency_group="pulse")
-    def pulse(self, _: str) -> tuple[int, str]:
-        """Return the id of this process and the address of its node. Answers during a call too."""
-        return os.getpid(), ray.util.get_node_ip_address()
+    def pulse(self, _: str) -> tuple[int, str, bool]:
+        """Return the id of this process, the address of its node, and whether its object is built."""
+        return os.getpid(), ray.util.get_node_ip_address(), self._building.done()
 
     @ray.method(concurrency_group="pulse")
     def stacks(self, _: str) -> str:
-        """Return the stacks of the threads of this process. Answers during a call too."""
+        """Return the stacks of the threads of this process."""
         return own_stacks()
 
+    @ray.method(concurrency_group="pulse")
     def where(self, _: str) -> dict[str, Any]:
         """Return the address and the id of the node, and the GPU ids of this actor."""
         context = ray.get_runtime_context()
@@ -65,6 +81,9 @@ class _Actors:
             return ray.get(ticket)
         except RayError as error:
             raise _as_itself(error, name) from None
+
+    def has_place(self, process: Any) -> bool:
+        return bool(actors(process._actor_id.hex()).get("Address", {}).get("NodeID"))
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
         ray.kill(process, no_restart=True)
@@ -90,7 +109,9 @@ def launch_actors(
     def launch(member: int) -> Any:
         own = dict(options(member))
         variables = {**env, **own.pop("env", {})}
-        return remote.options(**own, runtime_env={"env_vars": variables}).remote(factory, member_args[member])
+        process = remote.options(**own, runtime_env={"env_vars": variables}).remote()
+        process.build.remote(cloudpickle.dumps((factory, member_args[member])))
+        return process
 
     return Group(name, len(member_args), launch, _Actors(), patience)
 

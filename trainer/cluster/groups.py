@@ -22,9 +22,9 @@ from trainer.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
-# How long to wait for the other members after one has failed. When a rank dies, the other ranks fail too, because their
-# connections close, and their errors may arrive first. The user should read the cause, not its effects.
-_ECHO_S = 2.0
+# When a rank dies, the other ranks fail too, because their connections close, and their errors may arrive first. The
+# user should read the cause, not its effects.
+_ECHO_S = 2.0  # how long to wait for the other members after one has failed
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
 _LOOK_S = 0.5  # between two checks of signals, of the cluster and of the members' pulses, while a call runs
 _PULSE_S = 2.0  # between two pulses
@@ -108,9 +108,9 @@ class Backend(Protocol):
         """Begin a call and return its ticket. Calls on different channels run at the same time.
 
         Args:
-            channel: `call` and `aside` run `method` of the object that the process hosts. `pulse` returns the id of
-                the process and the address of its node, once its object is built. `where` returns its host, its node
-                and its GPU ids. `stacks` returns the stacks of its threads as text, during a call too.
+            channel: `call` and `aside` run `method` of the object that the process hosts. During a call too, and while
+                the object is built, `pulse` returns the id of the process, the address of its node, and whether the
+                object is built; `where` its host, its node and its GPU ids; `stacks` its stacks as text.
         """
         ...
 
@@ -124,6 +124,10 @@ class Backend(Protocol):
         Args:
             name: name of the member, for messages.
         """
+        ...
+
+    def has_place(self, process: Any) -> bool:
+        """Return whether the process has a place, where it is or is being started."""
         ...
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
@@ -142,12 +146,12 @@ class _Member:
         self.name = name
         self.process = process
         self._backend = backend
-        # The first pulse begins now: its answer tells that the process has started.
-        self._pulse: Any = self._begin_pulse()
-        self._asked = time.monotonic()
+        self._pulse, self._asked = self._begin_pulse(), time.monotonic()
         self.at: tuple[int, str] | None = None
         """The id of the process and the address of its node, once it has answered."""
-        self._said = False
+        self.starts = True
+        """Its object is not known to be built."""
+        self._said = self._said_starts = False
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -158,17 +162,18 @@ class _Member:
         return Origin(self.name, self.at[1] if self.at else "")
 
     def silence_s(self) -> float:
-        """Return the seconds that a pulse has waited for its answer; 0 while the process starts."""
+        """Return the seconds that a pulse has waited for its answer; 0 while the process waits for a place."""
         with self._lock:
             now = time.monotonic()
             if self._pulse is not None and self._backend.wait([self._pulse], 0):
                 self._hear()
             if self._pulse is None and now - self._asked > _PULSE_S:
                 self._pulse, self._asked = self._begin_pulse(), now
-            return now - self._asked if self._pulse is not None and self.at is not None else 0.0
+            if self.at is None and not self._backend.has_place(self.process):
+                self._asked = now
+            return now - self._asked if self._pulse is not None else 0.0
 
     def end(self) -> None:
-        """End the process."""
         self.silence_s()  # the answer to the first pulse tells where it is
         self._backend.kill(self.process, self.at)
 
@@ -177,18 +182,14 @@ class _Member:
 
     def _hear(self) -> None:
         try:
-            self.at = self._backend.take(self._pulse, self.name)
+            *at, is_built = self._backend.take(self._pulse, self.name)
         except Exception:
             pass  # it died: the running call raises the reason
         else:
+            self.at, self.starts = (at[0], at[1]), not is_built
             if self._said:
                 LOG.warning("%s answers now", self)
         self._pulse, self._said = None, False
-
-    @property
-    def starts(self) -> bool:
-        """Whether it has not answered yet. It cannot answer until it has built its object."""
-        return self.at is None
 
     def say_silent(self, silence_s: float, limit_s: float) -> None:
         """Log a warning, once for each silence."""
@@ -200,8 +201,8 @@ class _Member:
 
     def say_starting(self, elapsed_s: float, limit_s: float) -> None:
         """Log a warning, once."""
-        if not self._said:
-            self._said = True
+        if not self._said_starts:
+            self._said_starts = True
             LOG.warning("%s has not started after %.0f s; after %g s it counts as dead", self, elapsed_s, limit_s)
 
 
@@ -342,7 +343,6 @@ class Pending:
 
     @property
     def is_running(self) -> bool:
-        """Whether calls have not ended yet."""
         return bool(self._calls)
 
     def result(self) -> list[Any]:
@@ -407,6 +407,7 @@ class Pending:
                 set_origin(error, call.member.origin)
                 outcomes.append((call.number, None, error))
             else:
+                call.member.starts &= self._channel == "where"
                 self._group.took(call.kind, time.monotonic() - call.begun)
                 outcomes.append((call.number, value, None))
         return outcomes
@@ -432,14 +433,14 @@ class Pending:
                     f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
                     "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
                 )
-            if silence_s > patience.silence_s:
+            if silence_s > patience.limit_s(member.starts):
                 fact = f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or "
                 yield ticket, _blamed(member, f"{fact}its machine stands still", AGAIN, "silent")
             elif elapsed_s > self._group.longest_s(call.kind):
                 limit = "call" if elapsed_s > patience.call_s else "hang"
                 fact = f"{member}: no result after {elapsed_s:.0f} s (trainer.{limit}_timeout_s)"
                 yield ticket, _blamed(member, fact, f"{AGAIN}, or raise the limit", "late")
-            elif silence_s > _SAY_S:
+            elif silence_s > _SAY_S and not member.starts:
                 member.say_silent(silence_s, patience.silence_s)
             elif member.starts and elapsed_s > _SAY_START_S:
                 member.say_starting(elapsed_s, patience.call_s)

@@ -35,6 +35,8 @@ HOST = "127.0.0.1"
 BUILD = 0
 """Number of the answer that says that the object of a member could not be built."""
 _CLOSE_S = 20.0
+_END_S = 120.0
+"""Longest time for the launcher to end a member. The kernel may need long to free the memory of a GPU."""
 
 
 class Launcher:
@@ -75,9 +77,14 @@ class Launcher:
         return link
 
     def end(self, name: str) -> None:
-        """Kill a member and all processes that it has started, and wait for their end."""
+        """Kill a member and all processes that it has started, and wait for their end.
+
+        A launcher that does not answer is ended, with all members.
+        """
         with contextlib.suppress(OSError, EOFError):  # the launcher and its members have died
             self._link.send(("end", name))
+            if not self._link.poll(_END_S):
+                end_all([*self._process.children(recursive=True), self._process])
             self._link.recv()
 
     @property
@@ -194,30 +201,33 @@ def _run_member(driver: Connection, launcher: int, name: str, environment: dict[
 class _Host:
     """Hosts one object. Each of the channels call, aside and pulse has its own thread, and a fourth thread reads.
 
-    The first message is `(factory, args, where)`. Each later message is `(number, channel, payload)`, and its answer is
-    `(number, has_failed, payload)`. A payload is the pickle of `(method, args, kwargs)`, of a result, or of an
-    exception and its traceback as text.
+    The first message is `where`, the second one `(factory, args)`. Each later message is `(number, channel, payload)`,
+    and its answer is `(number, has_failed, payload)`. A payload is the pickle of `(method, args, kwargs)`, of a result,
+    or of an exception and its traceback as text. The channel pulse is served while the object is built, too.
     """
 
     def __init__(self, driver: Connection):
         self._driver = driver
+        self._is_built = False
         self._sending = threading.Lock()
         self._calls: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in ("call", "aside", "pulse")}
 
     def run(self) -> NoReturn:
         """Build the object, then serve calls. This process ends when the driver closes the connection."""
+        self._where = self._driver.recv()
         message = self._driver.recv_bytes()
         threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._serve, args=("pulse",), daemon=True).start()
         try:
-            factory, args, self._where = pickle.loads(message)
+            factory, args = pickle.loads(message)  # imports what they need
             prepare_process(HOST)
             sys.stdout.reconfigure(line_buffering=True)  # this process ends without a flush
             self._object = factory(*args)
         except BaseException as error:
             self._answer(BUILD, True, _packed(error))
             os._exit(1)
-        for channel in ("aside", "pulse"):
-            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+        self._is_built = True
+        threading.Thread(target=self._serve, args=("aside",), daemon=True).start()
         self._serve("call")
 
     def _read(self) -> NoReturn:
@@ -243,9 +253,9 @@ class _Host:
         with self._sending:
             self._driver.send((number, has_failed, payload))
 
-    def say(self) -> tuple[int, str]:
-        """Return the id of this process and the address of its node."""
-        return os.getpid(), HOST
+    def say(self) -> tuple[int, str, bool]:
+        """Return the id of this process, the address of its node, and whether its object is built."""
+        return os.getpid(), HOST, self._is_built
 
     def stacks(self) -> str:
         """Return the stacks of the threads of this process."""

@@ -169,8 +169,9 @@ class _Process:
         self._launcher = launcher
         self._name = f"{title} {secrets.token_hex(4)}"  # after a restart, another member has the same title
         self._link = launcher.start(self._name, env)
-        message = pickle.dumps((factory, args, place))
+        message = pickle.dumps((factory, args))
         with contextlib.suppress(OSError):  # the launcher has died: `_read` reports it
+            self._link.send(place)
             self._link.send_bytes(message)
         self._sending = threading.Lock()
         self._state = threading.Lock()
@@ -241,6 +242,9 @@ class _Processes:
         raise WorkerError(
             f"{name} died: its process was killed or crashed, perhaps because memory ran out", AGAIN, "killed"
         )
+
+    def has_place(self, process: _Process) -> bool:
+        return True
 
     def kill(self, process: _Process, at: tuple[int, str] | None) -> None:
         process.kill()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from trainer.config import TrainerConfig
 from trainer.errors import WorkerError
 
+_IMPORTS_S = 60.0  # imports may keep a process from answering for so long
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -25,6 +27,14 @@ class Patience:
     """A call that was made before hangs if it takes this long, and ten times as long as the longest one before."""
     run_dir: str | None = None
     """Directory of the run, for the stacks of processes that hang."""
+
+    def limit_s(self, starts: bool) -> float:
+        """Return the seconds of silence after which a process counts as dead.
+
+        Args:
+            starts: its object is not built yet.
+        """
+        return max(self.silence_s, _IMPORTS_S) if starts else self.silence_s
 
     def check_cluster(self) -> None:
         """Check that all parts of the cluster run. Otherwise a call of Ray could hang or end this process.

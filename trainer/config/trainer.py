@@ -78,7 +78,7 @@ class TrainerConfig(Section):
     """Seconds that one collective may take before the ranks give up."""
     silence_timeout_s: float = number(300.0, at_least=0.001)
     """Seconds without any sign of life from a rank or an engine after which it counts as dead. A stopped process, or a
-    process on a frozen machine, is silent; a process that computes is not."""
+    process on a frozen machine, is silent; a process that computes is not. While a process starts, at least 60."""
     node_timeout_s: float = number(15.0, at_least=0.001)
     """Seconds without an answer from a node of the cluster of `ray_address` after which the node counts as lost, with
     all ranks and engines on it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import psutil
 import pytest
 
 from tests.cpu.unit.cluster.members import FailsToLoad, Host, SlowToLoad
-from trainer.cluster import groups
+from tests.support.jobs import wait_until
+from trainer.cluster import groups, patience
 from trainer.cluster.groups import Group, Pending
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.runtime import RayCluster
@@ -166,6 +168,23 @@ def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
     warnings = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
     assert sorted(text[:11] for text in warnings) == ["slow rank 0", "slow rank 1"]
     assert all("it counts as dead" in text for text in warnings)
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
+    """Ranks answer while they load."""
+    group = cluster.launch_ranks("rank", SlowToLoad, {})
+    wait_until(lambda: all(member.silence_s() >= 0 and member.at for member in group.members))
+    late = next(member for member in group.members if member.starts)
+    stopped = psutil.Process(late.at[0])
+    stopped.suspend()
+    monkeypatch.setattr(patience, "_IMPORTS_S", 0.0)
+    group.patience = dataclasses.replace(group.patience, silence_s=4.0)
+    with pytest.raises(
+        WorkerError, match=rf"^{late.name} .process {stopped.pid} on .* not answered .*silence_timeout_s"
+    ):
+        group.call("pid")
+    cluster.release(group)
+    assert not is_running(stopped)
 
 
 def test_a_rank_that_stands_still_after_quick_calls_is_named(group):

@@ -14,6 +14,7 @@ import pytest
 from tests.cpu.unit.cluster.members import Host
 from tests.support.jobs import left_running, wait_until
 from trainer.cluster import groups, stacks
+from trainer.cluster import launcher as launchers
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.supervisor import is_running
@@ -181,3 +182,15 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, t
     assert "timeout_s" in texts["driver"] and "in poll" in texts["driver"]
     assert "in waits" in texts["rank_0"], texts["rank_0"]
     assert ("in waits" in texts["rank_1"]) == (hang == "waits") and len(texts["rank_1"]) > 100
+
+
+def test_a_launcher_that_is_stopped_does_not_hold_up_the_driver(monkeypatch):
+    monkeypatch.setattr(launchers, "_END_S", 0.5)
+    with LocalCluster(settings(), "cpu") as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        pid = group.call("pid")[0]
+        psutil.Process(psutil.Process(pid).ppid()).suspend()
+        group.end(0)
+        with pytest.raises(WorkerError, match="^the launcher of its processes died, and the job with it"):
+            group.call("rank")
+        wait_until(lambda: ended(pid))
