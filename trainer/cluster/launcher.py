@@ -84,7 +84,9 @@ class Launcher:
         with contextlib.suppress(OSError, EOFError):  # the launcher and its members have died
             self._link.send(("end", name))
             if not self._link.poll(_END_S):
-                end_all([*self._process.children(recursive=True), self._process])
+                family = [*self._process.children(recursive=True), self._process]
+                end_all(family)
+                psutil.wait_procs(family, _CLOSE_S)
             self._link.recv()
 
     @property
