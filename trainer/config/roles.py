@@ -53,8 +53,8 @@ class ShardingConfig(Section):
     forward passes as late as it can. null: 1 on CUDA if the weights are sharded over several ranks, else 0."""
     compile: bool | None = None
     """Compile the blocks with `torch.compile`: faster passes, but the first ones wait for the compiler. null: on CUDA
-    without `trainer.context_parallel` and `trainer.tensor_parallel`; not on CPU. With context parallelism the exchange
-    between the ranks is not compiled. With tensor parallelism true is refused."""
+    without `trainer.context_parallel` and `trainer.tensor_parallel`; not on CPU. With tensor parallelism
+    true is refused."""
 
 
 CHECKPOINTING_OF_BOOL = {"True": "full", "False": "none"}

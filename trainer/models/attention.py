@@ -8,7 +8,6 @@ the boundaries of their own micro-batch.
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
@@ -147,11 +146,11 @@ def _heads_of_all_tokens(
 
     Each key and value head is repeated as often as ranks have queries of it.
     """
-    kv_heads = key.shape[1]
-    repeats = math.lcm(kv_heads, context.size) // kv_heads
+    kv_heads, ranks = key.shape[1], context.group.size()  # `context.size` would be a symbol in a compiled graph
+    repeats = next(n for n in range(1, ranks + 1) if n * kv_heads % ranks == 0)
 
     def exchange(tensor: Tensor) -> Tensor:
-        parts = context.exchange(tensor[0].unflatten(0, (context.size, -1)))
+        parts = context.exchange(tensor[0].unflatten(0, (ranks, -1)))
         return parts.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens]
 
     if repeats > 1:
@@ -161,9 +160,9 @@ def _heads_of_all_tokens(
 
 def _tokens_of_all_heads(out: Tensor, packing: Packing, context: Peers) -> Tensor:
     """Turn this rank's heads of all tokens, `(1, N, h, D)`, into the heads of this rank's tokens, `(1, n, H, D)`."""
-    size = packing.part.stop - packing.part.start
-    rows = F.pad(out[0], (0, 0, 0, 0, 0, context.size * size - packing.tokens))
-    return context.exchange(rows.unflatten(0, (context.size, size))).transpose(0, 1).flatten(1, 2)[None]
+    size, ranks = packing.part.stop - packing.part.start, context.group.size()
+    rows = F.pad(out[0], (0, 0, 0, 0, 0, ranks * size - packing.tokens))
+    return context.exchange(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _attend_row(

@@ -59,8 +59,7 @@ def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -
     """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
 
     Args:
-        sizes: of the axes of the layout. Ranks that share a micro-batch communicate inside of a block, which splits
-            its graph.
+        sizes: of the axes of the layout. Ranks that share a micro-batch communicate inside of a block.
     """
     if config.compile is None:
         return device == "cuda" and sizes["context"] == sizes["tensor"] == 1

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Peers:
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Send `parts[i]` to peer i; returns what came from each peer, in their order."""
+        if torch.compiler.is_compiling():
+            return _opaque_exchange(parts, self.group.group_name)
         return _Exchange.apply(parts, self.group)
 
 
@@ -80,6 +83,26 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _exchange(grads[0], ctx.group), None
+
+
+@torch.library.custom_op("trainer::exchange", mutates_args=())
+def _opaque_exchange(parts: Tensor, group: str) -> Tensor:
+    """Compute `_Exchange` as one operator, into which `torch.compile` does not look: it would split the graph there."""
+    return _exchange(parts, _resolve_process_group(group))
+
+
+@_opaque_exchange.register_fake
+def _(parts: Tensor, group: str) -> Tensor:
+    return parts.new_empty(parts.shape)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+_opaque_exchange.register_autograd(
+    lambda ctx, grad: (_opaque_exchange(grad, ctx.group), None), setup_context=_keep_group
+)
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

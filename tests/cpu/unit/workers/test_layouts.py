@@ -116,23 +116,39 @@ def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
     if "recomputation" in layout:
         options = {"activation_checkpointing": "selective", "cpu_offload": True, "reshard_after_forward": False}
         cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**options), FSDPConfig(**options)
-    assert_equal_gradients(run_ranks(ranks, gradients, path, cfg=cfg), expected)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_of_two_contexts_give_the_gradients_of_one_rank(one_rank):
-    path, expected = one_rank("qwen3")
-    cfg = settings(context_parallel=2)
-    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
-    compose(["trainer.num_workers=2", "trainer.context_parallel=2", "trainer.policy.fsdp.compile=true"])  # is accepted
-    results = run_ranks(2, compiled_gradients, path, cfg=cfg)
-    assert all(result["graphs"] for result in results)
+    results = run_ranks(ranks, gradients, path, cfg=cfg)
     assert_equal_gradients(results, expected)
+    mask = make_batch()["mask"]
+    for name in ("logprobs", "values"):
+        ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [expected]))
+        assert np.abs((ours - theirs) * mask).max() < 1e-5 * max(1, np.abs(theirs * mask).max()), name
 
 
 def compiled_gradients(rank: Rank, path: str) -> dict:
-    """`gradients`, and the number of graphs that were compiled."""
-    return {**gradients(rank, path), "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+    """The policy's gradients of one micro-batch, its metrics, and the number of graphs that were compiled."""
+    rank.build(["policy"], path)
+    worker, found = rank.roles["policy"], {}
+
+    def recording(*_) -> None:
+        found.update({name: p.grad.full_tensor().clone() for name, p in worker.module.named_parameters()})
+
+    worker.optimizer.register_step_pre_hook(recording)
+    metrics = update(rank, "policy", make_batch(), 1)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {"gradients": found, "metrics": {"policy": metrics}, "graphs": graphs}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_two_contexts_give_the_gradients_of_one_rank(tmp_path):
+    """The exchange between the ranks does not split the graph: a block that is recomputed would not be compiled."""
+    compose(["trainer.num_workers=2", "trainer.context_parallel=2", "trainer.policy.fsdp.compile=true"])  # is accepted
+    path, cfg = tiny(tmp_path, tied=True), of_layout(settings(), max_tokens_per_micro_batch=4096)
+    expected = run_ranks(1, compiled_gradients, path, cfg=cfg)[0]
+    cfg = of_layout(cfg, context_parallel=2)
+    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
+    results = run_ranks(2, compiled_gradients, path, cfg=cfg)
+    assert {result["graphs"] for result in results} == {1} and expected["graphs"] == 0
+    assert_equal_gradients(results, expected)
 
 
 def assert_equal_gradients(results: list[dict], expected: dict) -> None:
@@ -143,10 +159,6 @@ def assert_equal_gradients(results: list[dict], expected: dict) -> None:
         for parameter, gradient in expected["gradients"].items():
             difference = (result["gradients"][parameter] - gradient).abs().max()
             assert difference < 1e-5 * gradient.abs().max() + 1e-8, parameter
-    mask = make_batch()["mask"]
-    for name in ("logprobs", "values"):
-        ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [expected]))
-        assert np.abs((ours - theirs) * mask).max() < 1e-5 * max(1, np.abs(theirs * mask).max()), name
 
 
 def tiny(path: Path, tied: bool) -> str:
