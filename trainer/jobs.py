@@ -301,9 +301,11 @@ def _try_rewards(cfg: Config) -> None:
 
 
 def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
-    """All steps are committed and, if wanted, exported: restarting the command changes nothing."""
+    """All steps are committed, uploaded and, if wanted, exported: restarting the command changes nothing."""
     resume = directory.resume
     if resume is None or resume.restore.fork or resume.checkpoint.step < steps:
+        return False
+    if directory.checkpoints.store.needs_ranks():
         return False
     return not exported or is_exported(export_target(directory.cfg, resume.checkpoint.step))
 

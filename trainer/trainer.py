@@ -377,7 +377,7 @@ class Trainer:
 
     def load_checkpoint(self) -> None:
         """Restore the checkpoint that the run directory has found; without one, the run starts from the beginning."""
-        resume = self.directory.resume
+        resume = self.directory.find_readable(self.learner.ranks)
         if resume is None:
             return
         checkpoint, t = resume.checkpoint, self.cfg.trainer

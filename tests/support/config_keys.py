@@ -142,6 +142,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.val_interval",
     "trainer.val_before_train",
     "trainer.ckpt_local_dir",
+    "trainer.ckpt_local_copies",
     "trainer.ckpt_path",
     "trainer.ckpt_upload_timeout_s",
     "trainer.ckpt_interval",

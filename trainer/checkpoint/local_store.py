@@ -31,6 +31,8 @@ class LocalFiles:
     path: str
     folder: str = ""
     """The name of the folder below the checkpoint that holds the files: there is none."""
+    copies: int = 0
+    """Of a draft: the number of other nodes whose disks also get each rank's shards."""
 
     def read(self, path: str) -> bytes:
         """Return the content of a regular file. No part of `path` may be a link.

@@ -222,13 +222,14 @@ class CheckpointManager:
         """Return the steps of the directories that are named like checkpoints, ascending."""
         return self.store.steps()
 
-    def latest(self, before: int | None = None) -> Checkpoint | None:
+    def latest(self, before: int | None = None, whole: bool = True) -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
 
         Two or more damaged checkpoints in a row are a sign of failing storage. The storage is then tested.
 
         Args:
             before: consider only steps below this.
+            whole: False: accept a checkpoint on local disks whose shards may be on other nodes, which ranks check.
 
         Raises:
             UserError: there are checkpoints but none is valid; or the storage is failing.
@@ -239,7 +240,7 @@ class CheckpointManager:
                 continue
             for path in self.store.places(step):
                 try:
-                    checkpoint = manifests.verify(path, self.verify)
+                    checkpoint = manifests.verify(path, self.verify, whole)
                 except DamagedError as error:
                     problems.append(str(error))
                     continue

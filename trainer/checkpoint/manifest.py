@@ -51,6 +51,11 @@ class Checkpoint:
         """The files that the manifest names."""
         return [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in self.manifest["files"]]
 
+    @property
+    def nodes(self) -> dict[str, list[str]]:
+        """The shards that the disk of each node had at the commit; empty: all files are in one directory."""
+        return self.manifest.get("nodes", {})
+
 
 class DamagedError(UserError):
     """A checkpoint cannot be used. The message names the damaged file."""
@@ -110,6 +115,7 @@ _LATER_FIELDS: dict[Any, Shape] = {
     "score_metric": str,
     "metrics_from": (is_count, NoneType),
     "axes": {str: is_count},
+    "nodes": {str: [_is_path]},
 }
 
 
@@ -179,27 +185,42 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
         raise DamagedError(f"{checkpoint.path}: {name} is damaged ({error})") from error
 
 
-def verify(path: str, level: str = "hash") -> Checkpoint:
+def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
     """Read the manifest of the checkpoint at `path`, and check the files that it names.
 
     Args:
         level: `hash` (size and content), `size`, or `off`.
+        whole: False: shards that are on the disks of other nodes may be missing here.
 
     Raises:
         DamagedError: names the first file that is missing, is outside of the checkpoint, or differs.
     """
     checkpoint = read(path)
-    check_files(checkpoint, level)
+    check_files(checkpoint, level, whole)
     return checkpoint
 
 
-def check_files(checkpoint: Checkpoint, level: str) -> None:
+def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
     """Check the files of a checkpoint against its manifest (see `verify`)."""
-    assert level in VERIFY, level
-    path, files, entries = checkpoint.path, checkpoint.files, checkpoint.entries
+    entries = checkpoint.entries
     for entry in entries:
-        if not files.contains(entry.path):
-            raise DamagedError(f"{path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint")
+        if not checkpoint.files.contains(entry.path):
+            raise DamagedError(
+                f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint"
+            )
+    away = {path for paths in checkpoint.nodes.values() for path in paths}
+    here = [entry for entry in entries if entry.path not in away or _size_or_none(checkpoint.files, entry) is not None]
+    if whole and level != "off" and len(here) < len(entries):
+        elsewhere = next(entry.path for entry in entries if entry not in here)
+        names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
+        raise DamagedError(f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})")
+    check_entries(checkpoint, here, level)
+
+
+def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) -> None:
+    """Check some files of a checkpoint against its manifest (see `verify`)."""
+    assert level in VERIFY, level
+    path, files = checkpoint.path, checkpoint.files
     if level == "off":
         return
     with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL

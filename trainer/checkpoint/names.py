@@ -7,7 +7,9 @@ import re
 
 MANIFEST = "manifest.json"
 HINT = "latest_ckpt_global_step.txt"
-BOOKKEEPING = (".lock", ".record", ".steps.json")
+NODE = ".node"
+"""A file with the name of the disk, in a directory that each node has for itself."""
+BOOKKEEPING = (".lock", ".record", ".steps.json", NODE)
 """What a store keeps for itself: names, by their beginning."""
 _STEP_DIR = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from trainer.checkpoint.object_store import ObjectFiles
 from trainer.checkpoint.safe_dcp import SafeReader
+from trainer.checkpoint.store import CheckpointFiles
 
 _PARALLEL = 8
 _GAP_BYTES = 1 << 20
@@ -28,7 +29,7 @@ _RANGE_BYTES = 64 << 20
 class _Objects(FileSystemBase):
     """What DCP needs of a file system. It writes `.metadata` under another name and renames it: here it is put once."""
 
-    def __init__(self, files: ObjectFiles):
+    def __init__(self, files: Any):
         self._files = files
         self._unnamed: dict[str, bytes] = {}
         self.fetched: IO[bytes] | None = None
@@ -78,33 +79,22 @@ class ObjectWriter(FileSystemWriter):
         self.fs, self.path = _Objects(files), folder  # type: ignore[assignment]
 
 
-class ObjectReader(SafeReader):
-    """Reads the ranges of bytes that this rank needs, several at a time."""
+class RangeReader(SafeReader):
+    """Reads ranges of bytes that the reader of `files` has fetched."""
 
-    def __init__(self, files: ObjectFiles, folder: str):
+    def __init__(self, files: CheckpointFiles, folder: str):
         super().__init__(folder)
-        self._files = files
         self.fs, self.path = _Objects(files), folder  # type: ignore[assignment]
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        ranges = list(self._ranges(plan.items))
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            for first in range(0, len(ranges), _PARALLEL):  # a batch at a time, to bound the memory
-                batch = ranges[first : first + _PARALLEL]
-                for wanted, data in zip(batch, pool.map(self._fetch, batch), strict=True):
-                    self.fs.fetched = _At(data, wanted.start)  # type: ignore[attr-defined]
-                    super().read_data(LoadPlan(wanted.items), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def place(self, wanted: ByteRange, data: bytes, planner: LoadPlanner) -> None:
+        """Fill the tensors of a range from its bytes."""
+        self.fs.fetched = _At(data, wanted.start)  # type: ignore[attr-defined]
+        super().read_data(LoadPlan(wanted.items), planner)
 
-    def _fetch(self, wanted: _Range) -> bytes:
-        return self._files.read_range(f"{self.path}/{wanted.name}", wanted.start, wanted.end)
-
-    def _ranges(self, items: list[ReadItem]) -> Iterator[_Range]:
+    def ranges(self, items: list[ReadItem]) -> Iterator[ByteRange]:
         """Yield ranges of bytes that cover these items; neighbours are joined."""
         places = [(self.storage_data[item.storage_index], item) for item in items]
-        open_range: _Range | None = None
+        open_range: ByteRange | None = None
         for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
             end = place.offset + place.length
             if open_range is not None and open_range.takes(place.relative_path, place.offset):
@@ -113,16 +103,41 @@ class ObjectReader(SafeReader):
             else:
                 if open_range is not None:
                     yield open_range
-                open_range = _Range(place.relative_path, place.offset, end, [item])
+                open_range = ByteRange(place.relative_path, place.offset, end, [item])
         if open_range is not None:
             yield open_range
 
 
-class _Range:
+class ObjectReader(RangeReader):
+    """Reads the ranges of bytes that this rank needs, several at a time."""
+
+    def __init__(self, files: ObjectFiles, folder: str):
+        super().__init__(files, folder)
+        self._files = files
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        ranges = list(self.ranges(plan.items))
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for first in range(0, len(ranges), _PARALLEL):  # a batch at a time, to bound the memory
+                batch = ranges[first : first + _PARALLEL]
+                for wanted, data in zip(batch, pool.map(self._fetch, batch), strict=True):
+                    self.place(wanted, data, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fetch(self, wanted: ByteRange) -> bytes:
+        return self._files.read_range(f"{self.path}/{wanted.name}", wanted.start, wanted.end)
+
+
+class ByteRange:
+    """Some bytes of a file, and the items in them."""
+
     def __init__(self, name: str, start: int, end: int, items: list[ReadItem]):
         self.name, self.start, self.end, self.items = name, start, end, items
 
     def takes(self, name: str, start: int) -> bool:
+        """Return whether an item that starts there belongs to this range."""
         near = start <= self.end + _GAP_BYTES
         return name == self.name and (start < self.end or near and self.end - self.start < _RANGE_BYTES)
 

@@ -57,6 +57,8 @@ class ObjectFiles:
     path: str
     written: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Size and hash of the objects that were written through this value, by path."""
+    copies: int = 0
+    """The number of other nodes that get copies: none, because a store keeps its own."""
 
     @property
     def folder(self) -> str:

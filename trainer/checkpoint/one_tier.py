@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 
 class OneTier:
@@ -22,6 +23,17 @@ class OneTier:
 
     def revoke(self) -> None:
         """Do nothing: a draft that is deleted loses its name first, so no other job can commit it any more."""
+
+    def connect(self, ranks: Any) -> None:
+        """Do nothing: ranks see all checkpoints."""
+
+    def missing(self, checkpoint: Any, level: str) -> list[str]:
+        """Return nothing: ranks see all files."""
+        return []
+
+    def needs_ranks(self) -> bool:
+        """Return False: nothing is uploaded."""
+        return False
 
     def start(self, fence: Callable[[], None]) -> None:
         """Do nothing: a commit is the end of a save."""

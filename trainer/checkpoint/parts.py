@@ -145,7 +145,7 @@ def models_part(ranks: SavingRanks) -> Part:
     """Make the part that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
 
     def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        finish = ranks.begin_save(ShardedFiles(draft.path))
+        finish = ranks.begin_save(ShardedFiles(draft.path, draft.copies))
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:

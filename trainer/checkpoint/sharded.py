@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.local_store import LocalFiles
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import files_at
 from trainer.errors import UserError, name_size
@@ -13,6 +15,7 @@ from trainer.failpoints import failpoint
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.checkpoint import StorageReader
 
 # DCP takes seconds to import. The functions import it, because the driver uses this module without writing.
 
@@ -22,6 +25,8 @@ class ShardedFiles:
     """The sharded states below one checkpoint directory. It is plain data, so that it can be sent to the ranks."""
 
     directory: str
+    copies: int = 0
+    """The number of other nodes whose disks also get each rank's shards."""
 
     def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: dist.ProcessGroup) -> list[dict]:
         """Write this rank's part of `state` below `{directory}/{name}`. A collective over `group`.
@@ -36,6 +41,23 @@ class ShardedFiles:
         Raises:
             OSError: a rank could not write. Every rank raises the same error.
         """
+        entries: list[FileEntry] = []
+        problem: Exception | None = None
+        try:
+            entries = self._write(name, state, extra, group)
+        except Exception as error:
+            problem = error
+        if self.copies:
+            from trainer.checkpoint.neighbours import copy_to_neighbours
+
+            copy_to_neighbours(self.directory, entries, self.copies, group)  # ranks that failed take part, too
+        if problem is not None:
+            raise problem
+        return [asdict(entry) for entry in entries]
+
+    def _write(
+        self, name: str, state: dict[str, Any], extra: dict[str, str], group: dist.ProcessGroup
+    ) -> list[FileEntry]:
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
@@ -55,7 +77,7 @@ class ShardedFiles:
             reason = _reason(str(cause), files.space(), _size(state))
             raise OSError(f"rank {failed} could not write {name}: {reason}") from None
         paths = [f"{name}/{file}" for file in written]
-        return [asdict(FileEntry(path, files.size(path), files.digest(path))) for path in paths]
+        return [FileEntry(path, files.size(path), files.digest(path)) for path in paths]
 
     def read(
         self,
@@ -75,7 +97,7 @@ class ShardedFiles:
 
         from trainer.checkpoint.safe_dcp import SafePlanner
 
-        reader = files_at(self.directory).reader(name)
+        reader = self._reader(name, group)
         try:
             for entry in optional:
                 part, _, key = entry.partition(".")
@@ -85,6 +107,19 @@ class ShardedFiles:
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise UserError(f"{self.directory}/{name}: cannot be loaded: {cause}") from None
+
+    def _reader(self, name: str, group: dist.ProcessGroup | None) -> StorageReader:
+        """Return a reader of the shards. Those on the disks of other nodes come from the ranks there."""
+        import torch.distributed as dist
+
+        files = files_at(self.directory)
+        if isinstance(files, LocalFiles) and dist.is_initialized():
+            from trainer.checkpoint.neighbours import NeighbourReader, find_holders
+
+            holders = find_holders(os.path.join(files.path, name), group)
+            if holders is not None:
+                return NeighbourReader(files, name, holders, group)
+        return files.reader(name)
 
     def read_json(self, name: str, file: str) -> bytes:
         """Return the content of a small file below `{directory}/{name}`."""

@@ -1,18 +1,22 @@
-"""Two tiers: a save is committed on the disk of this node, and an object store gets it while training continues.
+"""Two tiers: a save is committed on the local disks, and an object store gets it while training continues.
 
 A checkpoint is found in the tier where it is complete. Nothing is deleted before something newer is safe above: the
-newest checkpoint of the object store stays, and so does every newer one of the disk, until the next is uploaded.
-A node that is lost with its disk costs what had not been uploaded.
+newest checkpoint of the object store stays, and so does every newer one of the disks, until the next is uploaded.
+A node that is lost with its disk costs what had neither been uploaded nor copied to a neighbour. What happens on the
+disks of several nodes is in `nodes`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,10 +24,12 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.local_store import LocalFiles, LocalStore
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.nodes import AskedRanks, Nodes
 from trainer.checkpoint.object_store import ObjectFiles, ObjectStore
 from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.documents import parse_object
 from trainer.failpoints import failpoint
+from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 
 LOG = logging.getLogger(__name__)
 
@@ -32,24 +38,32 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _LOCAL, _ABOVE = "local/", "above/"
 
 
-def open_tiers(ckpt_path: str, local_dir: str | None) -> CheckpointStore:
-    """Return the store at `ckpt_path`, below it the directory `local_dir` if there is one."""
+def open_tiers(ckpt_path: str, local_dir: str | None, copies: int = 0) -> CheckpointStore:
+    """Return the store at `ckpt_path`, below it the directory `local_dir` if there is one.
+
+    Args:
+        copies: the number of other nodes whose disks also get each rank's shards.
+    """
     store = open_store(ckpt_path)
     if local_dir is None:
         return store
     assert isinstance(store, ObjectStore), ckpt_path
-    return TieredStore(LocalStore(local_dir), store)
+    return TieredStore(LocalStore(local_dir), store, copies)
 
 
 class TieredStore:
-    """Checkpoints on the disk of this node, and above it in an object store."""
+    """Checkpoints on the disks of this node and of the ranks' nodes, and above them in an object store."""
 
     keeps_record = True
 
-    def __init__(self, local: LocalStore, above: ObjectStore):
+    def __init__(self, local: LocalStore, above: ObjectStore, copies: int = 0):
         self.root = above.root
         self._local = local
         self._above = above
+        self._copies = copies
+        self._nodes: Nodes | None = None
+        self._lost: set[int] = set()  # steps whose local checkpoints lack shards
+        self._copied_pieces: set[str] = set()
         self._safe: set[int] | None = None
         self._remains: dict[str, list[str]] = {}
         self._pieces: set[str] = set()
@@ -82,33 +96,40 @@ class TieredStore:
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step, in the nearest tier that has it."""
-        return self.places(step)[0]
+        return next(iter(self.places(step)), self._local.path(step))
 
     def places(self, step: int) -> list[str]:
         """Return where the checkpoint of a step may be, the nearest first."""
-        near = [self._local.path(step)] if step in self._local.steps() else []
+        near = [self._local.path(step)] if step in self._local.steps() and step not in self._lost else []
         far = [self._above.path(step)] if step in self._steps_above() else []
-        return [*near, *far] or [self._local.path(step)]
+        return [*near, *far]
 
     def begin(self, step: int) -> LocalFiles:
         """Make an empty draft on the disk."""
-        return self._local.begin(step)
+        return dataclasses.replace(self._local.begin(step), copies=self._copies)
 
     def publish(self, draft: LocalFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
         """Commit a draft on the disk, and have it uploaded."""
-        for entry in parse_object(manifest)["files"]:
-            if not os.path.exists(os.path.join(draft.path, entry["path"])):
-                raise OSError(
-                    errno.ENOENT,
-                    f"trainer.ckpt_local_dir={self._local.root}: {entry['path']} is not there; all ranks must see this "
-                    "directory, so the ranks of several nodes cannot use it",
-                )
-        self._local.publish(draft, step, manifest, before_commit)
+        self._fence()
+        if self._nodes is None:
+            for entry in parse_object(manifest)["files"]:
+                if not os.path.exists(os.path.join(draft.path, entry["path"])):
+                    raise OSError(errno.ENOENT, f"trainer.ckpt_local_dir={self._local.root}: not there", entry["path"])
+            self._local.publish(draft, step, manifest, before_commit)
+        else:
+            new = [name for name in self._local.pieces() if name not in self._copied_pieces]
+            pieces = {name: self._local.piece(name) for name in new}
+            problems = self._nodes.publish(draft, step, manifest, pieces, before_commit)
+            self._copied_pieces.update(new)
+            self._check_copies(step, problems)
+        self._lost.discard(step)
         self._committed[step] = time.monotonic()
         self._wake.set()
 
     def discard(self, draft: LocalFiles) -> None:
         """Delete a draft."""
+        if self._nodes is not None:
+            self._nodes.discard(draft)
         self._local.discard(draft)
 
     def unsafe(self) -> set[int]:
@@ -137,7 +158,10 @@ class TieredStore:
                 name = _ABOVE + self._above.set_aside(step)
                 self._safe = self._steps_above() - {step}
             if step in self._local.steps():
-                name = _LOCAL + self._local.set_aside(step)
+                hidden = self._local.set_aside(step)
+                if self._nodes is not None:
+                    self._nodes.rename(os.path.basename(self._local.path(step)), hidden)
+                name = _LOCAL + hidden
         return name
 
     def asides(self, step: int | None = None) -> list[str]:
@@ -161,6 +185,8 @@ class TieredStore:
                 self._local.remove(part.removeprefix(_LOCAL))
             else:
                 self._above.remove(part.removeprefix(_ABOVE))
+        if self._nodes is not None:
+            self._nodes.settle()
 
     def hint(self, step: int) -> None:
         """Write the newest step of the disk to a file for people and tools."""
@@ -191,6 +217,63 @@ class TieredStore:
         self._above.remove_pieces(names)
 
     # ---------------------------------------------------------------------------------------------------
+    # Several nodes
+
+    def connect(self, ranks: AskedRanks | None) -> None:
+        """Reach the disks of the nodes through these ranks, which are connected; None: the ranks are about to end.
+
+        Raises:
+            UserError: a node cannot keep checkpoints.
+        """
+        self._nodes, self._copied_pieces = None, set()
+        if ranks is None:
+            return
+        nodes = Nodes(self._local, ranks)
+        if self._copies and len(nodes.with_ranks) == 1:
+            self._report(
+                "the ranks see one directory, that of one node: their shards have no copies until ranks on other nodes "
+                f"join (trainer.ckpt_local_copies={self._copies})"
+            )
+        if nodes.are_several:
+            self._nodes = nodes
+        self._wake.set()
+
+    def missing(self, checkpoint: Checkpoint, level: str) -> list[str]:
+        """Return the files of a checkpoint that no rank can read; if there are some, its local copy is not used again.
+
+        Args:
+            level: how files on other nodes are checked (see `trainer.checkpoint.manifest.verify`).
+        """
+        if checkpoint.path != self._local.path(checkpoint.step):
+            return []
+        if self._nodes is None:
+            held = [entry.path for entry in checkpoint.entries]
+            missing = [path for path in held if not os.path.exists(os.path.join(checkpoint.path, path))]
+        else:
+            missing = self._nodes.missing(checkpoint, level)
+        if missing:
+            self._lost.add(checkpoint.step)
+        return missing
+
+    def _check_copies(self, step: int, problems: list[str]) -> None:
+        """Say which shards of a commit have too few copies."""
+        assert self._nodes is not None
+        checkpoint = manifests.read(self._local.path(step))
+        held = Counter(path for paths in checkpoint.nodes.values() for path in paths)
+        wanted = 1 + min(self._copies, len(self._nodes.with_ranks) - 1)
+        too_few = sorted(path for path, count in held.items() if count < wanted)
+        if too_few:
+            reasons = "; ".join(problems) or "their ranks are all on one node"
+            self._report(f"{checkpoint.path}: {', '.join(too_few)} could not be copied to a neighbour: {reasons}")
+
+    def _report(self, text: str) -> None:
+        LOG.warning("%s", text)
+        node, cause, action = socket.gethostname(), "missing copies", "continued without copies"
+        INCIDENTS.record(
+            Incident(INCIDENTS.step, "checkpoint", "copies", node, INFRASTRUCTURE, cause, action, 0.0, text)
+        )
+
+    # ---------------------------------------------------------------------------------------------------
     # Uploading
 
     def start(self, fence: Callable[[], None]) -> None:
@@ -216,7 +299,7 @@ class TieredStore:
         """Wait until the newest checkpoint is uploaded, and end the uploads."""
         if self._uploader is None:
             return
-        missing = [step for step in self._missing_above() if step in self.unsafe()]
+        missing = [step for step in self._ready() if step in self.unsafe()]
         if missing:
             LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self.root)
             deadline = time.monotonic() + timeout_s
@@ -226,12 +309,15 @@ class TieredStore:
         self._wake.set()
         left = [step for step in self._missing_above() if step in self.unsafe()]
         if left:
+            reason = f"the upload took longer than trainer.ckpt_upload_timeout_s={timeout_s:g}"
+            if left[-1] not in self._ready():
+                reason = "parts of it are on nodes whose ranks have ended"
             LOG.warning(
                 "global_step_%d is in %s alone, not in %s (%s); the same command on this machine uploads it",
                 left[-1],
                 self._local.root,
                 self.root,
-                self._problem or f"the upload took longer than trainer.ckpt_upload_timeout_s={timeout_s:g}",
+                self._problem or reason,
             )
         else:
             self._uploader.join()
@@ -244,14 +330,34 @@ class TieredStore:
         return self._safe
 
     def _missing_above(self) -> list[int]:
-        return [step for step in self._local.steps() if step not in self._steps_above()]
+        return [step for step in self._local.steps() if step not in self._steps_above() and step not in self._lost]
+
+    def needs_ranks(self) -> bool:
+        """Return whether what is not uploaded yet is on the disks of other nodes, which only ranks reach."""
+        return any(step in self.unsafe() and self._is_apart(step) for step in self._missing_above())
+
+    def _is_apart(self, step: int) -> bool:
+        """Return whether shards of a checkpoint are on the disks of other nodes alone."""
+        try:
+            checkpoint = manifests.read(self._local.path(step))
+        except DamagedError:
+            return False
+        return any(
+            not os.path.exists(os.path.join(checkpoint.path, path))
+            for paths in checkpoint.nodes.values()
+            for path in paths
+        )
+
+    def _ready(self) -> list[int]:
+        """Return the steps that can be uploaded now."""
+        return [step for step in self._missing_above() if self._nodes is not None or not self._is_apart(step)]
 
     def _upload_all(self) -> None:
         wait_s = _FIRST_WAIT_S
         while True:
             self._wake.wait()
             self._wake.clear()
-            while missing := self._missing_above():
+            while missing := self._ready():
                 if self._ending.is_set() and missing[-1] not in self.unsafe():
                     return
                 try:
@@ -279,16 +385,25 @@ class TieredStore:
         checkpoint = manifests.read(self._local.path(step))
         self._fence()
         self._upload_pieces()
-        draft = self._above.begin(step)
+        draft, nodes = self._above.begin(step), self._nodes
+        away = [e for e in checkpoint.entries if not os.path.exists(os.path.join(checkpoint.path, e.path))]
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                for _ in pool.map(lambda entry: _copy(checkpoint, entry, draft), checkpoint.entries):
+                here = (entry for entry in checkpoint.entries if entry not in away)
+                copying = pool.map(lambda entry: _copy(checkpoint, entry, draft), here)
+                if away and nodes is not None:
+                    draft.written.update(nodes.upload(checkpoint, draft.path, [entry.path for entry in away]))
+                for _ in copying:
                     pass
+            for entry in checkpoint.entries:
+                if draft.written.get(entry.path) != (entry.bytes, entry.hash):
+                    source = os.path.join(checkpoint.path, entry.path)
+                    raise DamagedError(f"{source}: does not have the content that was saved")
             failpoint("upload:copied")
             content = {
                 name: value
                 for name, value in checkpoint.manifest.items()
-                if name not in ("files", "self", "format_version")
+                if name not in ("files", "self", "format_version", "nodes")
             }
             data = manifests.dump({**content, "folder": draft.folder}, checkpoint.entries)
             with self._moves:
@@ -340,7 +455,4 @@ class _Locks(RunLock):
 
 
 def _copy(checkpoint: Checkpoint, entry: FileEntry, draft: ObjectFiles) -> None:
-    source = os.path.join(checkpoint.path, entry.path)
-    draft.upload(source, entry.path)
-    if draft.written[entry.path] != (entry.bytes, entry.hash):
-        raise DamagedError(f"{source}: does not have the content that was saved")
+    draft.upload(os.path.join(checkpoint.path, entry.path), entry.path)

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -241,9 +241,9 @@ class Group:
         """Begin to call `method` on all members. `result()` of the returned object waits for the results."""
         return self._start("call", method, *args, **kwargs)
 
-    def start_aside(self, method: str) -> Pending:
-        """Begin to call `method` on all members, at the same time as other calls."""
-        return self._start("aside", method)
+    def start_aside(self, method: str, *args: Any, members: Collection[int] | None = None) -> Pending:
+        """Begin to call `method` on these members (None: on all), at the same time as other calls."""
+        return self._start("aside", method, *args, members=members)
 
     def where(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each member."""
@@ -298,10 +298,12 @@ class Group:
             member.end()
         self.members = []
 
-    def _start(self, channel: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+    def _start(
+        self, channel: str, method: str, *args: Any, members: Collection[int] | None = None, **kwargs: Any
+    ) -> Pending:
         pending = Pending(self, channel)
         with SIGNALS.held():  # all members get the call, or a collective would wait for those that did not
-            for member in range(len(self)):
+            for member in range(len(self)) if members is None else members:
                 pending.begin(member, method, *args, **kwargs)
         return pending
 

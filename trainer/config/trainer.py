@@ -124,8 +124,13 @@ class TrainerConfig(Section):
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
     read them."""
     ckpt_local_dir: str | None = None
-    """With `ckpt_path` in an object store: a directory on the local disk where checkpoints are committed first. They
-    are uploaded while training continues. All ranks must see it. null: checkpoints go straight to `ckpt_path`."""
+    """With `ckpt_path` in an object store: a directory on the local disk, or in the memory (`/dev/shm/…`), of each
+    node, where checkpoints are committed first. They are uploaded while training continues. null: checkpoints go
+    straight to `ckpt_path`."""
+    ckpt_local_copies: int = number(0, at_least=0)
+    """With `ckpt_local_dir`: the number of other nodes whose local directories also get each rank's shards, as a part
+    of every save. With 1, a lost node costs nothing that is committed. Each copy needs the room of the shards once
+    more. 0: a lost node costs what had not been uploaded."""
     ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME)
     """With `ckpt_local_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1)
@@ -274,6 +279,12 @@ class TrainerConfig(Section):
                 refuse(config, "trainer.ckpt_local_dir", "needs a trainer.ckpt_path in an object store")
             if is_url(self.ckpt_local_dir) or is_same(self.ckpt_local_dir, self.run_dir):
                 refuse(config, "trainer.ckpt_local_dir", "must be a directory other than trainer.run_dir")
+        if self.ckpt_local_copies:
+            if self.ckpt_local_dir is None:
+                refuse(config, "trainer.ckpt_local_copies", "needs trainer.ckpt_local_dir")
+            if self.ray_address in (None, PROCESSES):
+                problem = "needs several nodes, so trainer.ray_address of a cluster: copies go to other nodes"
+                refuse(config, "trainer.ckpt_local_copies", problem)
 
     def _check_saving(self, config: Config) -> None:
         if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":

@@ -151,6 +151,30 @@ class Ranks:
             saving.append(group.start_aside("finish_save"))
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
+    def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
+        """Call `method` of a copy of `value` in these rank processes (None: in all), while they do other things.
+
+        Any thread may ask.
+
+        Returns:
+            the answers by the number of the process.
+
+        Raises:
+            OSError: the ranks have ended.
+        """
+        groups = list(dict.fromkeys(self._groups.values()))
+        if not groups:
+            raise OSError("the ranks have ended")
+        answers: dict[int, Any] = {}
+        pending, first = [], 0
+        for group in groups:
+            members = [i for i in range(len(group)) if numbers is None or first + i in numbers]
+            pending.append((first, members, group.start_aside("ask", value, method, *args, members=members)))
+            first += len(group)
+        for first, members, calls in pending:
+            answers |= zip([first + i for i in members], calls.result(), strict=True)
+        return answers
+
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
         """Restore the state of `role`.
 

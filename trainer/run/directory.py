@@ -12,6 +12,7 @@ from typing import Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.nodes import AskedRanks
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
@@ -44,7 +45,7 @@ class RunDirectory:
         self.cfg = cfg
         self.supervised = supervised
         t = cfg.trainer
-        store = open_tiers(t.ckpt_path, t.ckpt_local_dir)
+        store = open_tiers(t.ckpt_path, t.ckpt_local_dir, t.ckpt_local_copies)
         self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_timeout_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
@@ -118,6 +119,30 @@ class RunDirectory:
         if newest is not None:
             self.resume = compare(self.cfg, newest, False, self.supervised)
 
+    def find_readable(self, ranks: AskedRanks) -> Resume | None:
+        """Return the checkpoint to resume from, which these ranks can read; None: training starts from the beginning.
+
+        A checkpoint on local disks can lack the shards of a lost node: then it is an older one, or the uploaded one.
+
+        Raises:
+            UserError: there is no other, or it cannot be used under this config.
+        """
+        store = self.checkpoints.store
+        store.connect(ranks)
+        while self.resume is not None and (missing := store.missing(self.resume.checkpoint, self.checkpoints.verify)):
+            path = self.resume.checkpoint.path
+            text = f"{path} is not whole: no node that lives has {', '.join(missing)}"
+            LOG.warning("%s", text)
+            newest = find_newest(self.cfg, self.checkpoints)
+            if newest is None:
+                raise UserError(f"{text}; there is no other checkpoint of this run")
+            self.resume = compare(self.cfg, newest, False, self.supervised)
+            node, action = socket.gethostname(), f"resumed from {newest.path}"
+            INCIDENTS.record(
+                Incident(newest.step, "checkpoint", "shards", node, INFRASTRUCTURE, "lost disk", action, 0.0, text)
+            )
+        return self.resume
+
     def lost_seconds(self) -> float:
         """Return the seconds of the logged steps that `resume` trains again."""
         resume = self.resume
@@ -186,12 +211,21 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
-        """If the block fails, wait for a save that is under way: its state is good, and the ranks are still alive."""
+        """Complete what needs the ranks, while they are alive: a save that is under way, and uploads of other nodes."""
         try:
             yield
-        except (Exception, Stopped):
+            self._finish_uploads_of_ranks()
+        except (Exception, Stopped) as error:
             self.checkpoints.wait(_SETTLE_S)
+            if isinstance(error, Stopped):
+                self._finish_uploads_of_ranks()
             raise
+        finally:
+            self.checkpoints.store.connect(None)
+
+    def _finish_uploads_of_ranks(self) -> None:
+        if self.checkpoints.store.needs_ranks():
+            self.checkpoints.store.finish(self.cfg.trainer.ckpt_upload_timeout_s)
 
     def close(self) -> None:
         """Wait for uploads, and release the locks."""

@@ -75,13 +75,15 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
 def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None = None) -> Checkpoint | None:
     """Return the newest valid checkpoint of this run; None if the run has never had one.
 
+    Shards on other nodes are not checked: `RunDirectory.find_readable` does that, once there are ranks.
+
     Args:
         before: consider only steps below this.
 
     Raises:
         UserError: no checkpoint of the run is valid, or all are gone.
     """
-    found = checkpoints.latest(before)
+    found = checkpoints.latest(before, whole=False)
     if found is None and before is None:
         record.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
     return found

@@ -130,6 +130,10 @@ class Rank:
         assert self.saver is not None, "connect first"
         return self.saver.finish()
 
+    def ask(self, value: Any, method: str, *args: Any) -> Any:
+        """Call `method` of `value` in this process. Not a collective. Other methods may run meanwhile."""
+        return getattr(value, method)(*args)
+
     def take_blocked(self) -> float:
         """Return the seconds that optimizer steps have waited for a save since the last call."""
         assert self.saver is not None, "connect first"

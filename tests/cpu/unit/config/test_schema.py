@@ -56,6 +56,11 @@ TRAINER = [
     (["trainer.ckpt_path=ftp://host/x"], "trainer.ckpt_path: must be a directory that all ranks see, or begin with s3"),
     (["trainer.ckpt_path=s3://key:secret@bucket/x"], "^trainer.ckpt_path: must not contain credentials: [^@]*$"),
     (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain empty parts"),
+    (["trainer.ckpt_local_copies=1"], "trainer.ckpt_local_copies=1: needs trainer.ckpt_local_dir"),
+    (
+        ["trainer.ckpt_local_copies=1", "trainer.ckpt_local_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
+        "trainer.ckpt_local_copies=1: needs several nodes, so trainer.ray_address",
+    ),
     (["trainer.stop_at=0001-01-01"], "trainer.stop_at=0001-01-01: must be a time"),
     (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
 ]

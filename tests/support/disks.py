@@ -1,0 +1,45 @@
+"""Ranks whose working directories stand for the disks of several nodes.
+
+`DISK` means another directory in every process: the one below its own working directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.ranks import local_cluster
+from trainer.config import Config
+from trainer.learner.ranks import Ranks
+
+DISK = "/proc/self/cwd/disk"
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a test asks of the process of a rank (see `Ranks.ask`)."""
+
+    def live_on(self, home: str) -> None:
+        os.chdir(home)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def set(self, name: str, value: str) -> None:
+        os.environ[name] = value
+
+
+@contextlib.contextmanager
+def ranks_on(nodes: Sequence[Path], cfg: Config, model: Path) -> Iterator[Ranks]:
+    """One rank on each of these nodes, connected, with the weights in `model`."""
+    with local_cluster(len(nodes), cfg, "cpu") as cluster:
+        ranks = Ranks(cluster.cfg, cluster)
+        for number, node in enumerate(nodes):
+            node.mkdir(exist_ok=True)
+            ranks.ask([number], Process(), "live_on", str(node))
+        ranks.connect()
+        ranks.build(str(model))
+        yield ranks
