@@ -82,10 +82,11 @@ class _Actors:
         except RayError as error:
             raise _as_itself(error, name) from None
 
-    def has_place(self, process: Any) -> bool:
-        return bool(actors(process._actor_id.hex()).get("Address", {}).get("NodeID"))
+    def has_begun(self, process: Any) -> bool:
+        return _place_of(process) is not None
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
+        at = at or _place_of(process)
         ray.kill(process, no_restart=True)
         if at is not None and at[1] == ray.util.get_node_ip_address():
             _end_stopped(at[0])  # Ray asks the process to end, and a stopped process does not hear it
@@ -114,6 +115,12 @@ def launch_actors(
         return process
 
     return Group(name, len(member_args), launch, _Actors(), patience)
+
+
+def _place_of(process: Any) -> tuple[int, str] | None:
+    """Return what Ray knows of an actor: the id of its process and the address of its node. None: it has none yet."""
+    known = actors(process._actor_id.hex())
+    return (known["Pid"], known["Address"]["IPAddress"]) if known.get("Pid") else None
 
 
 def _as_itself(error: RayError, name: str) -> Exception:

@@ -126,8 +126,8 @@ class Backend(Protocol):
         """
         ...
 
-    def has_place(self, process: Any) -> bool:
-        """Return whether the process has a place, where it is or is being started."""
+    def has_begun(self, process: Any) -> bool:
+        """Return whether the process has been started. It may have to wait for a place."""
         ...
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
@@ -169,7 +169,7 @@ class _Member:
                 self._hear()
             if self._pulse is None and now - self._asked > _PULSE_S:
                 self._pulse, self._asked = self._begin_pulse(), now
-            if self.at is None and not self._backend.has_place(self.process):
+            if self.at is None and not self._backend.has_begun(self.process):
                 self._asked = now
             return now - self._asked if self._pulse is not None else 0.0
 

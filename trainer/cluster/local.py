@@ -243,7 +243,7 @@ class _Processes:
             f"{name} died: its process was killed or crashed, perhaps because memory ran out", AGAIN, "killed"
         )
 
-    def has_place(self, process: _Process) -> bool:
+    def has_begun(self, process: _Process) -> bool:
         return True
 
     def kill(self, process: _Process, at: tuple[int, str] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -185,6 +186,15 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
         group.call("pid")
     cluster.release(group)
     assert not is_running(stopped)
+
+
+def test_a_rank_that_waits_for_a_place_is_not_silent(cluster):
+    if isinstance(cluster, LocalCluster):
+        pytest.skip("has a place for every process")
+    group = cluster._launch("rank", Host, [()], lambda rank: {"num_cpus": 1000}, {})
+    time.sleep(1)
+    assert group.members[0].silence_s() < 1
+    group.kill()
 
 
 def test_a_rank_that_stands_still_after_quick_calls_is_named(group):
