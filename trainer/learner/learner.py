@@ -46,7 +46,7 @@ class Learner:
         self.peak_flops = 0.0
         self._saves_prepared = False
         self._forward_passes = 0
-        self._shared = 0.0  # share of the tokens of the last update that were not computed twice
+        self._shared = 0.0  # of the tokens of the last update, those that were computed for another row
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
 
     def build(self, model_path: str) -> None:

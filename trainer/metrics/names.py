@@ -107,8 +107,8 @@ METRICS: dict[str, Metric] = {
     "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
     "perf/tokens_shared": Metric(
-        "Part of these tokens that the last update of the policy did not compute, because completions of one prompt "
-        "share them (`trainer.share_prompts`).",
+        "Share of the prompt and completion tokens that the last update of the policy did not compute again, because "
+        "completions of one prompt share them (`trainer.share_prompts`).",
         "share",
     ),
     "perf/mfu": Metric(

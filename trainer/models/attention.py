@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.models.bucket_attention import attend_buckets
 from trainer.models.opaque_attention import opaque_attention
 from trainer.parallel.collectives import Peers
-from trainer.parallel.packing import Packing
+from trainer.parallel.packing import Packing, take
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -190,7 +190,7 @@ def _varlen(
     rows, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     boundaries = key_boundaries = packing.boundaries
     if packing.shares:  # the kernel wants the keys of each sequence in one piece
-        keys, values = keys[packing.key_places], values[packing.key_places]
+        keys, values = take(keys, packing.key_places), take(values, packing.key_places)
         key_boundaries = packing.key_boundaries
     longest = packing.longest
     sight = (-1, 0) if window is None or window >= longest else (window - 1, 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.parallel.packing import Bucket, Packing
+from trainer.parallel.packing import Bucket, Packing, take
 
 
 def attend_buckets(
@@ -21,43 +21,53 @@ def attend_buckets(
     softcap: float | None,
 ) -> Tensor:
     """Compute causal attention within each sequence (see `packed_attention`): `(1, N, H, D)`."""
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    buckets = packing.buckets
+    if any(packing.shared):
+        keys, values = take(keys, packing.key_places), take(values, packing.key_places)
     parts = [
-        _attend_bucket(query, key, value, bucket, places, scaling, window, softcap)
-        for bucket, places in zip(packing.buckets, packing.bucket_places, strict=True)
+        _attend_bucket(*tensors, bucket, places, scaling, window, softcap)
+        for *tensors, bucket, places in zip(
+            queries.split([bucket.tokens for bucket in buckets]),
+            keys.split([bucket.keys for bucket in buckets]),
+            values.split([bucket.keys for bucket in buckets]),
+            buckets,
+            packing.bucket_places,
+            strict=True,
+        )
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
 def _attend_bucket(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     bucket: Bucket,
-    places: Tensor,
+    places: tuple[Tensor, Tensor],
     scaling: float | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute the attention of one bucket's tokens, `(1, tokens, H, D)`."""
-    rows = len(bucket.lengths)
+    """Compute the attention of one bucket's own tokens, `(tokens, H, D)`, to all tokens of their sequences."""
+    rows, (of_queries, of_keys) = len(bucket.lengths), places
 
-    def padded(tensor: Tensor) -> Tensor:
-        """Turn `(1, H, N, D)` into `(rows, H, longest, D)`."""
-        own = tensor[0, :, bucket.first : bucket.first + bucket.tokens].transpose(0, 1)
-        own = own if bucket.is_even else _Spread.apply(own, places, rows * bucket.longest)
-        return own.unflatten(0, (rows, bucket.longest)).transpose(1, 2)
+    def padded(tensor: Tensor, own: Tensor, longest: int) -> Tensor:
+        """Turn tokens `(n, H, D)` into `(rows, H, longest, D)`."""
+        even = tensor if bucket.is_even else _Spread.apply(tensor, own, rows * longest)
+        return even.unflatten(0, (rows, longest)).transpose(1, 2)
 
-    def whole(tensor: Tensor) -> Tensor:
-        """Turn `(1, H, N, D)` into `(rows, H, shared + longest, D)`."""
-        own = padded(tensor)
-        if not bucket.shared:
-            return own
-        common = tensor[:, :, bucket.leader : bucket.leader + bucket.shared]
-        return torch.cat([common.expand(rows, -1, -1, -1), own], dim=2)
-
-    out = _attend(padded(query), whole(key), whole(value), scaling, window, softcap)
+    whole = bucket.longest + bucket.shared
+    out = _attend(
+        padded(queries, of_queries, bucket.longest),
+        padded(keys, of_keys, whole),
+        padded(values, of_keys, whole),
+        scaling,
+        window,
+        softcap,
+    )
     flat = out.transpose(1, 2).flatten(0, 1)
-    return (flat if bucket.is_even else _Collect.apply(flat, places))[None]
+    return flat if bucket.is_even else _Collect.apply(flat, of_queries)
 
 
 class _Spread(torch.autograd.Function):

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.parallel.collectives import Peers
+from trainer.parallel.packing import take
 
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
 """Tokens whose logits exist at the same time: enough for fast matrix products."""
@@ -118,7 +119,7 @@ def _chunked_forward(
     lm: PreTrainedModel, head: Head, input_ids: Tensor, wanted: Wanted, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
-    hidden, weight, part = states[0, wanted.places], lm.get_output_embeddings().weight, _WHOLE
+    hidden, weight, part = take(states[0], wanted.places), lm.get_output_embeddings().weight, _WHOLE
     if isinstance(weight, DTensor):
         peers = Peers.along(weight.device_mesh)
         hidden, weight = peers.shared(hidden), weight.to_local()
@@ -129,8 +130,8 @@ def _chunked_forward(
 def _whole_forward(
     lm: PreTrainedModel, forward: Any, input_ids: Tensor, wanted: Wanted, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0, wanted.places]
-    logp = (logits.float() / wanted.temperature).log_softmax(dim=-1)
+    logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0]
+    logp = (take(logits, wanted.places).float() / wanted.temperature).log_softmax(dim=-1)
     logprobs = logp.gather(-1, wanted.targets[:, None])[:, 0]
     if wanted.entropy is None:
         return logprobs, None

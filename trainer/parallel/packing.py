@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,23 +18,54 @@ _SHORT = 64  # tokens; sequences up to this length share a bucket
 _SIMILAR = 0.75  # the shortest sequence of any other bucket, as a share of the longest
 
 
+class _Take(torch.autograd.Function):
+    """See `take`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = rows.shape
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (places,), grad = ctx.saved_tensors, grads[0]
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        if grad.is_cuda:  # each of the two adds in the same order every time on one kind of device alone
+            total.index_put_((places,), grad.to(total.dtype), accumulate=True)
+        else:
+            total.index_add_(0, places, grad.to(total.dtype))
+        return total.to(grad.dtype), None
+
+
+def take(rows: Tensor, places: Tensor) -> Tensor:
+    """Return `rows[places]`, whose gradients are added up in float32, and eagerly always in the same order.
+
+    Args:
+        rows: `(N, ...)`.
+        places: `(n,)`; a place may repeat.
+    """
+    return _Take.apply(rows, places)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Neighbouring sequences of similar length, which attention computes together."""
 
-    first: int
-    """Index in the row of the bucket's first token."""
     lengths: tuple[int, ...]
-    """Number of each sequence's own tokens: those after the shared prefix."""
-    leader: int = 0
-    """Index in the row of the first token of the sequence with which they share tokens."""
+    """Number of each sequence's own tokens: those that it does not share."""
     shared: int = 0
-    """Number of tokens that each of them takes from there."""
+    """Number of tokens that each sequence has before its own ones."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the bucket."""
+        """Number of own tokens of the bucket."""
         return sum(self.lengths)
+
+    @property
+    def keys(self) -> int:
+        """Number of all tokens of the bucket's sequences."""
+        return sum(self.lengths) + len(self.lengths) * self.shared
 
     @property
     def longest(self) -> int:
@@ -143,34 +175,35 @@ class Packing:
         Attention pads only within a bucket, so its cost is close to the sum of the squared lengths.
         """
         buckets: list[Bucket] = []
-        first, group, common = 0, [self.own_lengths[0]], (0, 0)
+        group, common = [self.own_lengths[0]], (0, 0)
         low = high = self.own_lengths[0]
         leader = 0
-        for length, shared, start in zip(self.own_lengths[1:], self.shared[1:], self._starts[1:].tolist(), strict=True):
-            leader = leader if shared else start
+        for number, (length, shared) in enumerate(zip(self.own_lengths[1:], self.shared[1:], strict=True), start=1):
+            leader = leader if shared else number
             source = (leader, shared) if shared else (0, 0)
             low, high = min(low, length), max(high, length)
             if source != common or (high > _SHORT and low < _SIMILAR * high):
-                buckets.append(Bucket(first, tuple(group), *common))
-                first, group, common, low, high = start, [], source, length, length
+                buckets.append(Bucket(tuple(group), common[1]))
+                group, common, low, high = [], source, length, length
             group.append(length)
-        return [*buckets, Bucket(first, tuple(group), *common)]
+        return [*buckets, Bucket(tuple(group), common[1])]
 
     @cached_property
-    def bucket_places(self) -> list[Tensor]:
-        """`(tokens,)` for each bucket: the indices of its tokens in its flattened padded rows."""
-        places = []
-        for bucket in self.buckets:
-            real = np.arange(bucket.longest) < np.asarray(bucket.lengths)[:, None]
-            places.append(self._tensor(np.flatnonzero(real)))
-        return places
+    def bucket_places(self) -> list[tuple[Tensor, Tensor]]:
+        """The indices of each bucket's own tokens, `(tokens,)`, and of all, `(keys,)`, in its flattened padded rows."""
+        return [(self._padded(bucket, 0), self._padded(bucket, bucket.shared)) for bucket in self.buckets]
+
+    def _padded(self, bucket: Bucket, before: int) -> Tensor:
+        lengths = np.asarray(bucket.lengths)[:, None] + before
+        return self._tensor(np.flatnonzero(np.arange(bucket.longest + before) < lengths))
 
     def rows_of_next(self, values: Tensor) -> Tensor:
         """Return values `(1, N)`, each of which belongs to the next token, as padded rows `(B, longest)`.
 
         Entry t of a row is the value at token t - 1 of the sequence; it is 0 at t = 0 and in the padding.
         """
-        return F.pad(values[0], (0, 1))[self.previous_places]
+        places = self.previous_places
+        return take(F.pad(values[0], (0, 1)), places.flatten()).view(places.shape)
 
     @cached_property
     def places(self) -> Tensor:

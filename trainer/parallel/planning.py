@@ -15,6 +15,9 @@ _MOST_KEYS = 4
 """Attention copies the keys of shared tokens for each row that has them: at most this many keys for each token of a
 micro-batch."""
 
+_MICRO_BATCH = 256
+"""What one more micro-batch costs, with the collectives around each block, in units of a token without attention."""
+
 Plan = list[list[list[int]]]
 """The rows of each rank's micro-batches: `plan[rank][i]`."""
 
@@ -87,18 +90,16 @@ def plan_micro_batches(rows: Rows, num_ranks: int, max_tokens: int) -> Plan:
     micro-batches of all ranks cost about the same. A rank with an empty micro-batch takes part in the collective and
     contributes nothing.
 
-    Rows that share tokens stay together where they can. They are divided, first into halves, as long as better balance
-    gains more time than repeating their shared tokens costs.
+    Rows that share tokens stay together, or are divided into as many parts as make the plan fastest: more parts can be
+    balanced better, and repeat more tokens.
     """
     families = rows.families()
-    best, parts = _plan(rows, families, num_ranks, max_tokens), 1
+    plans, parts = [_plan(rows, families, num_ranks, max_tokens)], 1
     while parts < max(map(len, families)):
         parts *= 2
-        plan = _plan(rows, [part for family in families for part in _divide(family, parts)], num_ranks, max_tokens)
-        if _time(rows, plan) >= _time(rows, best):
-            break
-        best = plan
-    return best
+        divided = [part for family in families for part in _divide(family, parts)]
+        plans.append(_plan(rows, divided, num_ranks, max_tokens))
+    return min(plans, key=lambda plan: plan_time(rows, plan))
 
 
 def _divide(family: np.ndarray, parts: int) -> list[np.ndarray]:
@@ -118,7 +119,8 @@ def _plan(rows: Rows, families: list[np.ndarray], num_ranks: int, max_tokens: in
     sizes = np.asarray([rows.room(piece) for piece in pieces])
     costs = np.asarray([rows.cost(piece) for piece in pieces])
     order = np.lexsort(([piece[0] for piece in pieces], -sizes))
-    count = max(1, -(-int(np.minimum(sizes, max_tokens).sum()) // (num_ranks * max_tokens)))
+    least = max(-(-int(np.minimum(sizes, max_tokens).sum()) // max_tokens), int((sizes > max_tokens / 2).sum()))
+    count = max(1, -(-least // num_ranks))
     while (filled := _fill(order, sizes, costs, num_ranks * count, max_tokens)) is None:
         count += 1
     filled.sort(key=lambda chosen: -costs[chosen].sum())
@@ -126,9 +128,9 @@ def _plan(rows: Rows, families: list[np.ndarray], num_ranks: int, max_tokens: in
     return [batches[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _time(rows: Rows, plan: Plan) -> float:
+def plan_time(rows: Rows, plan: Plan) -> float:
     """Return the cost of a plan, whose ranks wait for the slowest at each micro-batch."""
-    return sum(max(rows.cost(batch) for batch in batches) for batches in zip(*plan, strict=True))
+    return sum(_MICRO_BATCH + max(rows.cost(batch) for batch in batches) for batches in zip(*plan, strict=True))
 
 
 def _fill(order: np.ndarray, sizes: np.ndarray, costs: np.ndarray, count: int, limit: int) -> list[list[int]] | None:

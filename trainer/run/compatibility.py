@@ -111,9 +111,6 @@ IMPOSSIBLE = {
 # Keys that even a fork changes with permission alone, if it restores weights or their optimizer state.
 FORK_NEEDS_PERMISSION = ("model.path",)
 
-# What versions without these keys did, where it is not the default of today.
-FORMER_BEHAVIOUR = {"trainer.share_prompts": False}
-
 # Harmless changes after which a replayed step equals the logged one only to rounding.
 ROUNDING = (
     "trainer.num_workers",
@@ -135,9 +132,6 @@ ROUNDING = (
     "rollout.weight_sync_bucket_mb",
     "rollout.lora_sync",
 )
-
-# What versions without these keys did, where it is not the default of today.
-FORMER_BEHAVIOUR = {"trainer.share_prompts": False}
 
 # Harmless changes after which the logged validation means something else.
 VALIDATION = ("data.val_*", "rollout.val_n", "reward.success_threshold")
@@ -200,7 +194,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     Args:
         defaults: values of keys that the saved config does not have, because an older version wrote it.
     """
-    fallback = _flatten(defaults) | FORMER_BEHAVIOUR
+    fallback = _flatten(defaults)
     old, new = (_with_schedules(fallback | _flatten(config)) for config in (saved, now))
     own_before, own_now = _defaults_of_functions(old), _defaults_of_functions(new)
     changes = []

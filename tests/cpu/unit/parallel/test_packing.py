@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.parallel.collectives import Peers
-from trainer.parallel.packing import Packing
+from trainer.parallel.packing import Packing, take
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
@@ -45,10 +45,8 @@ def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(length
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     packing = Packing(lengths, "cpu")
     assert [length for bucket in packing.buckets for length in bucket.lengths] == lengths
-    assert [bucket.first for bucket in packing.buckets] == [
-        sum(b.tokens for b in packing.buckets[:i]) for i in range(len(packing.buckets))
-    ]
-    for bucket, places in zip(packing.buckets, packing.bucket_places, strict=True):
+    for bucket, (places, of_keys) in zip(packing.buckets, packing.bucket_places, strict=True):
+        assert bucket.keys == bucket.tokens and torch.equal(places, of_keys)
         assert bucket.longest <= 64 or min(bucket.lengths) >= 0.75 * bucket.longest
         grid = torch.zeros(len(bucket.lengths) * bucket.longest)
         grid[places] = 1
@@ -65,3 +63,25 @@ def test_each_rank_of_a_context_has_a_part_of_the_row(lengths, ranks):
     together = torch.cat(parts, dim=1)
     assert torch.equal(together[:, : row.shape[1]], row)
     assert together[:, row.shape[1] :].sum() == 0 and together.shape[1] - row.shape[1] < ranks
+
+
+def test_gradients_of_repeated_rows_are_the_same_each_time_with_two_threads():
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    places = torch.arange(1024) % 48
+    weights = torch.randn(1024, 256, generator=torch.Generator().manual_seed(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [torch.autograd.grad((take(rows, places) * weights).sum(), rows)[0] for _ in range(20)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+    expected = torch.zeros(64, 256).index_add(0, places, weights)
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_gradients_of_repeated_rows_are_rounded_once():
+    rows = torch.ones(1, 8, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(300, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (take(rows, torch.zeros(300, dtype=torch.long)) * weights).sum().backward()
+    assert torch.equal(rows.grad[0], weights.float().sum(0).bfloat16())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.parallel.planning import Plan, Rows, plan_micro_batches
+from trainer.parallel.planning import Plan, Rows, plan_micro_batches, plan_time
 
 
 @settings(deadline=None)
@@ -22,8 +22,10 @@ def test_plan_contains_every_row_once_and_as_many_micro_batches_for_each_rank(si
     lengths, groups = np.array(sizes).T
     common = np.array([min(shared[g], lengths[groups == g].min() - 1) for g in groups])
     common[[(groups == g).sum() == 1 for g in groups]] = 0
-    for rows in (Rows(lengths, quadratic), Rows(lengths, quadratic, groups, common)):
-        plan = plan_micro_batches(rows, ranks, limit)
+    sharing, alone = Rows(lengths, quadratic, groups, common), Rows(lengths, quadratic)
+    plans = [plan_micro_batches(rows, ranks, limit) for rows in (sharing, alone)]
+    assert plan_time(sharing, plans[0]) <= plan_time(alone, plans[1])
+    for rows, plan in zip((sharing, alone), plans, strict=True):
         assert len(plan) == ranks and len({len(micro_batches) for micro_batches in plan}) == 1
         chosen = [row for micro_batches in plan for batch in micro_batches for row in batch]
         assert sorted(chosen) == list(range(len(lengths)))
@@ -69,6 +71,12 @@ def test_a_family_is_divided_where_a_micro_batch_has_no_room_for_it():
     assert [len(batch) for batch in plan_micro_batches(rows, 1, 30)[0]] == [1, 1, 1, 1]
     many = shared_by_all([30] * 16, [0] * 16, 29)  # 45 tokens, but the attention copies the keys of 480
     assert [len(batch) for batch in plan_micro_batches(many, 1, 60)[0]] == [8, 8]
+
+
+def test_a_family_that_needs_several_micro_batches_is_divided_among_all_ranks():
+    rows = shared_by_all([238] * 16, [0] * 16, 13)
+    plan = plan_micro_batches(rows, 8, 2048)
+    assert [[len(batch) for batch in batches] for batches in plan] == [[2]] * 8
 
 
 def lengths_like_gsm8k(prompts: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
