@@ -112,6 +112,24 @@ class SlowToLoad(Host):
         time.sleep(8)
 
 
+class LoadsAfterEngine(Host):
+    """Waits until an `OpensRanks` exists."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        end = time.monotonic() + 20
+        while not os.path.exists(os.environ["OPENED"]):
+            if time.monotonic() > end:
+                raise TimeoutError("no engine has started")
+            time.sleep(0.01)
+
+
+class OpensRanks(Host):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        Path(os.environ["OPENED"]).touch()
+
+
 class FailsToLoad(Host):
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.cpu.unit.cluster.members import FailsToLoad, Host, SlowToLoad
+from tests.cpu.unit.cluster.members import FailsToLoad, Host, LoadsAfterEngine, OpensRanks, SlowToLoad
 from tests.support.jobs import wait_until
 from trainer.cluster import groups, patience
 from trainer.cluster.groups import Group, Pending
@@ -81,6 +81,19 @@ def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group)
     assert engines.call("environment", "WORD") == ["engine"] * 3
     assert len(set(engines.call("pid"))) == 3
     cluster.release(engines)
+
+
+def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypatch, tmp_path):
+    env = {"OPENED": str(tmp_path / "opened")}
+    ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env)
+    monkeypatch.setattr(cluster.cfg.rollout, "share_gpus", True)
+    monkeypatch.setattr(cluster.cfg.rollout, "num_engines", 2)
+    monkeypatch.setattr(cluster, "device", "cuda")
+    engines = cluster.launch_engines(OpensRanks, (), env, ranks)
+    assert ranks.call("rank") == [0, 1]
+    assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == [""] * 2
+    cluster.release(engines)
+    cluster.release(ranks)
 
 
 def test_members_get_the_value_of_a_reference(cluster, shared_group):
