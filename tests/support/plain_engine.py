@@ -24,17 +24,20 @@ SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "
 
 
 class Gpu:
-    """The memory of a GPU, of which each holder has a share; more than 100 percent is an error."""
+    """The memory of this process's GPU, of which each living process has a share; more than 100 percent is an error."""
 
-    def __init__(self, path: Path, holder: str):
-        self._path, self._holder = path, holder
+    def __init__(self, directory: Path):
+        self._path, self._holder = directory / f"gpu {os.environ.get('CUDA_VISIBLE_DEVICES')}", str(os.getpid())
 
     def hold(self, percent: int) -> None:
         """Hold this much, instead of what this holder has held."""
         with open(self._path, "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            held = {**json.loads(file.read() or "{}"), self._holder: percent}
+            held = {
+                pid: share for pid, share in json.loads(file.read() or "{}").items() if os.path.exists(f"/proc/{pid}")
+            }
+            held[self._holder] = percent
             if sum(held.values()) > 100:
                 raise MemoryError(f"CUDA out of memory: {held}")
             file.truncate(0)
@@ -48,7 +51,7 @@ class PlainEngine:
         assert os.environ["PLAIN"] == "1" and os.environ.get("PLAIN_CPU") == ("1" if device == "cpu" else None)
         self._directory = Path(model_path)
         self._shares = rollout.share_gpus and device == "cuda"
-        self._gpu = Gpu(self._directory / "gpu", f"engine {os.getpid()}" if self._shares else "")
+        self._gpu = Gpu(self._directory)
         self._lora_rank = lora_rank
         self._weights, self._version, self._asleep = 0, 0, False
         self._take(60)
@@ -201,7 +204,7 @@ class PlainRank:
 
     def __init__(self, directory: str, rank: int, world_size: int, device: str):
         self._directory = Path(directory)
-        self._gpu = Gpu(self._directory / "gpu", f"rank {rank}")
+        self._gpu, self._rank = Gpu(self._directory), rank
         self._weights = 0
 
     def compute(self) -> None:
@@ -211,12 +214,12 @@ class PlainRank:
         self.compute()
         self._weights += 1
 
-    def release_memory(self, needed: int = 0) -> None:
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
         """It keeps 20 percent, or what a file `keeps` says."""
         path = self._directory / "keeps"
         kept = int(path.read_text()) if path.exists() else 20
         self._gpu.hold(kept)
-        if needed > 100 - kept:
+        if self._rank in beside and needed > 100 - kept:
             raise UserError(f"an engine needs {needed} beside {kept}")
 
     def weight_bytes(self, dtype: str) -> int:
@@ -238,7 +241,8 @@ class PlainRank:
     def send_weights(self, group: Broadcast | Ipc, dtype: str) -> None:
         if self._weights > 1:
             raise ValueError("cannot be sent")
-        write_file(str(self._directory / "sent"), str(self._weights))
+        if self._rank == 0:
+            write_file(str(self._directory / "sent"), str(self._weights))
 
     def adapter_config(self, base_model: str) -> str:
         return base_model
@@ -262,8 +266,8 @@ class PlainRanks:
     def start(self, role: str, method: str, *args: Any) -> Pending:
         return self.policy.start("call", role, method, *args)
 
-    def release_memory(self, needed: int = 0) -> None:
-        self.policy.call("release_memory", needed)
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
+        self.policy.call("release_memory", needed, beside)
 
     def check_shared(self, dtype: str) -> None:
         pass

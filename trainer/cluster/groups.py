@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -34,6 +34,10 @@ _HANG_FACTOR = 10.0
 _KNOWN_CALLS = 3  # calls after which it is known how long they take
 _STACKS_S = 3.0  # time for a process to return its stacks
 _LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
+
+
+FindHome = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Returns where the ranks are whose GPUs an engine shares."""
 
 
 class Cluster(Protocol):
@@ -64,11 +68,12 @@ class Cluster(Protocol):
         """
         ...
 
-    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None) -> Group:
         """Start `rollout.num_engines` processes, which host `factory(*args)`. Does not wait.
 
-        On GPUs, each engine gets `tensor_parallel_size` GPUs of its own or, with `rollout.share_gpus`, the GPUs of
-        that many ranks.
+        Args:
+            home: is asked with the number of the engine each time that it starts. None: on GPUs, each engine gets
+                `tensor_parallel_size` GPUs of its own.
         """
         ...
 

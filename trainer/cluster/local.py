@@ -10,12 +10,12 @@ import pickle
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import Group, failure_of
+from trainer.cluster.groups import FindHome, Group, failure_of
 from trainer.cluster.launcher import BUILD, HOST, Launcher
 from trainer.cluster.patience import patience_of
 from trainer.cluster.resources import check_gpus
@@ -78,21 +78,15 @@ class LocalCluster:
         count = count or self.cfg.trainer.num_workers
         args = [(rank, count, self.device) for rank in range(count)]
         gpus = self._take_gpus(count)
-        return self._launch(name, factory, args, env, gpus, 1, own=gpus)
+        return self._launch(name, factory, args, env, lambda rank: gpus[rank : rank + 1], gpus)
 
-    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
-        """Start `rollout.num_engines` processes that host `factory(*args)`.
-
-        On GPUs, each engine gets `tensor_parallel_size` GPUs of its own or, with `rollout.share_gpus`, the GPUs of
-        that many ranks.
-        """
-        rollout = self.cfg.rollout
-        size, count = rollout.tensor_parallel_size, rollout.num_engines
-        if rollout.share_gpus and self.device == "cuda":
-            gpus, own = [gpu for place in ranks.where() for gpu in place["gpus"]], []
-        else:
-            gpus = own = self._take_gpus(size * count)
-        return self._launch("engine", factory, [args] * count, env, gpus, size, own)
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None) -> Group:
+        """Start `rollout.num_engines` processes that host `factory(*args)` (see `trainer.cluster.groups.Cluster`)."""
+        size, count = self.cfg.rollout.tensor_parallel_size, self.cfg.rollout.num_engines
+        if home is not None:
+            return self._launch("engine", factory, [args] * count, env, lambda engine: _gpus_of(home(engine)), [])
+        own = self._take_gpus(size * count)
+        return self._launch("engine", factory, [args] * count, env, lambda i: own[i * size : (i + 1) * size], own)
 
     def has_room(self, group: Group) -> bool:
         """Return True: processes of one machine keep their place."""
@@ -129,14 +123,13 @@ class LocalCluster:
         factory: Any,
         args: Sequence[tuple],
         env: dict[str, str],
-        gpus: list[str],
-        gpus_each: int,
+        gpus: Callable[[int], list[str]],
         own: list[str],
     ) -> Group:
         self._patience.check_cluster()
 
         def launch(member: int) -> _Process:
-            ids = gpus[member * gpus_each : (member + 1) * gpus_each]
+            ids = gpus(member)
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.device == "cuda" else {}
             place = {"host": HOST, "node": "this", "gpus": ids}
             return _Process(self._launcher, f"{name} {member}", {**env, **visible}, factory, args[member], place)
@@ -248,6 +241,10 @@ class _Processes:
 
     def kill(self, process: _Process, at: tuple[int, str] | None) -> None:
         process.kill()
+
+
+def _gpus_of(home: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [gpu for place in home for gpu in place["gpus"]]
 
 
 def _visible_gpus() -> list[str]:

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import Group
+from trainer.cluster.groups import FindHome, Group
 from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.nodes import Node, NodeWatch
 from trainer.cluster.patience import patience_of
@@ -188,16 +188,14 @@ class RayCluster:
         args = [(rank, count, self.device) for rank in range(count)]
         return self._keep(self._launch(name, factory, args, options.__getitem__, env), [placement])
 
-    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], ranks: Group) -> Group:
-        """Start `rollout.num_engines` actors that host `factory(*args)`.
-
-        On GPUs, each engine gets `tensor_parallel_size` GPUs of its own or, with `rollout.share_gpus`, the GPUs of
-        that many ranks.
-        """
+    def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None) -> Group:
+        """Start `rollout.num_engines` actors that host `factory(*args)` (see `trainer.cluster.groups.Cluster`)."""
         r = self.cfg.rollout
         places: list[PlacementGroup] = []
-        if self.device == "cuda" and r.share_gpus:
-            options = self._colocated_options(ranks).__getitem__
+        if home is not None:
+
+            def options(engine: int) -> dict[str, Any]:
+                return _options_beside(home(engine))
         else:
             bundle, started = self._bundle(r.tensor_parallel_size), set[int]()
             places = self._place_apart(bundle, r.num_engines)
@@ -278,30 +276,6 @@ class RayCluster:
             places[engine] = _ask([bundle], _elsewhere(left_out))
             if not places[engine].wait(_LOOK_S):
                 LOG.warning("engine %d waits for room on another node", engine)
-
-    def _colocated_options(self, ranks: Group) -> list[dict[str, Any]]:
-        """Return Ray options that let each engine see the GPUs of its ranks. For Ray, the GPUs belong to the ranks."""
-        size, places = self.cfg.rollout.tensor_parallel_size, ranks.where()
-        options = []
-        for i in range(self.cfg.rollout.num_engines):
-            members = places[i * size : (i + 1) * size]
-            if len({m["node"] for m in members}) > 1:
-                raise UserError(
-                    f"rollout.tensor_parallel_size={size}: engine {i} would span two nodes; "
-                    "choose a size that divides the GPUs of a node"
-                )
-            options.append(
-                {
-                    "num_cpus": 0,
-                    "num_gpus": 0,
-                    "scheduling_strategy": NodeAffinitySchedulingStrategy(members[0]["node"], soft=False),
-                    "env": {
-                        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-                        "CUDA_VISIBLE_DEVICES": ",".join(gpu for m in members for gpu in m["gpus"]),
-                    },
-                }
-            )
-        return options
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors get the value, and arrays without a copy.
@@ -419,6 +393,19 @@ def _options(bundle: dict[str, float], place: PlacementGroup, index: int) -> dic
         "num_cpus": bundle["CPU"],
         "num_gpus": bundle.get("GPU", 0),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index),
+    }
+
+
+def _options_beside(home: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return options that let an engine see the GPUs of some ranks. For Ray, the GPUs belong to the ranks."""
+    return {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(home[0]["node"], soft=False),
+        "env": {
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for place in home for gpu in place["gpus"]),
+        },
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trainer.cluster.groups import Group, Pending
@@ -34,32 +35,55 @@ class Engines:
 
     def __init__(self, group: Group, limit: int, window_s: float, has_room: Callable[[], bool]):
         self.group = group
+        self.may_start = True
+        """New processes may start now: the GPUs have room for them."""
+        self.homeless: set[int] = set()
+        """Engines that have no GPUs. They stay dead."""
         self._has_room = has_room
         self.life = Lifecycle(len(group))
         self._restarts = Restarts(limit, window_s)
         self._loading = Pending(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
         self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
+        self._lost_nodes: set[tuple[int, str | None]] = set()  # the steps and the nodes
         self._paused_s = 0.0
         for engine in range(len(group)):
             self._loading.begin(engine, "set_version", _NO_WEIGHTS)
 
     def load(self) -> None:
         """Wait until all are loaded; those that die meanwhile are replaced."""
+        assert self.may_start
         while self.life.within(State.STARTING, State.DEAD):
             self.advance()
 
+    def finish_starts(self) -> None:
+        """Wait until no engine starts. Those that died a moment ago may start later."""
+        while self.life.within(State.STARTING):
+            self.advance()
+
+    @contextmanager
+    def starts(self) -> Iterator[None]:
+        """Let new processes start while the block runs, which ends when these have loaded."""
+        self.may_start = True
+        try:
+            yield
+            self.finish_starts()
+        except BaseException:
+            self.end(self.life.within(State.STARTING))  # ranks that start again need the memory
+            raise
+        finally:
+            self.may_start = False
+
     def check(self) -> None:
-        """Find engines that have died, and wait until one can get weights."""
+        """Find engines that have died."""
         self.life.outdate(self.life.loaded)
         self.call(self.life.loaded, "set_version", _NO_WEIGHTS)
-        self.pause()
 
     def advance(self, wait_s: float = _WAIT_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
         now = time.monotonic()
-        for engine in [engine for engine, due in self._due.items() if due <= now]:
+        for engine in [engine for engine, due in self._due.items() if due <= now and self._has_place(engine)]:
             del self._due[engine]
             self.life.replace(engine)
             self.group.replace(engine)
@@ -72,12 +96,16 @@ class Engines:
             else:
                 self.lose([engine], error)
 
+    def _has_place(self, engine: int) -> bool:
+        return self.may_start and engine not in self.homeless
+
     def pause(self) -> None:
         """Wait until an engine can get weights. The seconds count as the cost of the incidents.
 
         Raises:
             WorkerError: the cluster has no place for an engine. It may have one if fewer ranks start again.
         """
+        assert self.may_start
         began = time.monotonic()
         while not self.life.loaded:
             self.advance()
@@ -125,13 +153,13 @@ class Engines:
         Raises:
             Exception: there are to be no more new engines, or a new one does not help.
         """
-        lost = [engine for engine in engines if self.life[engine] is not State.DEAD]
-        for engine in lost:
-            self.life.die(engine)
-            self._loading.forget(engine)
-            self.group.end(engine)
+        lost = self.end(engines)
         step = INCIDENTS.step
-        decision = self._restarts.decide(error, step, time.monotonic())
+        decision = Decision()
+        loss = _lost_node(error)
+        if loss is None or (step, loss) not in self._lost_nodes:  # one lost node may have had several engines
+            decision = self._restarts.decide(error, step, time.monotonic())
+        self._lost_nodes.add((step, loss))
         if decision.refusal:
             ending = _ending(error, decision)
             raise ending from (error if ending is not error else None)
@@ -141,6 +169,16 @@ class Engines:
             self._due[engine] = time.monotonic() + decision.delay_s
             if (origin := origin_of(error)) is not None and origin.name == f"{self.group.name} {engine}":
                 self._lost[engine] = error, step, self._paused_s
+
+    def end(self, engines: Iterable[int]) -> list[int]:
+        """End those of these engines that are not dead, and return them. New ones start in their place."""
+        ended = [engine for engine in engines if self.life[engine] is not State.DEAD]
+        for engine in ended:
+            self.life.die(engine)
+            self._loading.forget(engine)
+            self.group.end(engine)
+            self._due[engine] = time.monotonic()
+        return ended
 
     def serve(self, engines: Iterable[int]) -> None:
         """Note that engines have the current weights. Record the incidents of those that were lost before."""
@@ -167,6 +205,12 @@ class Engines:
         if engine in self._lost:
             error, step, paused_s = self._lost.pop(engine)
             INCIDENTS.record(describe(error, step, action, self._paused_s - paused_s))
+
+
+def _lost_node(error: Exception) -> str | None:
+    """Return the address of the node with which an engine was lost."""
+    origin = origin_of(error)
+    return origin.node if origin is not None and isinstance(error, WorkerError) and error.cause == "node" else None
 
 
 def _ending(error: Exception, decision: Decision) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -15,19 +16,20 @@ from trainer.cluster.groups import Pending
 from trainer.cluster.resources import rank_groups
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import AGAIN, UserError, WorkerError
+from trainer.errors import UserError
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.engines import Engines
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
+from trainer.generation.homes import Home, choose_homes, gpus_of, ranks_beside
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.cluster.groups import Cluster, Group
 
+LOG = logging.getLogger(__name__)
+
 _CHANNELS = ("broadcast", "ipc")
-_GPUs = set[tuple[str, str]]
-"""Node id and id on the node of each."""
 
 
 class PolicyRanks(Protocol):
@@ -42,7 +44,7 @@ class PolicyRanks(Protocol):
 
     def start(self, role: str, method: str, *args: Any) -> Pending: ...
 
-    def release_memory(self, needed: int = 0) -> None: ...
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None: ...
 
     def check_shared(self, dtype: str) -> None: ...
 
@@ -91,16 +93,15 @@ class Fleet:
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
         self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
-        self._homes: list[_GPUs] = []
-        """The GPUs of each engine, if ranks share them."""
+        self._has_started = False
+        self._homes: list[Home | None] = []
         if self._shares_gpus:  # what cannot work is refused before the engines load
-            self._transport = self._choose_transport(places := ranks.policy.where())
-            size = cfg.rollout.tensor_parallel_size
-            self._homes = [_gpus_of(places[i * size : (i + 1) * size]) for i in range(cfg.rollout.num_engines)]
-        group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), ranks.policy)
+            self._choose_homes()
+            self._transport = self._choose_transport(self._rank_places)
+        home = self._home if self._shares_gpus else None
+        group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), home)
         window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_room, group)
         self._engines = Engines(group, cfg.trainer.max_restarts, window_s, has_room)
-        self._has_started = False
         self._channel_number = 0
         self._receivers: list[int] = []  # the engines that the channel of the weights joins
 
@@ -112,9 +113,7 @@ class Fleet:
         if self._shares_gpus:
             self._engines.load()
             self._put_to_sleep()
-
-    def _put_to_sleep(self) -> None:
-        self._waking_bytes = max(self._engines.call(self._engines.life.loaded, "sleep").values(), default=0)
+            self._engines.may_start = False
 
     def start(self, version: int, fresh: bool) -> None:
         """Wait for the engines, and bring them to the policy's weights. Again if the ranks have been started again.
@@ -126,12 +125,14 @@ class Fleet:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
-        if self._has_started:  # the ranks have been started again
+        if self._has_started or self._shares_gpus:
             self._engines.check()
+            if self._shares_gpus:  # the ranks may have been started again on other GPUs
+                self._follow_ranks()
+            self._wait_for_engine()
         else:
             self._engines.load()
-            if not self._shares_gpus:
-                self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.where()])
+            self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.where()])
         self._has_started, self._is_awake, self._receivers = True, False, []
         if self._transport in _CHANNELS:
             self._channel_number = 0
@@ -153,18 +154,55 @@ class Fleet:
         if self._is_awake or not self._shares_gpus:
             yield
             return
-        self._ranks.release_memory(self._waking_bytes)
-        self._engines.call(self._engines.life.serving, "wake")
-        self._is_awake = True
+        self._wake()
         try:
-            yield
+            with self._engines.starts():
+                yield
         except BaseException:
             self._is_awake = False
             with contextlib.suppress(Exception):
                 self._engines.group.start("sleep")  # ranks that start again need the memory; not all can answer
             raise
-        self._is_awake = False
         self._put_to_sleep()
+
+    def _wake(self) -> None:
+        self._make_room(self._waking_bytes)
+        self._engines.call(self._engines.life.serving, "wake")
+        self._is_awake = True
+
+    def _put_to_sleep(self) -> None:
+        self._is_awake = False
+        self._waking_bytes = max(self._engines.call(self._engines.life.loaded, "sleep").values(), default=0)
+
+    def _make_room(self, needed: int = 0) -> None:
+        """Let the ranks leave the GPUs that engines share, and check that there is room for `needed` bytes."""
+        beside = self._beside([engine for engine, home in enumerate(self._homes) if home is not None])
+        self._ranks.release_memory(needed, beside)
+
+    def _wait_for_engine(self) -> None:
+        """Wait until an engine can get weights. While one starts on the GPU of a rank, the rank leaves room for it."""
+        if self._engines.life.loaded:
+            return
+        if not self._shares_gpus:
+            self._engines.pause()
+            return
+        self._make_room()
+        with self._engines.starts():
+            self._engines.pause()
+
+    def _refit(self) -> None:
+        """Wait for an engine while requests wait, and give it the current weights: no other is left."""
+        engines = self._engines
+        engines.pause()
+        if not self._shares_gpus:
+            self.sync_weights(self._version)
+            return
+        engines.finish_starts()  # the ranks come back for the sync
+        self._put_to_sleep()
+        engines.may_start = False
+        self.sync_weights(self._version)
+        self._wake()
+        engines.may_start = True
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
@@ -190,9 +228,8 @@ class Fleet:
                     busy.add(engine)
                 if not busy and not feed.is_waiting:
                     return
-                if not busy:  # no engine is left
-                    engines.pause()
-                    self.sync_weights(self._version)
+                if not busy:
+                    self._refit()
                 for engine, result, error in calls.poll():
                     busy.discard(engine)
                     if error is not None:
@@ -235,13 +272,11 @@ class Fleet:
         engines = self._engines
         engines.advance(0)
         engines.life.outdate(engines.life.loaded)
-        if not engines.life.loaded:
-            engines.pause()
+        self._wait_for_engine()
         if self._shares_gpus:
-            if not self._is_awake:
-                self._put_to_sleep()  # also those that are new
-            # Sleeping engines wake their weights to take new ones.
-            self._ranks.release_memory(0 if self._is_awake else self._waking_bytes)
+            assert not self._is_awake, "the ranks need the memory to send weights"
+            self._put_to_sleep()  # also those that are new
+            self._make_room(self._waking_bytes)  # sleeping engines wake their weights to take new ones
         receivers = engines.life.loaded
         if receivers != self._receivers and self._transport in _CHANNELS:
             self._open_channel(receivers)
@@ -285,9 +320,7 @@ class Fleet:
             "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
         }
         if self._transport == "ipc":
-            homes = [self._homes[engine] for engine in receivers]
-            senders = ranks_beside(homes, [_gpus_of([place]) for place in self._ranks.policy.where()])
-            self._channel: Broadcast | Ipc = Ipc(secrets.token_hex(16), senders, **settings)
+            self._channel: Broadcast | Ipc = Ipc(secrets.token_hex(16), self._beside(receivers), **settings)
         else:
             settings["receivers"] = len(receivers) * (r.tensor_parallel_size if device == "cuda" else 1)
             is_first = self._channel_number == 0  # the port of an earlier channel is still in use
@@ -295,6 +328,45 @@ class Fleet:
             self._channel = Broadcast(self._cluster.meeting_place(self._ranks.policy, port), **settings)
         self._channel_number += 1
         self._receivers = receivers
+
+    def _choose_homes(self) -> None:
+        """Choose the GPUs of each engine among those that ranks have now.
+
+        Raises:
+            UserError: there are none for an engine that is to start first, or for any engine.
+        """
+        size, is_first = self._cfg.rollout.tensor_parallel_size, self._homes == []
+        count = self._cfg.rollout.num_engines
+        self._rank_places = self._ranks.policy.where()
+        self._homes = choose_homes(self._rank_places, self._homes or [None] * count, size)
+        homeless = self._homes.count(None)
+        if homeless == count or is_first and homeless:
+            raise UserError(
+                f"rollout.tensor_parallel_size={size}: ranks on one node have GPUs for only {count - homeless} of "
+                f"{count} engines; choose a size that divides the GPUs of a node, or a smaller rollout.num_engines"
+            )
+        if homeless:
+            LOG.warning("the ranks have GPUs for %d of %d engines", count - homeless, count)
+
+    def _follow_ranks(self) -> None:
+        """End engines on GPUs that ranks have no more. They start on others, if there are some."""
+        before = self._homes
+        self._choose_homes()
+        moved = [
+            old is None or new is None or gpus_of(old) != gpus_of(new)
+            for old, new in zip(before, self._homes, strict=True)
+        ]
+        self._engines.end(engine for engine in self._engines.life.loaded if moved[engine])
+        self._engines.homeless = {engine for engine, home in enumerate(self._homes) if home is None}
+
+    def _home(self, engine: int) -> Home:
+        home = self._homes[engine]
+        assert home is not None, f"engine {engine} has no GPUs"
+        return home
+
+    def _beside(self, engines: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks that share a GPU with one of these engines."""
+        return ranks_beside([self._home(engine) for engine in engines], self._rank_places)
 
     def _choose_transport(self, places: Sequence[Mapping[str, Any]]) -> str:
         """Choose how weights reach the engines (see `choose_transport`). `places`: of all ranks and engines."""
@@ -336,23 +408,6 @@ def _build_engine(path: str, *args: Any, **kwargs: Any) -> Engine:
     """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-
-def _gpus_of(places: Iterable[Mapping[str, Any]]) -> _GPUs:
-    return {(place["node"], gpu) for place in places for gpu in place["gpus"]}
-
-
-def ranks_beside(engines: Iterable[_GPUs], ranks: Sequence[_GPUs]) -> tuple[int, ...]:
-    """Return the ranks that share a GPU with one of `engines`. New ranks may have the GPUs in another order.
-
-    Raises:
-        WorkerError: an engine has a GPU that no rank has.
-    """
-    wanted: _GPUs = set().union(*engines)
-    if left := wanted - set().union(*ranks):
-        node, gpu = sorted(left)[0]
-        raise WorkerError(f"an engine is on GPU {gpu} of node {node}, where no rank can give it weights", AGAIN)
-    return tuple(rank for rank, gpus in enumerate(ranks) if gpus & wanted)
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:

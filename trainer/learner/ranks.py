@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,14 +184,15 @@ class Ranks:
         moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
         self.call(role, "load", files, kinds, **moved)
 
-    def release_memory(self, needed: int = 0) -> None:
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
         """Let every rank give unused GPU memory back.
 
         Args:
             needed: bytes that an engine will take of the GPU of a rank of the policy (see `Rank.release_memory`).
+            beside: the ranks of the policy that share their GPU with an engine.
         """
         for group, _ in self._hosts():
-            group.call("release_memory", needed if group is self.policy else 0)
+            group.call("release_memory", *((needed, tuple(beside)) if group is self.policy else ()))
 
     def take_blocked(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""

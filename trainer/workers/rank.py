@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,13 +150,14 @@ class Rank:
                 while file.read(_READ_BYTES):
                     pass
 
-    def release_memory(self, needed: int = 0) -> None:
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
         """Make room on the GPU for engines: move what `trainer.offload` says, and return torch's cached memory.
 
         Methods that need it bring it back. Not a collective.
 
         Args:
             needed: bytes of each GPU that an engine will take. 0: do not check.
+            beside: the ranks that share their GPU with an engine.
 
         Raises:
             UserError: there will not be so much room beside this rank.
@@ -169,8 +171,7 @@ class Rank:
             if self.cfg.trainer.offload == "all":
                 self._weights.park(tensor for worker in self.roles.values() for tensor in worker.weight_tensors())
         torch.cuda.empty_cache()
-        has_engine = self.rank < self.cfg.rollout.num_engines * self.cfg.rollout.tensor_parallel_size
-        if needed and has_engine:
+        if needed and self.rank in beside:
             self._check_engine(needed)
 
     def _check_engine(self, needed: int) -> None:

@@ -76,7 +76,7 @@ def test_a_member_gets_its_next_call_while_others_run(shared_group):
 
 
 def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group):
-    engines = cluster.launch_engines(Host, ("a", "b"), {"WORD": "engine"}, shared_group)
+    engines = cluster.launch_engines(Host, ("a", "b"), {"WORD": "engine"})
     assert engines.call("built_with") == [("a", "b")] * 3
     assert engines.call("environment", "WORD") == ["engine"] * 3
     assert len(set(engines.call("pid"))) == 3
@@ -86,12 +86,12 @@ def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group)
 def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypatch, tmp_path):
     env = {"OPENED": str(tmp_path / "opened")}
     ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env)
-    monkeypatch.setattr(cluster.cfg.rollout, "share_gpus", True)
+    places = ranks.where()
     monkeypatch.setattr(cluster.cfg.rollout, "num_engines", 2)
     monkeypatch.setattr(cluster, "device", "cuda")
-    engines = cluster.launch_engines(OpensRanks, (), env, ranks)
+    engines = cluster.launch_engines(OpensRanks, (), env, lambda engine: places[engine : engine + 1])
     assert ranks.call("rank") == [0, 1]
-    assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == [""] * 2
+    assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["", ""]
     cluster.release(engines)
     cluster.release(ranks)
 

@@ -135,7 +135,7 @@ def test_ranks_and_engines_get_gpus_of_their_own(launcher, monkeypatch):
     cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=1, tensor_parallel_size=2))
     with LocalCluster(cfg, "cuda", launcher) as cluster:
         ranks = cluster.launch_ranks("rank", Host, {})
-        engines = cluster.launch_engines(Host, (), {}, ranks)
+        engines = cluster.launch_engines(Host, (), {})
         assert ranks.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["6,7"]
         cluster.release(ranks)
@@ -147,8 +147,9 @@ def test_engines_can_share_the_gpus_of_ranks(launcher, monkeypatch):
     cfg = settings(num_workers=2)
     cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, share_gpus=True))
     with LocalCluster(cfg, "cuda", launcher) as cluster:
-        engines = cluster.launch_engines(Host, (), {}, cluster.launch_ranks("rank", Host, {}))
-        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
+        places = cluster.launch_ranks("rank", Host, {}).where()
+        engines = cluster.launch_engines(Host, (), {}, lambda engine: places[1 - engine :][:1])
+        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["5", "4"]
 
 
 def test_too_few_gpus_are_refused(monkeypatch, launcher):

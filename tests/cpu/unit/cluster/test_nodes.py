@@ -48,7 +48,7 @@ def replace(engine):
     group.replace(engine)
 
 with RayCluster(cfg, "cpu") as cluster:
-    group = cluster.launch_engines(Host, (), {}, None)
+    group = cluster.launch_engines(Host, (), {})
     print(*(place["host"] for place in group.where()), flush=True)
     input()
     replace(0)

@@ -14,6 +14,7 @@ import pytest
 from tests.support import plain_engine
 from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
+from trainer import restarts
 from trainer.cluster import groups
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
@@ -21,7 +22,8 @@ from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import JobFault, UserError, WorkerError
 from trainer.generation.engine import Request
-from trainer.generation.fleet import Fleet, choose_transport, ranks_beside
+from trainer.generation.fleet import Fleet, choose_transport
+from trainer.generation.lifecycle import State
 from trainer.incidents import INCIDENTS, read_incidents
 from trainer.restarts import can_recover
 
@@ -205,14 +207,6 @@ def test_the_ranks_on_the_gpus_of_engines_send(start, monkeypatch):
     assert fleet._channel.senders == (0,)
 
 
-def test_ranks_in_another_order_send_to_the_same_engines():
-    ranks = [{("b", "0")}, {("a", "1")}, {("a", "0")}]
-    assert ranks_beside([{("a", "0")}], ranks) == (2,)
-    assert ranks_beside([{("a", "0"), ("a", "1")}, {("b", "0")}], ranks) == (0, 1, 2)
-    with pytest.raises(WorkerError, match="an engine is on GPU 1 of node b, where no rank can give it weights"):
-        ranks_beside([{("b", "1")}], ranks)
-
-
 def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
     fleet, _ = start(weight_sync="broadcast", master_port=5000)
     fleet.start(version=1, fresh=True)
@@ -330,6 +324,100 @@ def test_engines_with_memory_of_their_own_stay_awake(start, device, share_gpus):
     assert answers(fleet, 1) == [[0, 7, 0]]  # they refuse to sleep
     fleet.sync_weights(2)
     assert answers(fleet, 1) == [[0, 7, 1]]
+
+
+@pytest.fixture
+def shared(start, monkeypatch, incidents) -> tuple[Fleet, PlainRanks]:
+    """Two engines on the GPUs of two ranks, both at the weights of version 1."""
+    spec = dataclasses.replace(streaming("FaultyStreamingEngine"), transports=("shared_memory", "ipc"))
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    monkeypatch.setattr(restarts, "_FIRST_DELAY_S", 0.0)
+    fleet, ranks = start("cuda", share_gpus=True, num_workers=2, num_engines=2, max_restarts=5, max_num_seqs=64)
+    ranks.policy.call("compute")
+    fleet.start(version=1, fresh=False)
+    return fleet, ranks
+
+
+def test_a_new_engine_on_a_shared_gpu_starts_and_sleeps_before_the_ranks_compute_again(shared, incidents):
+    """The rank needs the memory that the engine takes while it starts."""
+    fleet, ranks = shared
+    fault(incidents, "kill 3")
+    requests = [Request([i, 0], seed=i) for i in range(8)]
+    assert tokens_of(fleet.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
+    ranks.policy.call("compute")
+    ranks.policy.call("call", "policy", "train")
+    fleet.sync_weights(2)
+    assert len({one.logprobs[0] for one in fleet.generate(requests, SAMPLED)}) == 2
+    assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
+
+
+def test_an_engine_that_dies_while_the_ranks_compute_waits_until_they_leave_the_gpu(shared, incidents):
+    fleet, ranks = shared
+    ranks.policy.call("compute")
+    fleet._engines.group.end(0)
+    fleet.sync_weights(2)
+    ranks.policy.call("compute")
+    assert fleet._engines.life.within(State.DEAD) == [0]
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    ranks.policy.call("compute")
+    fleet.sync_weights(3)
+    assert fleet._engines.life.serving == [0, 1]
+    assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
+
+
+@pytest.mark.parametrize("moment", ["generate", "sync", "restart"])
+def test_the_last_engines_on_shared_gpus_come_back_while_the_ranks_make_room(shared, incidents, moment):
+    fleet, ranks = shared
+    ranks.policy.call("compute")
+    if moment == "generate":
+        fault(incidents, "kill 3", "kill 4")
+    else:
+        for engine in (0, 1):
+            fleet._engines.group.end(engine)
+        fleet.sync_weights(1) if moment == "sync" else fleet.start(1, fresh=False)
+    requests = [Request([i, 0], seed=i) for i in range(8)]
+    assert tokens_of(fleet.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
+    ranks.policy.call("compute")
+    fleet.sync_weights(2)
+    assert fleet._engines.life.serving == [0, 1]
+
+
+def test_an_interrupted_rollout_leaves_no_engine_that_starts(shared, incidents):
+    """Ranks that start again would meet it on their GPU."""
+    fleet, ranks = shared
+    fault(incidents, "kill 0", "wait start")
+    with pytest.raises(KeyboardInterrupt):
+        with fleet.awake():
+            fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+            while not fleet._engines.life.within(State.STARTING):
+                fleet._engines.advance()
+            raise KeyboardInterrupt
+    assert len(fleet._engines.life.within(State.DEAD)) == 1
+    fleet._engines.check()  # the other one has gone to sleep
+    ranks.policy.call("compute")
+
+
+def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared, launcher):
+    """A node was lost with ranks and engines. The engine that is left has the GPU of no rank."""
+    fleet, ranks = shared
+    cluster = fleet._cluster
+    factory = functools.partial(PlainRank, str(fleet._model_path))
+    cluster.release(ranks.policy)
+    ranks.policy = cluster.launch_ranks("rank", factory, {}, count=1)
+    assert ranks.policy.where()[0]["gpus"] == ["2"]
+    ranks.policy.call("compute")
+    fleet.start(2, fresh=False)
+    assert fleet._channel.senders == (0,)
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    ranks.policy.call("compute")
+    fleet.sync_weights(3)
+    assert fleet._engines.life.serving == [0] and fleet._engines.homeless == {1}
+    cluster.release(ranks.policy)
+    ranks.policy = cluster.launch_ranks("rank", factory, {}, count=4)
+    fleet.start(4, fresh=False)
+    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    fleet.sync_weights(5)
+    assert fleet._engines.life.serving == [0, 1], "new nodes bring the engine back"
 
 
 # --------------------------------------------------------------------------------------------------------
