@@ -25,8 +25,9 @@ class WorkerError(RuntimeError):
         fact: what happened.
         advice: what the user can do, if the job does not recover by itself.
         cause: `killed`, `silent`, `late`, `memory`, `occupied` (other programs hold the GPU's memory), `gpu` (the text
-            names a GPU error), `node` (its machine is lost), `cluster` (a part of Ray died), or `spent` (it was started
-            again as often as the config allows). Empty: another cause.
+            names a GPU error), `node` (its machine is lost), `cluster` (a part of Ray died), `weights` (the first
+            ones did not reach the engines), or `spent` (it was started again as often as the config allows). Empty:
+            another cause.
     """
 
     def __init__(self, fact: str, advice: str = "", cause: str = ""):

@@ -40,6 +40,7 @@ _CAUSES = {
     "node": (INFRASTRUCTURE, "lost node"),
     "cluster": (INFRASTRUCTURE, "Ray died"),
     "memory": (JOB, "out of memory"),
+    "weights": (JOB, "weights not sent"),
     "occupied": (INFRASTRUCTURE, "occupied GPU"),
 }
 """Class and name of the causes of a `WorkerError`."""

@@ -77,12 +77,21 @@ class PlainEngine:
                 assert self._lora_rank is not None and config == str(self._directory)
                 self._weights = int(weights)
             case Broadcast() | Ipc():
-                while not (self._directory / "sent").exists():
-                    threading.Event().wait(0.01)
-                self._weights = int((self._directory / "sent").read_text())
+                self._weights = self._receive(version)
         self._version = version
         if self._asleep:
             self._take(0)
+
+    def _receive(self, version: int) -> int:
+        """Wait for what the ranks send after they have sent earlier versions."""
+        received = [map(int, path.name.split()[1:]) for path in self._directory.glob("received *")]
+        last, count = max((number for other, number in received if other != version), default=0), 0
+        while count <= last:
+            threading.Event().wait(0.01)
+            if (self._directory / "sent").exists():
+                count, weights = map(int, (self._directory / "sent").read_text().split())
+        (self._directory / f"received {version} {count}").touch()
+        return weights
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -241,8 +250,10 @@ class PlainRank:
     def send_weights(self, group: Broadcast | Ipc, dtype: str) -> None:
         if self._weights > 1:
             raise ValueError("cannot be sent")
+        sent = self._directory / "sent"
         if self._rank == 0:
-            write_file(str(self._directory / "sent"), str(self._weights))
+            count = int(sent.read_text().split()[0]) if sent.exists() else 0
+            write_file(str(sent), f"{count + 1} {self._weights}")
 
     def adapter_config(self, base_model: str) -> str:
         return base_model

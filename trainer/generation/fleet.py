@@ -16,7 +16,7 @@ from trainer.cluster.groups import Pending
 from trainer.cluster.resources import rank_groups
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError, describe_error, origin_of, set_origin
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.engines import Engines
 from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
@@ -94,6 +94,7 @@ class Fleet:
         )
         self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
         self._has_started = False
+        self._has_synced = False
         self._homes: list[Home | None] = []
         if self._shares_gpus:  # what cannot work is refused before the engines load
             self._choose_homes()
@@ -139,7 +140,7 @@ class Fleet:
             self._open_channel(self._engines.life.loaded)
         elif self._transport == "shared_memory":
             self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
-        if fresh and self._transport != "adapter":  # adapters that vLLM cannot serve must fail before the first step
+        if fresh and self._transport == "shared_memory":  # what else cannot work must fail before the first step
             self._engines.serve(self._engines.call(self._engines.life.loaded, "set_version", version))
             self._version = version
         else:
@@ -287,6 +288,7 @@ class Fleet:
                 self._receive(receivers, source, version, sending)
         self._waking_bytes = 0  # the weights are awake now, and there is room for the rest
         self._version = version
+        self._has_synced = True
         if self._transport != "adapter":
             self.synced_bytes = self._weight_bytes
 
@@ -300,12 +302,27 @@ class Fleet:
         for engine in receivers:
             receiving.begin(engine, "sync_weights", source, version)
         try:
-            _first_failure(receiving.result, sending.result)
+            _wait_for_all(receiving.result, sending.result)
         except Exception as error:
+            failure = error if self._has_synced else self._first_failure(error)
             self._receivers = []
-            self._engines.lose(receivers, error)
-            raise
+            self._engines.lose(receivers, failure)
+            raise failure from (error if failure is not error else None)
         self._engines.serve(receivers)
+
+    def _first_failure(self, error: Exception) -> Exception:
+        """Return what to raise if the first weights cannot be sent: most likely, the network is not set up."""
+        if isinstance(error, (UserError, WorkerError)):
+            return error
+        failure = WorkerError(
+            f"rollout.weight_sync={self._transport}: the first weights did not reach the engines "
+            f"({describe_error(error)})",
+            "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
+            "weights",
+        )
+        if (origin := origin_of(error)) is not None:
+            set_origin(failure, origin)
+        return failure
 
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
@@ -451,7 +468,7 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     return weight_sync
 
 
-def _first_failure(*waits: Callable[[], Any]) -> None:
+def _wait_for_all(*waits: Callable[[], Any]) -> None:
     """Wait for all, or for the first that raises, and raise that."""
     threads = ThreadPoolExecutor(len(waits))
     try:

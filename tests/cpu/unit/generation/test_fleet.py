@@ -238,6 +238,22 @@ def test_a_failed_sender_is_heard_while_engines_still_wait(start):
         fleet.sync_weights(2)
 
 
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_a_way_of_the_weights_that_does_not_work_is_named_before_the_first_step(start, monkeypatch, transport):
+    """It is tried again once, as after a failure of the network. Then the run ends."""
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("broadcast", "ipc")))
+    sharing = {"device": "cuda", "share_gpus": True} if transport == "ipc" else {}
+    fleet, ranks = start(weight_sync=transport, max_restarts=3, **sharing)
+    for _ in range(2):
+        ranks.call("policy", "train")
+    sentence = f"rollout.weight_sync={transport}: the first weights did not reach the engines .ValueError: cannot be"
+    with pytest.raises(WorkerError, match=f"^{sentence}") as raised:
+        fleet.start(version=1, fresh=True)
+    assert can_recover(raised.value)
+    with pytest.raises(JobFault, match=sentence):
+        fleet.start(version=1, fresh=True)
+
+
 @pytest.fixture
 def files_engine(monkeypatch) -> None:
     """An engine of the user that reads files and nothing else."""
