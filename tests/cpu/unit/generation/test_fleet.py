@@ -20,7 +20,7 @@ from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
 from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
-from trainer.errors import JobFault, UserError, WorkerError
+from trainer.errors import JobFault, Origin, UserError, WorkerError, set_origin
 from trainer.generation.engine import Request
 from trainer.generation.fleet import Fleet, choose_transport
 from trainer.generation.lifecycle import State
@@ -524,6 +524,22 @@ def test_new_engines_have_an_end(start, monkeypatch, incidents):
     with pytest.raises(WorkerError, match="^engine . died") as raised:
         fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
     assert not can_recover(raised.value)
+
+
+def test_engines_that_are_lost_with_one_node_count_once(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fleet, _ = start(num_engines=3, max_restarts=1, max_num_seqs=64)
+    fleet.start(version=1, fresh=True)
+
+    def lose(engine: int, node: str) -> None:
+        error = WorkerError(f"engine {engine} is lost with its node", cause="node")
+        set_origin(error, Origin(f"engine {engine}", node))
+        fleet._engines.lose([engine], error)
+
+    lose(0, "10.0.0.1")
+    lose(1, "10.0.0.1")
+    with pytest.raises(WorkerError, match="engine 2 is lost"):
+        lose(2, "10.0.0.2")
 
 
 def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, monkeypatch, incidents):
