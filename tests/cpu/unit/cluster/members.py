@@ -117,7 +117,7 @@ class LoadsAfterEngine(Host):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not os.path.exists(os.environ["OPENED"]):
             if time.monotonic() > end:
                 raise TimeoutError("no engine has started")

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import psutil
@@ -85,15 +86,16 @@ def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group)
 
 def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypatch, tmp_path):
     env = {"OPENED": str(tmp_path / "opened")}
-    ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env)
-    places = ranks.where()
-    monkeypatch.setattr(cluster.cfg.rollout, "num_engines", 2)
-    monkeypatch.setattr(cluster, "device", "cuda")
-    engines = cluster.launch_engines(OpensRanks, (), env, lambda engine: places[engine : engine + 1])
-    assert ranks.call("rank") == [0, 1]
-    assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["", ""]
-    cluster.release(engines)
-    cluster.release(ranks)
+    with ExitStack() as stack:
+        ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env)
+        stack.callback(cluster.release, ranks)
+        places = ranks.where()
+        monkeypatch.setattr(cluster.cfg.rollout, "num_engines", 2)
+        monkeypatch.setattr(cluster, "device", "cuda")
+        engines = cluster.launch_engines(OpensRanks, (), env, lambda engine: places[engine : engine + 1])
+        stack.callback(cluster.release, engines)
+        assert ranks.call("rank") == [0, 1]
+        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["", ""]
 
 
 def test_members_get_the_value_of_a_reference(cluster, shared_group):
