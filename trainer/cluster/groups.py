@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import psutil
 
 from trainer.cluster.patience import Patience
+from trainer.cluster.resources import FindHome
 from trainer.cluster.stacks import own_stacks, stacks_from_outside, write_stacks
 from trainer.errors import AGAIN, Origin, UserError, WorkerError, memory_ran_out, one_line, set_origin
 from trainer.output import guard_output, show_messages
@@ -34,10 +35,6 @@ _HANG_FACTOR = 10.0
 _KNOWN_CALLS = 3  # calls after which it is known how long they take
 _STACKS_S = 3.0  # time for a process to return its stacks
 _LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
-
-
-FindHome = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Returns where the ranks are whose GPUs an engine shares."""
 
 
 class Cluster(Protocol):
@@ -69,12 +66,7 @@ class Cluster(Protocol):
         ...
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None) -> Group:
-        """Start `rollout.num_engines` processes, which host `factory(*args)`. Does not wait.
-
-        Args:
-            home: is asked with the number of the engine each time that it starts. None: on GPUs, each engine gets
-                `tensor_parallel_size` GPUs of its own.
-        """
+        """Start `rollout.num_engines` processes, which host `factory(*args)`, on GPUs of `home` or of their own."""
         ...
 
     def has_room(self, group: Group) -> bool:

@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import FindHome, Group, failure_of
+from trainer.cluster.groups import Group, failure_of
 from trainer.cluster.launcher import BUILD, HOST, Launcher
 from trainer.cluster.patience import patience_of
-from trainer.cluster.resources import check_gpus
+from trainer.cluster.resources import FindHome, check_gpus
 from trainer.config import Config
 from trainer.errors import AGAIN, WorkerError
 from trainer.gpu_errors import gpu_lines

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trainer.config import Config
 from trainer.errors import UserError
+
+FindHome = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Returns where the ranks are whose GPUs an engine shares, by the number of the engine."""
 
 
 def rank_groups(cfg: Config) -> int:

@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import FindHome, Group
+from trainer.cluster.groups import Group
 from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.nodes import Node, NodeWatch
 from trainer.cluster.patience import patience_of
-from trainer.cluster.resources import by_node, check_gpus, fitting_ranks, forwarded_variables, rank_groups
+from trainer.cluster.resources import FindHome, by_node, check_gpus, fitting_ranks, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import AGAIN, UserError, WorkerError, one_line
