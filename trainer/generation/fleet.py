@@ -104,7 +104,7 @@ class Fleet:
         window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_room, group)
         self._engines = Engines(group, cfg.trainer.max_restarts, window_s, has_room)
         self._channel_number = 0
-        self._receivers: list[int] = []  # the engines that the channel of the weights joins
+        self._receivers: list[Any] = []  # the processes of the engines that the channel of the weights joins
 
     def settle(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
@@ -279,7 +279,7 @@ class Fleet:
             self._put_to_sleep()  # also those that are new
             self._make_room(self._waking_bytes)  # sleeping engines wake their weights to take new ones
         receivers = engines.life.loaded
-        if receivers != self._receivers and self._transport in _CHANNELS:
+        if self._transport in _CHANNELS and self._processes(receivers) != self._receivers:
             self._open_channel(receivers)
         with self._transports[self._transport]() as (source, sending):
             if sending is None:
@@ -344,7 +344,10 @@ class Fleet:
             port = first + rank_groups(self._cfg) if first and is_first else 0
             self._channel = Broadcast(self._cluster.meeting_place(self._ranks.policy, port), **settings)
         self._channel_number += 1
-        self._receivers = receivers
+        self._receivers = self._processes(receivers)
+
+    def _processes(self, engines: Iterable[int]) -> list[Any]:
+        return [self._engines.group.members[engine] for engine in engines]
 
     def _choose_homes(self) -> None:
         """Choose the GPUs of each engine among those that ranks have now.

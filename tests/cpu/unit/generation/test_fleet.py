@@ -488,11 +488,13 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
     fleet, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
     ranks.call("policy", "train")
     fleet.start(version=4, fresh=False)
+    channel = getattr(fleet, "_channel", None)
     fault(incidents, "kill 3", "kill 5")
     requests = [Request([i, 0], seed=i) for i in range(8)]
     completions = fleet.generate(requests, SAMPLED)
     assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
     assert {one.weight_version for one in completions} == {4}
+    assert transport != "broadcast" or fleet._channel != channel, "a new process cannot join the group of a dead one"
     one, two = read_incidents(str(incidents))
     assert one.cost_s > 0 and two.cost_s > 0
 
