@@ -16,7 +16,7 @@ from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.output import LOG_FILE
 from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS
 
-_LOOK_S = 1.0
+_LOOK_S = 0.1  # often enough to see the first steps, however quick they are
 _KNOWN_STEPS = 3  # steps after which it is known how long the driver stays between two safe points
 _HANG_FACTOR = 10.0
 _LAST_WORDS_S = 30.0
