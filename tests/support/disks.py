@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.support.ranks import local_cluster
 from trainer.config import Config
 from trainer.learner.ranks import Ranks
 
+_NEW_NAME = 0x04000000  # CLONE_NEWUTS
 DISK = "/proc/self/cwd/disk"
 
 
@@ -30,6 +33,20 @@ class Process:
 
     def set(self, name: str, value: str) -> None:
         os.environ[name] = value
+
+    def get(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def move(self, host: str) -> None:
+        """Let the machine of this process have another name."""
+        if ctypes.CDLL(None).unshare(_NEW_NAME):
+            raise PermissionError("this process cannot have a host name of its own")
+        socket.sethostname(host)
+
+    def forget(self, prefix: str) -> None:
+        """Unset the environment variables with this prefix."""
+        for name in [name for name in os.environ if name.startswith(prefix)]:
+            del os.environ[name]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.nodes import AskedRanks
+from trainer.checkpoint.reach import check_access, give_access
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
@@ -58,6 +59,7 @@ class RunDirectory:
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
         )
         self._incidents: str | None = None  # the file of an outer run
+        self._checked = False  # that ranks can write checkpoints
         self.carried = CarriedFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
@@ -114,6 +116,7 @@ class RunDirectory:
         Raises:
             UserError: the checkpoints of this run are gone, or none is valid.
         """
+        self.checkpoints.store.connect(None)  # the new ranks may be on other nodes
         self.checkpoints.clean_up()
         newest = find_newest(self.cfg, self.checkpoints)
         if newest is not None:
@@ -125,9 +128,14 @@ class RunDirectory:
         A checkpoint on local disks can lack the shards of a lost node: then it is an older one, or the uploaded one.
 
         Raises:
-            UserError: there is no other, or it cannot be used under this config.
+            UserError: there is no other, or it cannot be used under this config; or a machine with ranks cannot write
+                checkpoints.
         """
-        store = self.checkpoints.store
+        store, t = self.checkpoints.store, self.cfg.trainer
+        give_access([t.ckpt_path, t.resume_path, t.export_path], ranks)
+        if not self._checked:  # later, a store may be out of service while there is a local tier
+            check_access(t.ckpt_path, ranks)
+            self._checked = True
         store.connect(ranks)
         while self.resume is not None and (missing := store.missing(self.resume.checkpoint, self.checkpoints.verify)):
             path = self.resume.checkpoint.path
