@@ -26,15 +26,20 @@ def s3_server() -> Iterator[str]:
         server.stop()
 
 
-def use_s3(patch: pytest.MonkeyPatch, url: str) -> dict[str, str]:
-    """Point this process, and its children, at an S3 server; returns the environment variables."""
-    environment = {
+def s3_variables(url: str) -> dict[str, str]:
+    """The environment variables with which a process uses an S3 server."""
+    return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+
+
+def use_s3(patch: pytest.MonkeyPatch, url: str) -> dict[str, str]:
+    """Point this process, and its children, at an S3 server; returns the environment variables."""
+    environment = s3_variables(url)
     for name, value in environment.items():
         patch.setenv(name, value)
     forget_connections()

@@ -24,6 +24,11 @@ from trainer.places import SCHEMES
 T = TypeVar("T")
 
 _TRIES = 5
+_TRIES_S = 60
+"""No further try begins after this many seconds."""
+_CONNECT_S = 10
+"""Longest time to connect to S3, unless fsspec's config says another. The library's own is a minute, and it tries five
+times for each of our tries: a store from which no packet comes back would hold up a job for half an hour."""
 _LONGEST_WAIT_S = 10
 _JITTER = random.Random()
 """Of the waits between requests. Python's own generator belongs to user code, such as a loss, and its state to the
@@ -136,7 +141,7 @@ class Bucket:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
-            stop=tenacity.stop_after_attempt(_TRIES),
+            stop=tenacity.stop_after_attempt(_TRIES) | tenacity.stop_after_delay(_TRIES_S),
             wait=lambda tries: _JITTER.uniform(0, min(0.2 * 2 ** (tries.attempt_number - 1), _LONGEST_WAIT_S)),
             reraise=True,
         )
@@ -235,8 +240,10 @@ def bucket_of(scheme: str) -> Bucket:
     """
     import fsspec
 
+    given = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
+    options = {"config_kwargs": {"connect_timeout": _CONNECT_S, **given}} if scheme == "s3" else {}
     try:
-        fs = fsspec.filesystem(scheme, use_listings_cache=False)
+        fs = fsspec.filesystem(scheme, use_listings_cache=False, **options)
     except ImportError as error:
         extra = SCHEMES[scheme]
         raise UserError(

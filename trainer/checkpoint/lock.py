@@ -63,6 +63,7 @@ class RunLock:
         self._name = name
         self._remedy = remedy
         self._token = secrets.token_hex(8)
+        self._lost_to: dict[str, Any] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -128,9 +129,19 @@ class RunLock:
                 f"{self.directory}: this job lost the {self._name}: its lock file is gone (was the directory "
                 "removed or unmounted?); nothing more is written there"
             )
-        if owner.get("token") != self._token:
+        self._lost_to = owner if owner.get("token") != self._token else None
+        self.check_last_beat()
+
+    def check_last_beat(self) -> None:
+        """Check that no heartbeat has found another owner. Nothing is asked of the place, which may be out of service.
+
+        Raises:
+            UserError: another job has taken the lock.
+        """
+        if self._lost_to is not None:
             raise UserError(
-                f"{self.directory}: this job lost the {self._name} to {_describe(owner)}; nothing more is written there"
+                f"{self.directory}: this job lost the {self._name} to {_describe(self._lost_to)}; nothing more is "
+                "written there"
             )
 
     def release(self) -> None:
@@ -172,7 +183,8 @@ class RunLock:
             with contextlib.suppress(OSError):  # a busy or absent file system: the next beat may succeed
                 owner = self._read()
                 if owner is not None and owner.get("token") != self._token:
-                    return  # `check` raises before the next write
+                    self._lost_to = owner  # the next check raises
+                    return
                 self._renew()
 
     def _owner(self) -> dict[str, Any]:

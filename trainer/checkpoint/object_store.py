@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 _FILES, _ASIDE, _RECORD, _PROBE, _STEPS = "files-", ".aside", ".record", ".probe-", ".steps.json"
-_CLAIM = re.compile(rb"files-[0-9a-f]{16}")
-_CLAIM_BYTES = 22
+_CLAIM = re.compile(_FILES.encode() + rb"[0-9a-f]{16}")  # see `_new_folder`
+_CLAIM_BYTES = len(_FILES) + 16
 _PARALLEL = 16
 _READ_BYTES = 32 << 20
 _CHUNK_BYTES = 8 << 20

@@ -17,13 +17,14 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.local_store import LocalFiles, LocalStore
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.node_disk import NodeDisk
 from trainer.checkpoint.nodes import AskedRanks, Nodes
 from trainer.checkpoint.object_store import ObjectFiles, ObjectStore
 from trainer.checkpoint.store import CheckpointStore, open_store
@@ -69,6 +70,7 @@ class TieredStore:
         self._pieces: set[str] = set()
         self._committed: dict[int, float] = {}
         self._fence: Callable[[], None] = lambda: None
+        self._lock_above: RunLock | None = None
         self._moves = threading.Lock()  # held while a step enters or leaves a tier
         self._wake = threading.Event()
         self._ending = threading.Event()
@@ -84,7 +86,8 @@ class TieredStore:
 
     def lock(self, timeout_s: float, name: str, remedy: str) -> _Locks:
         """Return the locks of both tiers, not yet taken."""
-        return _Locks(tier.lock(timeout_s, name, remedy) for tier in (self._local, self._above))
+        own, self._lock_above = (tier.lock(timeout_s, name, remedy) for tier in (self._local, self._above))
+        return _Locks(own, self._lock_above)
 
     def names(self) -> list[str]:
         """Return all names in both tiers."""
@@ -110,13 +113,13 @@ class TieredStore:
 
     def publish(self, draft: LocalFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
         """Commit a draft on the disk, and have it uploaded."""
-        self._fence()
         if self._nodes is None:
             for entry in parse_object(manifest)["files"]:
                 if not os.path.exists(os.path.join(draft.path, entry["path"])):
                     raise OSError(errno.ENOENT, f"trainer.ckpt_local_dir={self._local.root}: not there", entry["path"])
             self._local.publish(draft, step, manifest, before_commit)
         else:
+            self._fence()  # the other nodes commit before `before_commit` is called
             new = [name for name in self._local.pieces() if name not in self._copied_pieces]
             pieces = {name: self._local.piece(name) for name in new}
             problems = self._nodes.publish(draft, step, manifest, pieces, before_commit)
@@ -145,6 +148,7 @@ class TieredStore:
             if step in self._local.steps():
                 remains.append(_LOCAL + self._local.withdraw(step))
             if step in self._steps_above():
+                self._check_above()
                 remains.append(_ABOVE + self._above.withdraw(step))
                 self._safe = self._steps_above() - {step}
         self._remains[name] = remains
@@ -155,6 +159,7 @@ class TieredStore:
         name = ""
         with self._moves:
             if step in self._steps_above():
+                self._check_above()
                 name = _ABOVE + self._above.set_aside(step)
                 self._safe = self._steps_above() - {step}
             if step in self._local.steps():
@@ -165,9 +170,12 @@ class TieredStore:
         return name
 
     def asides(self, step: int | None = None) -> list[str]:
-        """Return the names of checkpoints of this step (None: of any step) that were set aside."""
+        """Return the names of checkpoints that were set aside: of any step, or those of this step on the disk.
+
+        Those of a step in the object store are deleted when it is uploaded again: a save asks nothing of the store.
+        """
         local = [_LOCAL + name for name in self._local.asides(step)]
-        return local + [_ABOVE + name for name in self._above.asides(step)]
+        return local if step is not None else local + [_ABOVE + name for name in self._above.asides()]
 
     def revoke(self) -> None:
         """Let no other job commit what it has begun (see `ObjectStore.revoke`)."""
@@ -242,15 +250,18 @@ class TieredStore:
         """Return the files of a checkpoint that no rank can read; if there are some, its local copy is not used again.
 
         Args:
-            level: how files on other nodes are checked (see `trainer.checkpoint.manifest.verify`).
+            level: how shards of several nodes are checked (see `trainer.checkpoint.manifest.verify`). Damaged ones are
+                deleted, so that no rank reads them.
         """
         if checkpoint.path != self._local.path(checkpoint.step):
             return []
-        if self._nodes is None:
-            held = [entry.path for entry in checkpoint.entries]
-            missing = [path for path in held if not os.path.exists(os.path.join(checkpoint.path, path))]
-        else:
+        if self._nodes is not None:
             missing = self._nodes.missing(checkpoint, level)
+        elif checkpoint.nodes:
+            held = NodeDisk(self._local.root).survey(checkpoint.step, checkpoint.manifest["self"], level)
+            missing = [entry.path for entry in checkpoint.entries if entry.path not in held]
+        else:
+            missing = [e.path for e in checkpoint.entries if not os.path.exists(os.path.join(checkpoint.path, e.path))]
         if missing:
             self._lost.add(checkpoint.step)
         return missing
@@ -383,7 +394,7 @@ class TieredStore:
             OSError: the store fails, or the checkpoint is gone.
         """
         checkpoint = manifests.read(self._local.path(step))
-        self._fence()
+        self._check_above()
         self._upload_pieces()
         draft, nodes = self._above.begin(step), self._nodes
         away = [e for e in checkpoint.entries if not os.path.exists(os.path.join(checkpoint.path, e.path))]
@@ -400,16 +411,13 @@ class TieredStore:
                     source = os.path.join(checkpoint.path, entry.path)
                     raise DamagedError(f"{source}: does not have the content that was saved")
             failpoint("upload:copied")
-            content = {
-                name: value
-                for name, value in checkpoint.manifest.items()
-                if name not in ("files", "self", "format_version", "nodes")
-            }
+            content = manifests.content_of(checkpoint.manifest)
+            content.pop("nodes", None)
             data = manifests.dump({**content, "folder": draft.folder}, checkpoint.entries)
             with self._moves:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was set aside", checkpoint.path)
-                self._above.publish(draft, step, data, self._fence)
+                self._above.publish(draft, step, data, self._check_above)
                 self._safe = self._steps_above() | {step}
         except BaseException:
             with contextlib.suppress(OSError):
@@ -419,7 +427,15 @@ class TieredStore:
         failpoint("upload:published")
         with contextlib.suppress(OSError):
             self._above.hint(step)
+            for name in self._above.asides(step):
+                self._above.remove(name)
         LOG.info("uploaded %s to %s", checkpoint.path, self._above.path(step))
+
+    def _check_above(self) -> None:
+        """Check that this process may write to the object store (see `_Locks.check`)."""
+        self._fence()
+        if self._lock_above is not None:
+            self._lock_above.check()
 
     def _upload_pieces(self) -> None:
         new = [name for name in self._local.pieces() if name not in self._pieces]
@@ -430,28 +446,33 @@ class TieredStore:
 
 
 class _Locks(RunLock):
-    """Several locks that are held together."""
+    """The locks of both tiers, which are held together."""
 
-    def __init__(self, locks: Iterable[RunLock]):
-        self._locks = list(locks)
+    def __init__(self, own: RunLock, above: RunLock):
+        self._own = own
+        self._above = above
 
     def acquire(self, wait: bool = False) -> str | None:
-        lines = []
+        taken_from = self._own.acquire(wait)
         try:
-            for lock in self._locks:
-                lines.append(lock.acquire(wait))
+            also = self._above.acquire(wait)
+            return taken_from or also
         except BaseException:
-            self.release()
+            self._own.release()
             raise
-        return next((line for line in lines if line is not None), None)
 
     def check(self) -> None:
-        for lock in self._locks:
-            lock.check()
+        """Check the lock of the disk, and what the last heartbeat has seen of the other one.
+
+        The object store may be out of service while checkpoints are committed on the disk. Before anything is written
+        or deleted there, `TieredStore` checks its lock, too.
+        """
+        self._own.check()
+        self._above.check_last_beat()
 
     def release(self) -> None:
-        for lock in reversed(self._locks):
-            lock.release()
+        self._above.release()
+        self._own.release()
 
 
 def _copy(checkpoint: Checkpoint, entry: FileEntry, draft: ObjectFiles) -> None:

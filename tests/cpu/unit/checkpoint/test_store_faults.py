@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import socket
 
+import fsspec.config
 import pytest
 
-from tests.support.buckets import make_bucket, use_s3
+from tests.support.buckets import forget_connections, make_bucket, use_s3
 from tests.support.checkpoints import parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
@@ -37,6 +40,26 @@ def test_a_request_that_fails_is_sent_again(root, faults, fault):
     checkpoints.load(checkpoints.latest(), parts_of(state))
     assert state == {"n": 2, "bytes": b"\2" * 10}
     assert {seen for _, _, seen in faults.seen} == {PASS, fault}
+
+
+@pytest.mark.timeout(50)
+def test_a_store_from_which_no_packet_comes_back_is_given_up_soon(monkeypatch):
+    """The queue of the server is full, so it drops what arrives. fsspec's users may set another time."""
+    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        use_s3(monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(StoreError, match="ConnectTimeoutError"):
+            bucket_of("s3").read("bucket/key")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}})
+    forget_connections()
+    assert bucket_of("s3").fs.config_kwargs == {"connect_timeout": 3, "read_timeout": 4}
+    monkeypatch.undo()
+    forget_connections()
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(root, faults):

@@ -9,13 +9,16 @@ import threading
 import pytest
 
 from tests.support.checkpoints import parts_of, save
-from tests.support.fault_proxy import ERROR, PASS
+from tests.support.fault_proxy import CUT, ERROR, PASS
+from tests.support.runs import OpenRun, settings
 from tests.support.toy import toy_config, toy_run
+from trainer.checkpoint.bucket import bucket_of
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
 from trainer.durable import digest_bytes
+from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
 
 
@@ -78,10 +81,55 @@ def test_what_was_not_uploaded_is_uploaded_at_the_next_start(root, tmp_path, fau
     save(CheckpointManager(store), 5)
     store.finish(0)
     assert f"global_step_5 is in {tmp_path} alone, not in {root}" in caplog.text
+    for thread in threading.enumerate():
+        if thread.name == "uploader":  # it ends with its job otherwise
+            thread.join()
     faults.plan = lambda method, path: PASS
     again = tiers(root, tmp_path)
     again.finish(60)
     assert open_store(root).steps() == [5]
+
+
+def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults):
+    """Meanwhile another job takes the lock of the store over: nothing is uploaded any more, and saves end soon."""
+    bucket, lock = bucket_of("s3"), f"{root.removeprefix('s3://')}/.lock"
+    disk = {"ckpt_path": root, "ckpt_local_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
+    with OpenRun(settings(tmp_path / "run", **disk, lock_timeout_s=1), {"step": 0}) as run:
+        run.save(1)
+        wait_until_above(root, [1])
+        faults.plan = lambda method, path: CUT
+        for step in (2, 3):
+            run.save(step)
+        assert [outcome.error for outcome in run.directory.checkpoints.outcomes()] == [None] * 3
+        faults.plan = lambda method, path: PASS
+        wait_until_above(root, [1, 2, 3])
+        foreign = json.dumps({**json.loads(bucket.read(lock)), "token": "other", "host": "elsewhere"}).encode()
+        faults.plan = lambda method, path: PASS if method == "PUT" and path.endswith(".lock") else CUT
+        run.save(4)
+        bucket.write(lock, foreign)
+        run.save(5)
+        checkpoints = run.directory.checkpoints
+        assert [outcome.error for outcome in checkpoints.outcomes()] == [None] * 2
+        faults.plan = lambda method, path: PASS
+        while not (outcome := (run.save(6), *checkpoints.outcomes())[-1]).error:
+            threading.Event().wait(0.1)
+        assert f"{root}: this job lost the checkpoint directory to" in outcome.error and "elsewhere" in outcome.error
+        with pytest.raises(UserError, match="lost the checkpoint directory"):
+            checkpoints.delete([1])
+    assert open_store(root).steps() == [1, 2, 3]
+
+
+def test_what_was_set_aside_is_deleted_in_both_tiers_once_its_step_is_there_again(root, tmp_path):
+    store = tiers(root, tmp_path / "disk")
+    checkpoints = CheckpointManager(store)
+    for step in (1, 2):
+        save(checkpoints, step)
+    wait_until_above(root, [1, 2])
+    checkpoints.set_aside(after=1)
+    assert len(store.asides()) == 2
+    save(checkpoints, 2)
+    store.finish(60)
+    assert store.asides() == [] and open_store(root).steps() == [1, 2]
 
 
 def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
