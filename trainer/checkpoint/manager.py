@@ -229,7 +229,7 @@ class CheckpointManager:
 
         Args:
             before: consider only steps below this.
-            whole: False: accept a checkpoint on local disks whose shards may be on other nodes, which ranks check.
+            whole: False: shards on the local disks of several nodes are not checked here, but by ranks.
 
         Raises:
             UserError: there are checkpoints but none is valid; or the storage is failing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -71,6 +72,11 @@ def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
         "files": [asdict(entry) for entry in sorted(files, key=lambda e: e.path)],
     }
     return json.dumps({**body, "self": _digest(body)}, indent=2).encode()
+
+
+def content_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest without those that `dump` adds."""
+    return {name: value for name, value in manifest.items() if name not in ("format_version", "files", "self")}
 
 
 def _is_time(value: Any) -> bool:
@@ -190,7 +196,8 @@ def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
 
     Args:
         level: `hash` (size and content), `size`, or `off`.
-        whole: False: shards that are on the disks of other nodes may be missing here.
+        whole: False: shards that are on the disks of several nodes are not checked here (see
+            `trainer.checkpoint.nodes`).
 
     Raises:
         DamagedError: names the first file that is missing, is outside of the checkpoint, or differs.
@@ -209,11 +216,14 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
                 f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint"
             )
     away = {path for paths in checkpoint.nodes.values() for path in paths}
-    here = [entry for entry in entries if entry.path not in away or _size_or_none(checkpoint.files, entry) is not None]
-    if whole and level != "off" and len(here) < len(entries):
-        elsewhere = next(entry.path for entry in entries if entry not in here)
-        names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
-        raise DamagedError(f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})")
+    here = [entry for entry in entries if entry.path not in away]
+    if whole:
+        files = checkpoint.files
+        here += [entry for entry in entries if entry.path in away and _size_or_none(files, entry) is not None]
+        if level != "off" and len(here) < len(entries):
+            elsewhere = next(entry.path for entry in entries if entry not in here)
+            names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
+            raise DamagedError(f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})")
     check_entries(checkpoint, here, level)
 
 

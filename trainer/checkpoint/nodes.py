@@ -112,8 +112,7 @@ class Nodes:
             name: [entry.path for entry in shards if held.get(entry.path) == entry.bytes]
             for name, held in sizes.items()
         }
-        kept = {name: value for name, value in content.items() if name not in ("files", "self", "format_version")}
-        data = manifests.dump({**kept, "nodes": nodes}, entries)
+        data = manifests.dump({**manifests.content_of(content), "nodes": nodes}, entries)
         self._ask_all("keep", folder, small, pieces)
         self._ask_all("publish", folder, step, data)
         self._local.publish(draft, step, data, before_commit)
@@ -127,7 +126,7 @@ class Nodes:
         """
         digest = checkpoint.manifest["self"]
         found: dict[str, list[str]] = self._ask_all("survey", checkpoint.step, digest, level)
-        own = [e.path for e in checkpoint.entries if os.path.exists(os.path.join(checkpoint.path, e.path))]
+        own = self._disk.survey(checkpoint.step, digest, level)
         readable = {path for paths in found.values() for path in paths}
         readable.update(path for path in own if self.own in self.with_ranks or not is_shard(path))
         missing = [entry.path for entry in checkpoint.entries if entry.path not in readable]

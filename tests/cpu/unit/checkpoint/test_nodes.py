@@ -185,6 +185,28 @@ def test_a_lost_shard_without_a_copy_costs_what_was_not_uploaded(cfg, nodes, mod
     assert all("no node that lives has policy/__0_0.distcp" in incident.text for incident in incidents)
 
 
+def test_a_damaged_shard_on_the_disk_of_the_driver_is_read_from_its_neighbour(
+    cfg, nodes, models, faults, driver, tmp_path
+):
+    """Rank 0 is on the node of the driver. Without its neighbour, the damaged shard is noticed, too."""
+    faults.plan = no_uploads
+    shard = driver / "disk/global_step_2/policy/__0_0.distcp"
+    with ranks_on([driver, nodes[1]], cfg, models[0]) as ranks:
+        with Run(cfg, ranks) as run:
+            run.commit(1, models[1])
+            run.commit(2, models[2])
+        flip_a_bit(shard)
+        with Run(cfg, ranks) as run:
+            run.load()
+            assert run.resume.checkpoint.step == 2 and same_tensors(ranks, models[2], tmp_path)
+            run.commit(3, models[0])
+    for step in (2, 3):
+        flip_a_bit(driver / f"disk/global_step_{step}/policy/__1_0.distcp")
+    with ranks_on([driver], cfg, models[0]) as ranks, Run(cfg, ranks) as run:
+        run.load()
+        assert run.resume.checkpoint.step == 1 and same_tensors(ranks, models[1], tmp_path)
+
+
 def test_a_kill_in_the_middle_leaves_the_older_or_the_newer_state(cfg, nodes, models, faults, tmp_path):
     """A rank is killed while it receives a copy. The driver is killed when the other nodes have committed, not it."""
     faults.plan = no_uploads
