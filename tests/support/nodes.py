@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -84,6 +85,10 @@ class Node:
     def ray_address(self) -> str:
         return f"{self.address}:{_PORT}"
 
+    def path(self, path: str) -> Path:
+        """A path of this node, as this process reaches it."""
+        return Path(f"/proc/{self._init}/root{path}")
+
     def processes(self) -> list[psutil.Process]:
         """All processes of this node but the first."""
         found = []
@@ -104,11 +109,13 @@ class Node:
     def slow_down(self, mbit: int) -> None:
         """Throttle the link, in both directions. Packets wait up to half a second, and some are dropped."""
         rule = f"root tbf rate {mbit}mbit burst 16kb latency 500ms"
-        _run(self._on_switch(f"tc qdisc add dev {self._link} {rule}"))
-        _run(self._enter(f"tc qdisc add dev eth0 {rule}"))
+        _run(self._on_switch(f"tc qdisc replace dev {self._link} {rule}"))
+        _run(self._enter(f"tc qdisc replace dev eth0 {rule}"))
 
     def lose(self) -> None:
         """End everything on this node at once, as if its power failed."""
+        if self._holder.returncode is not None:
+            return  # another process may have the id of its first process by now
         # `nsenter` stops with the command that it runs, and a stopped one would not reap it.
         waiting = []
         for process in self.processes():
@@ -161,10 +168,15 @@ class Nodes(contextlib.ExitStack):
 
     def cluster(self, size: int, cpus: Sequence[int] | None = None) -> list[Node]:
         """Start `size` nodes and one Ray cluster on them. The first node is its head."""
-        nodes = [self.add() for _ in range(size)]
-        for node, count in zip(nodes, cpus or [1] * size, strict=True):
-            node.start_ray(None if node is nodes[0] else nodes[0], count)
-        return nodes
+        head, *others = (self.add() for _ in range(size))
+        counts = cpus or [1] * size
+        head.start_ray(cpus=counts[0])
+        with ThreadPoolExecutor(2) as threads:
+            for started in [
+                threads.submit(node.start_ray, head, n) for node, n in zip(others, counts[1:], strict=True)
+            ]:
+                started.result()
+        return [head, *others]
 
 
 def _hold(prefix: Sequence[str], script: str) -> subprocess.Popen:

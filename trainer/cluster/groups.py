@@ -19,7 +19,7 @@ from trainer.cluster.resources import FindHome
 from trainer.cluster.stacks import own_stacks, stacks_from_outside, write_stacks
 from trainer.errors import AGAIN, Origin, UserError, WorkerError, memory_ran_out, one_line, set_origin
 from trainer.output import guard_output, show_messages
-from trainer.signals import SIGNALS, Stopped
+from trainer.signals import CONTINUES, SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class _Member:
         except Exception:
             pass  # it died: the running call raises the reason
         else:
-            self.at, self.starts = (at[0], at[1]), not is_built
+            self.at, self.starts = (at[0], at[1]), self.starts and not is_built  # an old pulse may be heard late
             if self._said:
                 LOG.warning("%s answers now", self)
         self._pulse, self._said = None, False
@@ -430,7 +430,7 @@ class Pending:
             if silence_s > _LEAVE_S and SIGNALS.first and self._channel != "aside":
                 raise Stopped(
                     f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
-                    "checkpoint is as it was; the same command with trainer.resume_mode=latest continues the run"
+                    f"checkpoint is as it was; {CONTINUES}"
                 )
             if silence_s > patience.limit_s(member.starts):
                 fact = f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or "

@@ -84,7 +84,7 @@ class RayCluster:
                 _probe(address)
             self._join(address)
             if self._local is None:
-                self._watch = NodeWatch(self.cfg.trainer.node_timeout_s)
+                self._watch = NodeWatch(self.cfg.trainer.node_timeout_s, ray.util.get_node_ip_address())
                 self._watch.watch(_nodes())
             self._check_resources()
         except BaseException as error:
@@ -276,6 +276,8 @@ class RayCluster:
             places[engine] = _ask([bundle], _elsewhere(left_out))
             if not places[engine].wait(_LOOK_S):
                 LOG.warning("engine %d waits for room on another node", engine)
+                remove_placement_group(places[engine])
+                places[engine] = _ask([bundle], _elsewhere(left_out.keys() - self._may_return()))
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors get the value, and arrays without a copy.
@@ -305,12 +307,16 @@ class RayCluster:
             labels: of the nodes of each group. None: of any node that is not left out.
         """
         self._patience.check_cluster()
-        wanted = labels or [_elsewhere(self._left_out())] * len(groups)
-        with SIGNALS.held():
-            places = [_ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
-        end = time.monotonic() + self._placement_timeout_s
+        places: list[PlacementGroup] = []
+        asked, end = None, time.monotonic() + self._placement_timeout_s
         while time.monotonic() < end:
+            wanted = labels or [_elsewhere(self._left_out())] * len(groups)
             with SIGNALS.held():
+                if wanted != asked:  # a node was lost, or answers again
+                    for place in places:
+                        remove_placement_group(place)
+                    places = [_ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
+                    asked = wanted
                 if all(place.wait(_LOOK_S) for place in places):
                     return places
             self._patience.check_cluster()
@@ -322,6 +328,11 @@ class RayCluster:
             f"{self._placement_timeout_s:g} s; jobs hold {_held()}; raise trainer.placement_timeout_s if nodes are "
             "still to start"
         )
+
+    def _may_return(self) -> set[str]:
+        """Return the ids of the nodes that are left out only as long as they do not answer."""
+        unsteady = {node for node in self._watch.lost() if self._watch.losses(node.address) >= _LOSSES}
+        return {node.id for node in self._watch.lost().keys() - unsteady if node.address not in self._drained}
 
     def _left_out(self) -> dict[str, str]:
         """Return the ids of the nodes on which nothing is placed, each with the reason.
@@ -378,7 +389,8 @@ def _ask(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGro
 
 def _elsewhere(left_out: Collection[str]) -> dict[str, str]:
     """Return the label of the nodes that are not left out."""
-    return {_NODE_ID: f"!in({', '.join(sorted(left_out))})"} if left_out else {}
+    # Ray takes a space for a part of the id that follows.
+    return {_NODE_ID: f"!in({','.join(sorted(left_out))})"} if left_out else {}
 
 
 def _waiting(places: Sequence[PlacementGroup]) -> int:

@@ -30,7 +30,10 @@ watch.close()
 
 ENGINES = """
 import sys
+import threading
+import time
 import ray
+from ray.util.placement_group import placement_group_table
 from tests.cpu.unit.cluster.members import Host
 from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
@@ -60,6 +63,23 @@ with RayCluster(cfg, "cpu") as cluster:
     input()
     replace(0)
     print(cluster.has_room(group), flush=True)
+
+    while not cluster.has_room(group):
+        time.sleep(0.1)
+    print("room", flush=True)
+    input()
+    cluster.release(group)
+    while len(cluster._lost_nodes()) < 3:
+        time.sleep(0.1)
+    before = set(placement_group_table())
+
+    def say_when_asked():
+        while set(placement_group_table()) == before:
+            time.sleep(0.1)
+        print("asked", flush=True)
+
+    threading.Thread(target=say_when_asked).start()
+    print(cluster.launch_ranks("rank", Host, {}, 1).where()[0]["host"], flush=True)
 """
 
 
@@ -75,7 +95,8 @@ class Asked:
         return self.reads()
 
     def reads(self) -> str:
-        return self._process.stdout.readline().strip()
+        """Return the next line that is not Ray's."""
+        return next(line.strip() for line in self._process.stdout if "(raylet)" not in line and line[0] != "\t")
 
     def end(self) -> None:
         self._process.communicate()
@@ -98,6 +119,11 @@ def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
             listen(node)
         watch = Asked(driver.command(sys.executable, "-c", WATCH, first.address, second.address))
         assert watch.says() == "{} 0"
+        driver.cut()
+        wait_until(lambda: watch.says().count("it has not answered for") == 2)
+        assert watch.says().endswith("} 0"), "the driver's own link is cut"
+        driver.mend()
+        wait_until(lambda: watch.says() == "{} 0")
         first.cut()
         wait_until(lambda: watch.says() != "{} 0")
         assert watch.says().startswith(f"{{'{first.address}': 'it has not answered for")
@@ -124,7 +150,8 @@ def test_nodes_that_are_no_longer_watched_are_not_lost():
 
 
 @pytest.mark.timeout(300)
-def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices():
+def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices(monkeypatch):
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # or Ray ends a node that is cut off for long
     with Nodes() as nodes:
         head, *others = nodes.cluster(4, cpus=[0, 1, 1, 1])
         by_address = {node.address: node for node in others}
@@ -137,4 +164,10 @@ def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices(
         assert driver.says() == "True", "the other engine has its place"
         by_address[spare].cut()
         assert driver.says() == "False"
+        by_address[first].mend()
+        assert driver.reads() == "room", "the node answers again"
+        by_address[first].cut()
+        assert driver.says() == "asked"
+        by_address[spare].mend()
+        assert driver.reads() == spare, "the node answers again"
         driver.end()

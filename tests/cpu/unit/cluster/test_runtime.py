@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster.runtime import RayCluster
+from trainer.cluster.runtime import RayCluster, _ask, _elsewhere
 from trainer.config import Config
 
 
@@ -112,6 +113,12 @@ with runtime.RayCluster(cfg, "cpu") as cluster:
     other._watch = cluster._watch
     print(other._left_out() == {ray.nodes()[0]["NodeID"]: "trainer.drained_nodes names it"})
 """
+
+
+def test_each_of_several_nodes_is_left_out(cluster):
+    place = _ask([{"CPU": 1}], _elsewhere(["0" * 56, ray.nodes()[0]["NodeID"]]))
+    assert not place.wait(2)
+    remove_placement_group(place)
 
 
 def test_nodes_that_the_config_names_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
