@@ -113,21 +113,34 @@ def _total_steps(start: dict[str, Any]) -> tuple[int, bool]:
 def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
     place = record.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
+    newest, lines = _newest(place)
+    local = start["config"]["trainer"].get("ckpt_local_dir")
+    if isinstance(local, str):
+        local = inside(start["directory"], local)
+        nearest, near = _newest(local)
+        if nearest > newest:
+            newest, lines = nearest, [*near[:-1], f"{near[-1]}; not uploaded", *lines]
+        elif not os.path.isdir(local):
+            lines.append(f"checkpoints that were not uploaded may be in {local} on {start.get('host')}")
+    return newest, lines or [f"no checkpoint in {place}: the run would start again from its start weights"]
+
+
+def _newest(place: str) -> tuple[int, list[str]]:
+    """Return the step of the newest valid checkpoint in a place (0: none), and lines about it and newer ones."""
     store = open_store(place)
-    newest, lines = 0, []
+    lines = []
     for step in reversed(store.steps()):
         path = store.path(step)
         try:
-            saved_at = manifests.verify(path, "size").manifest["saved_at"]
+            checkpoint = manifests.verify(path, "size", whole=False)
         except DamagedError as error:
             lines.append(f"{path}: DAMAGED ({str(error).removeprefix(f'{path}: ')})")
             continue
-        newest = step
-        lines.append(
-            f"{path}, saved at {saved_at} (sizes agree; `python -m trainer.checkpoint verify` reads all bytes)"
-        )
-        break
-    return newest, lines or [f"no checkpoint in {place}: the run would start again from its start weights"]
+        check = "sizes agree; `python -m trainer.checkpoint verify` reads all bytes"
+        if checkpoint.nodes:
+            check = f"on the disks of {', '.join(sorted(checkpoint.nodes))}"
+        return step, [*lines, f"{path}, saved at {checkpoint.manifest['saved_at']} ({check})"]
+    return 0, lines
 
 
 def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,26 @@ def test_a_damaged_checkpoint_is_not_good(run, capsys):
     (run / "checkpoints/global_step_2/trainer_state.json").write_text("{}")
     text = "\n".join(said(run, capsys))
     assert "global_step_2: DAMAGED (trainer_state.json has 2 bytes" in text and "start weights" not in text
+
+
+def test_what_is_not_uploaded_is_good_where_it_can_be_read(run, capsys, tmp_path):
+    """The last start had a local directory, in which step 4 is. Then that is lost, as with its machine."""
+    local = tmp_path / "local"
+    with OpenRun(settings(tmp_path / "other", ckpt_path=str(local)), {"step": 4}) as other:
+        other.save(4)
+    starts = run / "starts.jsonl"
+    start = json.loads(starts.read_text())
+    start["config"]["trainer"]["ckpt_local_dir"], start["host"] = "local", "node7"
+    with starts.open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    lines = said(run, capsys)
+    above = lines.index("known good") + 2
+    assert f"{local}/global_step_4, saved at" in lines[above - 1] and lines[above - 1].endswith("; not uploaded")
+    assert f"{run}/checkpoints/global_step_2, saved at" in lines[above]
+    shutil.rmtree(local)
+    lines = said(run, capsys)
+    assert f"{run}/checkpoints/global_step_2, saved at" in lines[above - 1]
+    assert lines[above] == f"           checkpoints that were not uploaded may be in {local} on node7"
 
 
 def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
