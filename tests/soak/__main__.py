@@ -44,6 +44,7 @@ def main() -> int:
     has_mounts = _enter_namespace()
     if not has_mounts:
         print("no full disks: this user may not mount", flush=True)
+    args.kinds = _possible(args.kinds.split(","))
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         return _soak(args, Path(directory), has_mounts)
 
@@ -63,6 +64,17 @@ def _enter_namespace() -> bool:
     return False
 
 
+def _possible(kinds: list[str]) -> list[str]:
+    """Return those of the kinds that this machine permits."""
+    from tests.soak.cluster import refusal
+
+    on_nodes = [name for name in kinds if KINDS[name].on_nodes]
+    if not on_nodes or not (reason := refusal()):
+        return kinds
+    print(f"no lost nodes: {reason}", flush=True)
+    return [name for name in kinds if name not in on_nodes] or sys.exit("no kind of job is left")
+
+
 def _soak(args: argparse.Namespace, directory: Path, has_mounts: bool) -> int:
     from tests.soak.rounds import IDENTICAL, Rounds
     from tests.soak.scene import Scene
@@ -74,7 +86,7 @@ def _soak(args: argparse.Namespace, directory: Path, has_mounts: bool) -> int:
     end, number, before = time.monotonic() + 3600 * args.hours, args.round or args.first, len(_lines(args.out))
     with Scene(directory, has_mounts) as scene:
         fork_server().start("time:sleep", 0, cwd=directory, env=os.environ).wait()  # jobs are timed from now on
-        rounds = Rounds(scene, args.seed, args.kinds.split(","))
+        rounds = Rounds(scene, args.seed, args.kinds)
         while time.monotonic() < end:
             report, place = rounds.run(number)
             with args.out.open("a") as file:

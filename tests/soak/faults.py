@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -14,10 +15,11 @@ from pathlib import Path
 import psutil
 
 from tests.soak.kinds import STEPS, Kind
-from tests.soak.processes import family, with_role
+from tests.soak.processes import with_role
 from tests.soak.scene import Place
 from tests.support import killed_jobs
 from tests.support.jobs import send
+from tests.support.nodes import Node
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.bucket import bucket_of
 from trainer.checkpoint.store import open_store
@@ -63,8 +65,9 @@ def draw_faults(kind: Kind, numbers: random.Random, has_disk: bool) -> list[Dist
     names = [name for name, fault in FAULTS.items() if fault.applies(kind) and (has_disk or not fault.needs_disk)]
     chosen = numbers.choices(names, [FAULTS[name].weight for name in names], k=numbers.randint(2, 5))
     after = sorted(numbers.choice([0, numbers.randint(1, STEPS)]) for _ in chosen)
+    pause = 0.05 if kind.on_nodes else 0.2  # most of its time passes before the first step
     return [
-        Disturbance(name, lines, numbers.uniform(0, 0.2 if lines else 0.5), numbers.getrandbits(32))
+        Disturbance(name, lines, numbers.uniform(0, pause if lines else 0.5), numbers.getrandbits(32))
         for name, lines in zip(chosen, after, strict=True)
     ]
 
@@ -74,15 +77,18 @@ def draw_faults(kind: Kind, numbers: random.Random, has_disk: bool) -> list[Dist
 
 
 def _kill_job(place: Place, job: int, numbers: random.Random) -> str:
-    processes = family(job)
+    processes = place.processes(job)
     send(processes, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # a forked job is not our child
+        os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # psutil would take its exit status
+        processes = [process for process in processes if process.pid != job]
     psutil.wait_procs(processes, _END_S)
     return f"{len(processes)} processes"
 
 
 def _signal_one(role: str, number: signal.Signals) -> Act:
     def act(place: Place, job: int, numbers: random.Random) -> str | None:
-        found = with_role(job, role)
+        found = with_role(place.processes(job)[1:], role)
         if number == signal.SIGSTOP and role in ("reward", "environment"):
             found = found[1::2]  # without the guards, which run no user code
         if not found:
@@ -94,15 +100,25 @@ def _signal_one(role: str, number: signal.Signals) -> Act:
     return act
 
 
-def _kill_driver(place: Place, job: int, numbers: random.Random) -> str:
-    os.kill(job, signal.SIGKILL)
+def _kill_driver(place: Place, job: int, numbers: random.Random) -> str | None:
+    if (driver := place.driver(job)) is None:
+        return None
+    os.kill(driver, signal.SIGKILL)
     return "driver"
 
 
-def _stop_driver(place: Place, job: int, numbers: random.Random) -> str:
-    number = numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-    os.kill(job, number)
+def _stop_driver(place: Place, job: int, numbers: random.Random) -> str | None:
+    number, driver = numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]), place.driver(job)
+    if driver is None or place.kind.on_nodes and not _listens(driver):
+        return None
+    os.kill(driver, number)
     return number.name
+
+
+def _listens(pid: int) -> bool:
+    """Return whether a process handles SIGTERM. A job does not while Python starts."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> signal.SIGTERM - 1 & 1)
 
 
 def _stop_group(place: Place, job: int, numbers: random.Random) -> str:
@@ -112,7 +128,7 @@ def _stop_group(place: Place, job: int, numbers: random.Random) -> str:
 
 
 def _freeze_job(place: Place, job: int, numbers: random.Random) -> str:
-    processes, seconds = family(job), numbers.uniform(1, 15)
+    processes, seconds = place.processes(job), numbers.uniform(1, 15)
     send(processes, signal.SIGSTOP)
     time.sleep(seconds)
     send(processes, signal.SIGCONT)
@@ -208,6 +224,53 @@ def _cut_link(place: Place, job: int, numbers: random.Random) -> str:
     return f"{seconds:.0f} s"
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Nodes. A new one joins for each that is lost: the numbers of a job with fewer ranks would be rounded in other ways.
+
+
+def _lose_node(place: Place, job: int, numbers: random.Random) -> str | None:
+    if not (hosts := place.cluster.hosts()):
+        return None
+    lost, seconds = numbers.choice(hosts), numbers.uniform(0, 15)
+    place.cluster.lose(lost)
+    time.sleep(seconds)
+    return f"{lost.name}; {place.cluster.add().name} joined after {seconds:.0f} s"
+
+
+def _cut_driver_node(place: Place, job: int, numbers: random.Random) -> str:
+    return _cut_off(place.cluster.driver, numbers)
+
+
+def _cut_off(node: Node, numbers: random.Random) -> str:
+    seconds = numbers.uniform(1, 12)
+    node.cut()
+    time.sleep(seconds)
+    node.mend()
+    return f"{node.name} for {seconds:.0f} s"
+
+
+def _cut_node(place: Place, job: int, numbers: random.Random) -> str | None:
+    if not (hosts := place.cluster.hosts()):
+        return None
+    done = _cut_off(numbers.choice(hosts), numbers)
+    joined = place.cluster.add()  # the job leaves the other one out after another loss
+    return f"{done}; then {joined.name} joined"
+
+
+def _slow_down_node(place: Place, job: int, numbers: random.Random) -> str | None:
+    if not (hosts := place.cluster.hosts()):
+        return None
+    slow, mbit = numbers.choice(hosts), numbers.randint(1, 50)
+    slow.slow_down(mbit)
+    return f"{slow.name} has {mbit} Mbit/s"
+
+
+def _lose_driver_node(place: Place, job: int, numbers: random.Random) -> str:
+    lost = place.cluster.driver
+    place.cluster.lose(lost)  # the next start is on another one
+    return lost.name
+
+
 def _has(role: str) -> Callable[[Kind], bool]:
     return lambda kind: role in kind.roles
 
@@ -216,14 +279,18 @@ def _on(*places: str) -> Callable[[Kind], bool]:
     return lambda kind: kind.places >= set(places)
 
 
-def _is_plain(role: str) -> Callable[[Kind], bool]:
-    return lambda kind: role in kind.roles and not kind.with_ray
+def _on_nodes(kind: Kind) -> bool:
+    return kind.on_nodes
+
+
+def _elsewhere(kind: Kind) -> bool:
+    return not kind.on_nodes
 
 
 KILL_IN_SAVE = "kill of the job in a phase of a save"
 FAULTS: dict[str, Fault] = {
     "kill of the job": Fault(_kill_job, (KILLED,)),
-    KILL_IN_SAVE: Fault(_kill_job, (KILLED,)),
+    KILL_IN_SAVE: Fault(_kill_job, (KILLED,), _elsewhere),  # ranks on nodes do not know the driver's fail point
     "kill of the driver": Fault(_kill_driver, (KILLED,)),
     "kill of the launcher": Fault(_signal_one("launcher", signal.SIGKILL), (1,), lambda kind: not kind.with_ray, 0.5),
     "kill of a rank": Fault(_signal_one("rank", signal.SIGKILL), applies=_has("rank")),
@@ -232,19 +299,24 @@ FAULTS: dict[str, Fault] = {
     "kill of an environment process": Fault(
         _signal_one("environment", signal.SIGKILL), applies=_has("environment"), weight=2
     ),
-    "stop (hang) of a rank": Fault(_signal_one("rank", signal.SIGSTOP), applies=_is_plain("rank")),
-    "stop (hang) of an engine": Fault(_signal_one("engine", signal.SIGSTOP), applies=_is_plain("engine")),
-    "stop (hang) of a reward process": Fault(_signal_one("reward", signal.SIGSTOP), applies=_is_plain("reward")),
+    "stop (hang) of a rank": Fault(_signal_one("rank", signal.SIGSTOP), applies=_has("rank")),
+    "stop (hang) of an engine": Fault(_signal_one("engine", signal.SIGSTOP), applies=_has("engine")),
+    "stop (hang) of a reward process": Fault(_signal_one("reward", signal.SIGSTOP), applies=_has("reward")),
     "stop (hang) of an environment process": Fault(
-        _signal_one("environment", signal.SIGSTOP), applies=_is_plain("environment")
+        _signal_one("environment", signal.SIGSTOP), applies=_has("environment")
     ),
     "freeze of the whole job": Fault(_freeze_job, weight=0.5),
     "stop request to the driver": Fault(_stop_driver, (STOPPED,)),
-    "stop request to the process group": Fault(_stop_group, (STOPPED,)),
+    "stop request to the process group": Fault(_stop_group, (STOPPED,), _elsewhere),
     "full disk": Fault(_fill_disk, (1, 2), needs_disk=True),
     "damaged newest checkpoint": Fault(_damage, (KILLED,)),
     "torn lines": Fault(_tear_lines, (KILLED,)),
     "lost machine": Fault(_lose_machine, (KILLED,), _on("store")),
     "errors of the object store": Fault(_disturb_store, (1, 2), _on("store"), 2),
     "cut link to the object store": Fault(_cut_link, (1, 2), _on("store"), 2),
+    "lost node": Fault(_lose_node, (), _on_nodes, 3),
+    "lost node of the driver": Fault(_lose_driver_node, (KILLED,), _on_nodes, 2),
+    "cut link of a node": Fault(_cut_node, (), _on_nodes, 3),
+    "cut link of the driver's node": Fault(_cut_driver_node, (), _on_nodes, 3),
+    "slow link of a node": Fault(_slow_down_node, (), _on_nodes, 2),
 }

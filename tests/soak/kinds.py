@@ -53,6 +53,8 @@ class Kind:
     roles: frozenset[str] = frozenset({"rank", "engine", "reward"})
     """The kinds of processes that it has, beside the driver and the launcher."""
     with_ray: bool = False
+    on_nodes: bool = False
+    """Its Ray is a cluster of several nodes, of which some are lost."""
     weight: float = 1.0
     """How often it is drawn, relative to the others."""
 
@@ -91,6 +93,16 @@ KINDS = {
             "ray",
             (*_COMMON, *_ROLLOUTS, "trainer.silence_timeout_s=30", "rollout.max_num_seqs=32", "rollout.kv_cache_mb=32"),
             with_ray=True,
+            weight=0.15,
+        ),
+        Kind(
+            "nodes",
+            (
+                *(*_COMMON, *_ROLLOUTS, "rollout=transformers", "trainer.num_workers=2", "trainer.node_timeout_s=5"),
+                *("trainer.silence_timeout_s=30", "trainer.placement_timeout_s=120"),
+            ),
+            with_ray=True,
+            on_nodes=True,
             weight=0.15,
         ),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -47,12 +47,12 @@ def family(pid: int) -> list[psutil.Process]:
     return []
 
 
-def with_role(pid: int, role: str) -> list[psutil.Process]:
-    """The processes of a job that have a role: `rank`, `engine`, `reward`, `environment` or `launcher`.
+def with_role(processes: Iterable[psutil.Process], role: str) -> list[psutil.Process]:
+    """Those of the processes that have a role: `rank`, `engine`, `reward`, `environment` or `launcher`.
 
     A process of user code comes after its guard. With Ray, ranks and engines are not told apart.
     """
-    found = [process for process in family(pid)[1:] if role in _roles_of(process)]
+    found = [process for process in processes if role in _roles_of(process)]
     return sorted(found, key=lambda process: process.pid)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from tests.soak.faults import FAULTS, KILL_IN_SAVE, PLACES, Disturbance, draw_faults
 from tests.soak.kinds import Kind, draw_kind
 from tests.soak.outcomes import Outcome, difference, outcome_of
-from tests.soak.processes import family
 from tests.soak.scene import Place, Scene
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, send
@@ -85,12 +84,12 @@ class Rounds:
         """Return what an undisturbed job of this kind makes."""
         if kind.name not in self._undisturbed:
             self._scene.empty_store()
-            place = Place(self._scene, kind, self._scene.directory / f"undisturbed-{kind.name}")
-            started = time.monotonic()
-            attempt = _Attempt(place, [], 3600.0)
-            status = attempt.run(Report(0, self._seed, kind.name), 1.0)
+            with Place(self._scene, kind, self._scene.directory / f"undisturbed-{kind.name}") as place:
+                started = time.monotonic()
+                attempt = _Attempt(place, [], 3600.0)
+                status = attempt.run(Report(0, self._seed, kind.name), 1.0)
+                seconds = time.monotonic() - started
             assert status == 0, place.log.read_text()[-5000:]
-            seconds = time.monotonic() - started
             self._undisturbed[kind.name] = Undisturbed(outcome_of(kind, place.run, place.root), seconds)
         return self._undisturbed[kind.name]
 
@@ -102,8 +101,9 @@ class Rounds:
         self._scene.empty_store()
         place = Place(self._scene, kind, self._scene.disk / f"round-{number}")
         try:
-            self._run_to_the_end(place, faults, report, expected.seconds)
-            self._run_to_the_end(place, [], report, expected.seconds)  # nothing is left to do but to clean up
+            with place:
+                self._run_to_the_end(place, faults, report, expected.seconds)
+                self._run_to_the_end(place, [], report, expected.seconds)  # nothing is left to do but to clean up
             try:
                 found = outcome_of(kind, place.run, place.root)
             except Exception as error:
@@ -172,8 +172,12 @@ class _Attempt:
         except AssertionError as error:
             raise RoundFailed(LEFT, str(error)) from error
         except BaseException:
-            send(family(self._job.pid), 9)
+            send(self._place.processes(self._job.pid), 9)
             raise
+        cluster = self._place.cluster
+        # If the driver's node is lost, ranks and engines end only when Ray notices. The next start must bear that.
+        if cluster and cluster.has_driver and (left := cluster.left()):
+            raise RoundFailed(LEFT, f"ranks or engines of a job that has ended: {left}")
         return self._job.returncode
 
     def _is_due(self, has_waited: bool, reached: Path | None) -> bool:
@@ -214,6 +218,7 @@ class _Attempt:
         with place.log.open("a") as log:
             if kind.with_ray:
                 command = [sys.executable, "-m", kind.module, *kind.overrides, *place.overrides]
+                command = place.cluster.driver.command(*command) if place.cluster else command
                 return subprocess.Popen(
                     command, cwd=place.directory, env=env, stdout=log, stderr=log, start_new_session=True
                 )
@@ -229,7 +234,7 @@ class _Attempt:
     def _show_stuck(self) -> None:
         """Write what the processes of the job do to its log."""
         with self._place.log.open("a") as log:
-            for process in family(self._job.pid):
+            for process in self._place.processes(self._job.pid):
                 log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n")
                 log.flush()
                 if shutil.which("py-spy"):

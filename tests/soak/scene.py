@@ -11,9 +11,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.soak.cluster import Cluster
 from tests.soak.kinds import Kind
+from tests.soak.processes import family
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
@@ -110,10 +113,11 @@ def _fill(descriptor: int) -> None:
                 os.write(descriptor, bytes(size))
 
 
-class Place:
-    """Where one job runs: its directories and its place in the object store."""
+class Place(contextlib.ExitStack):
+    """Where one job runs, for as long as the block runs: directories, a place in the object store, perhaps nodes."""
 
     def __init__(self, scene: Scene, kind: Kind, directory: Path):
+        super().__init__()
         self.scene = scene
         self.kind = kind
         self.directory = directory
@@ -123,13 +127,33 @@ class Place:
             f"{kind.scheme}://{_BUCKET}/{directory.name}" if "store" in kind.places else str(self.run / "checkpoints")
         )
         self.log = directory / "log"
-        directory.mkdir()
+        self.cluster: Cluster | None = None
+
+    def __enter__(self) -> Place:
+        self.directory.mkdir()
+        if self.kind.on_nodes:
+            self.cluster = self.enter_context(Cluster())
+        return self
 
     @property
     def overrides(self) -> list[str]:
         """The settings of the job that depend on its place."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
-        return [*given, f"trainer.ckpt_local_dir={self.local}"] if self.local else given
+        given += [f"trainer.ckpt_local_dir={self.local}"] if self.local else []
+        return [*given, f"trainer.ray_address={self.cluster.head.ray_address}"] if self.cluster else given
+
+    def driver(self, job: int) -> int | None:
+        """Return the process of the driver; None: it has not started yet, or has ended.
+
+        On nodes, the process of the job is the one that has entered the node, and the driver is its child.
+        """
+        if self.cluster is None:
+            return job
+        return next((child.pid for child in psutil.Process(job).children()), None)
+
+    def processes(self, job: int) -> list[psutil.Process]:
+        """Return the processes of a job; empty if it has ended."""
+        return [*family(job), *(self.cluster.members() if self.cluster else [])]
 
     def lines(self) -> int:
         """Return the number of steps in `metrics.jsonl`."""

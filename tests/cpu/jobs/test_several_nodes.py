@@ -4,48 +4,93 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cpu.jobs.test_closed_jobs import reach
+from tests.support.buckets import s3_variables
 from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_forked_job, run_job
 from tests.support.nodes import Node, Nodes
 from trainer.incidents import read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+DISK = "/dev/shm/checkpoints"  # each node has memory of its own
 JOB = ["trainer.num_workers=2", "logger.plot=false", "trainer.val_interval=-1", "trainer.resume_mode=latest"]
 
 
-def start(node: Node, head: Node, run_dir: Path, *overrides: str) -> subprocess.Popen:
+def start(
+    node: Node, head: Node, run_dir: Path, *overrides: str, env: Mapping[str, str] | None = None
+) -> subprocess.Popen:
     """Start a job whose driver is on `node`, in the Ray cluster of `head`."""
     where = [f"trainer.ray_address={head.ray_address}", f"trainer.run_dir={run_dir}"]
     return subprocess.Popen(
         node.command(*command(*overrides, *where)),
-        cwd=run_dir.parent, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=run_dir.parent, env={**environment(), **(env or {})}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
-def test_a_job_over_several_nodes_whose_driver_is_lost_is_the_job_of_one_machine(tmp_path, monkeypatch):
-    """Two ranks and an engine on a node each, one of them behind a slow link. The driver's own node loses its power,
-    and the same command is given on another one.
+def start_object_store(node: Node) -> dict[str, str]:
+    """Run an object store with the bucket `runs` on a node, until that is lost; returns the variables for its users."""
+    server = [sys.executable, "-m", "moto.server", "--host=0.0.0.0", "--port=9000"]
+    subprocess.Popen(node.command(*server), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    variables = s3_variables(f"http://{node.address}:9000")
+    make = (
+        "import time, tests.support.buckets as b\n"
+        "for _ in range(600):\n"
+        "    try: b.make_bucket('runs'); break\n"
+        "    except OSError: time.sleep(0.1)\n"
+    )
+    subprocess.run(
+        node.command(sys.executable, "-c", make), env={**environment(), **variables}, check=True, capture_output=True
+    )
+    return variables
+
+
+def with_shards(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes on whose disks shards of checkpoints are."""
+    return [node for node in nodes if list(node.path(DISK).rglob("*.distcp"))]
+
+
+def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of_one_machine(tmp_path, monkeypatch):
+    """Checkpoints are in the memory of the nodes and on neighbours, and from the second one on no upload completes.
+
+    Two ranks and an engine are on a node each, one of them behind a slow link. The node of a rank loses its power, and
+    a spare node reads what was there from its neighbour. Then the driver's own node is lost, and the same command is
+    given on the node of a rank.
     """
-    job = [*JOB, "rollout=transformers", "trainer.total_steps=3", "trainer.lock_timeout_s=5"]
+    job = [*JOB, "rollout=transformers", "trainer.total_steps=4", "trainer.lock_timeout_s=5"]
     alone = run_forked_job(*job, f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its places until Ray notices
+    held = tmp_path / "held"
     with Nodes() as nodes:
-        head, slow, _, own = nodes.cluster(4, cpus=[1, 1, 1, 0])
-        slow.slow_down(mbit=20)
-        first = start(own, head, tmp_path / "several", *job)
-        reach(first, "global_step_1 (")
+        cluster = nodes.cluster(6, cpus=[1, 1, 1, 1, 0, 0])
+        head, own = cluster[0], cluster[-1]
+        cluster[1].slow_down(mbit=20)
+        variables = start_object_store(cluster[4])
+        job += ["trainer.ckpt_path=s3://runs/run", f"trainer.ckpt_local_dir={DISK}", "trainer.ckpt_local_copies=1"]
+        job += ["trainer.node_timeout_s=5", "trainer.max_restarts=3"]
+        failpoint = {"TRAINER_FAILPOINT": f"upload:copied,2,{held}"}
+        first = start(own, head, tmp_path / "several", *job, env={**variables, **failpoint})
+        output = reach(first, "global_step_2 (")
+        lost = next(node for node in with_shards(cluster) if node is not head)
+        lost.lose()
+        output += reach(first, "global_step_3 (")
+        assert held.exists(), output
         own.lose()
-        second = start(head, head, tmp_path / "several", *job)
-        output, _ = second.communicate()
-        assert second.returncode == 0, output
-    assert f"on {own.name}" in output and "no heartbeat for 5 s" in output and "resumed from" in output, output
+        left = next(node for node in with_shards(cluster) if node is not lost)
+        second = start(left, head, tmp_path / "several", *job, env=variables)
+        later, _ = second.communicate()
+        assert second.returncode == 0, output + later
+    assert f"resumed from {DISK}/global_step_2" in output, output
+    assert f"on {own.name}" in later and "no heartbeat for 5 s" in later, later
+    assert f"resumed from {DISK}/global_step_3" in later, later
     assert comparable(metrics(tmp_path / "several")) == comparable(metrics(tmp_path / "alone"))
 
 
@@ -65,26 +110,28 @@ def hosts(node: Node, kind: str) -> list[psutil.Process]:
 
 
 def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
-    """A link is cut, a spare node takes over; it loses its power, one rank is left; a node with a new address joins."""
+    """The engine's node is cut off, and a spare one takes over. A rank's node loses its power: one rank is left. A node
+    with a new address joins.
+    """
     settings = ["rollout=vllm", "trainer.node_timeout_s=5", "trainer.min_workers=1", "trainer.max_restarts=5"]
     where = ["trainer.ray_address=processes", f"trainer.run_dir={tmp_path}/alone"]
     alone = run_job(*JOB, *settings, *where, "trainer.total_steps=4", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     with Nodes() as nodes:
-        cluster = nodes.cluster(4)
+        cluster = nodes.cluster(5, cpus=[0, 1, 1, 1, 1])
         head, *others = cluster
         job = start(head, head, tmp_path / "several", *JOB, *settings, "trainer.total_steps=1000")
         output = reach(job, "step 1/1000")
-        cut = next(node for node in others if hosts(node, "rank"))
+        cut = next(node for node in others if hosts(node, "engine"))
         cut.cut()
-        output += reach(job, "step 2/1000")
+        output += reach(job, "a new one starts") + reach(job, "step 3/1000")
         lost = next(node for node in others if node is not cut and hosts(node, "rank"))
         lost.lose()
         output += reach(job, "room for 1 of 2 ranks")
         added = nodes.add()
         added.start_ray(head)
         output += reach(job, "step 4/1000")
-        kill_all([rank for node in cluster if node not in (cut, lost) for rank in hosts(node, "rank")])
+        kill_all([rank for node in (*cluster, added) if node not in (cut, lost) for rank in hosts(node, "rank")])
         output += reach(job, "2 rank(s)")
         assert hosts(added, "rank")
         output += reach(job, "step 5/1000")
@@ -95,4 +142,4 @@ def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
     assert rewards[:4] == pytest.approx(expected, rel=1e-3)  # other numbers of ranks round sums in other ways
     assert "was not replayed as it had been logged" not in output
     lines = [(one.role, one.node) for one in read_incidents(str(tmp_path / "several")) if one.cause == "lost node"]
-    assert ("node", cut.address) in lines and ("node", lost.address) in lines
+    assert {("engine", cut.address), ("node", cut.address), ("node", lost.address)} <= set(lines)
