@@ -26,7 +26,7 @@ test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)
 
 # GSM8K=train.jsonl takes its questions; without it they are made up.
-bench: setup  ## every benchmark for two cores, about half an hour; BENCH="packing logprob" for some
+bench: setup  ## every benchmark, at sizes for two cores; BENCH="packing logprob" for some
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 lint: setup

@@ -94,7 +94,7 @@ def print_jobs(steps: int) -> None:
     """Print where the steps of the embedded default spend their time."""
     with tempfile.TemporaryDirectory() as run_dir:  # so that no job below has to warm-start the embedded model
         run("grpo", 1, 1, run_dir)
-    phases = [phase for phase in PHASES if phase != "checkpoint_blocked"]
+    phases = [phase for phase in PHASES if phase not in ("checkpoint_blocked", "environment")]
     print(f"| job | first step after | step | to grpo, 1 rank | {' | '.join(phases)} | other |")
     print("|---" * (len(phases) + 5) + "|", flush=True)
     base = None
@@ -105,7 +105,7 @@ def print_jobs(steps: int) -> None:
                 rows = read_metrics(os.path.join(run_dir, METRICS_FILE))[1:]
             step = median(row["time/step"] for row in rows)
             base = base or step
-            shares = [median(row[f"time/{phase}"] / row["time/step"] for row in rows) for phase in phases]
+            shares = [median(row.get(f"time/{phase}", 0.0) / row["time/step"] for row in rows) for phase in phases]
             cells = " | ".join(f"{share:.0%}" for share in [*shares, 1 - sum(shares)])
             job = f"{algorithm}, {ranks} rank{'s' if ranks > 1 else ''}"
             print(f"| {job} | {first:.0f} s | {step:.2f} s | {step / base:.2f} | {cells} |", flush=True)
