@@ -45,7 +45,7 @@ from trainer.run.replay import ReplayAudit, tolerance_on
 from trainer.run.saves import SaveResults
 from trainer.run.schedule import SaveSchedule
 from trainer.run.stopping import StopRequest
-from trainer.signals import SIGNALS, Stopped
+from trainer.signals import CONTINUES, SIGNALS, Stopped
 from trainer.sources.base import EpisodeSource
 from trainer.stages import stage
 
@@ -315,10 +315,7 @@ class Trainer:
             elif self.schedule.due(step):
                 self.save_checkpoint(metrics)
         if stopping:
-            raise Stopped(
-                f"stopped after step {step} of {total} ({self.stop.reason}); the same command with "
-                "trainer.resume_mode=latest continues the run"
-            )
+            raise Stopped(f"stopped after step {step} of {total} ({self.stop.reason}); {CONTINUES}")
 
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Begin to write `global_step_{step}`; training continues meanwhile, unless `trainer.ckpt_async` is false."""

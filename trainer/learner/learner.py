@@ -113,15 +113,15 @@ class Learner:
         if not (len(rows) or cfg.has_reference or cfg.has_critic):
             return batch
         with self.timer("logprob"):
-            if len(rows):
-                known = np.isin(np.arange(shape[0]), rows)
-                batch["old_logprobs"] = np.zeros(shape, np.float32)
-                some = self.cluster.put(select(inputs, rows))
-                batch["old_logprobs"][rows] = self.ranks.logprobs("policy", some, (len(rows), shape[1]))
-                if not known.all():
-                    batch["has_old_logprobs"] = known
-            if cfg.has_reference or cfg.has_critic:
+            if len(rows) == shape[0] or cfg.has_reference or cfg.has_critic:
                 stored = self.cluster.put(inputs)
+            if len(rows) == shape[0]:
+                batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
+            elif len(rows):
+                some = self.cluster.put(select(inputs, rows))
+                batch["old_logprobs"] = np.zeros(shape, np.float32)
+                batch["old_logprobs"][rows] = self.ranks.logprobs("policy", some, (len(rows), shape[1]))
+                batch["has_old_logprobs"] = np.isin(np.arange(shape[0]), rows)
             if cfg.has_reference:
                 batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
             if cfg.has_critic:

@@ -46,15 +46,18 @@ def can_pack(module: nn.Module) -> bool:
     Recurrent layers carry a state from one sequence to the next. Models that do not take their attention from
     transformers' table ignore the boundaries. Both kinds of models get one sequence at a time.
     """
-    lm = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    lm = _language_model(module)
     layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
     return lm._supports_attention_backend and not getattr(lm, "_is_stateful", False) and not layers
 
 
 def can_share_tokens(module: nn.Module) -> bool:
     """Return whether sequences in one row can have their first tokens in common (see `Packing`)."""
-    lm = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-    return lm.config._attn_implementation == PACKED
+    return _language_model(module).config._attn_implementation == PACKED
+
+
+def _language_model(module: nn.Module) -> PreTrainedModel:
+    return next(part for part in module.modules() if isinstance(part, PreTrainedModel))
 
 
 def quadratic_cost(module: nn.Module) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from trainer.rewards.components import Call, Component
 from trainer.rewards.store import Result
 from trainer.rewards.values import LARGEST, Parts
+from trainer.signals import CONTINUES
 
 NOT_TRIED = "was not tried"
 
@@ -54,8 +55,7 @@ class RewardFailures:
             return None
         return (
             f"reward.max_failure_frac={most:g}: {self.count} of {total} rewards of {step or 'a step'} failed (the "
-            f"first: {self.first}); nothing was trained on them, and once the reward works, the same command with "
-            "trainer.resume_mode=latest continues the run"
+            f"first: {self.first}); nothing was trained on them, and once the reward works, {CONTINUES}"
         )
 
 
