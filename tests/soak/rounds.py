@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from tests.soak.outcomes import Outcome, difference, outcome_of
 from tests.soak.scene import Place, Scene
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, send
+from trainer.cluster.stacks import stacks_from_outside
 
 _LOOK_S = 0.02
 _MORE_STARTS = 4
@@ -235,10 +235,8 @@ class _Attempt:
         """Write what the processes of the job do to its log."""
         with self._place.log.open("a") as log:
             for process in self._place.processes(self._job.pid):
-                log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n")
-                log.flush()
-                if shutil.which("py-spy"):
-                    subprocess.run(["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)], stdout=log)
+                (stacks,) = stacks_from_outside([process.pid])
+                log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n{stacks}")
 
 
 def _last_lines(log: Path) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,13 +16,16 @@ import ray
 from ray import cloudpickle
 from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainer.cluster.groups import Group, failure_of, prepare_process
+from trainer.cluster.groups import Group
+from trainer.cluster.members import failure_of, prepare_process
 from trainer.cluster.patience import Patience
-from trainer.cluster.stacks import own_stacks
+from trainer.cluster.stacks import own_stacks, stacks_from_outside
 from trainer.errors import AGAIN, WorkerError, one_line
 
 _END_S = 10.0
+_LOOK_S = 12.0  # longer than py-spy may take on each node
 
 
 class _Host:
@@ -84,6 +89,26 @@ class _Actors:
 
     def has_begun(self, process: Any) -> bool:
         return _place_of(process) is not None
+
+    def stacks_from_outside(self, places: Sequence[tuple[int, str]]) -> list[str]:
+        pids = defaultdict[str, list[int]](list)
+        for pid, address in places:
+            pids[address].append(pid)
+        own, asked, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _LOOK_S
+        look = ray.remote(num_cpus=0, max_retries=0)(stacks_from_outside)
+        for node in ray.nodes():
+            address, at = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            if node["Alive"] and address in pids and address != own:
+                asked[look.options(scheduling_strategy=at).remote(pids[address])] = address
+        seen = dict(zip(((pid, own) for pid in pids[own]), stacks_from_outside(pids[own]), strict=True))
+        while asked:
+            done, _ = ray.wait(list(asked), timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                break
+            address = asked.pop(done[0])
+            with contextlib.suppress(RayError):
+                seen.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
+        return [seen.get(place, "The process does not answer, and its node does not either.\n") for place in places]
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
         at = at or _place_of(process)

@@ -19,7 +19,8 @@ from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS
 _LOOK_S = 0.1  # often enough to see the first steps, however quick they are
 _KNOWN_STEPS = 3  # steps after which it is known how long the driver stays between two safe points
 _HANG_FACTOR = 10.0
-_LAST_WORDS_S = 30.0
+_STACKS_S = 40.0
+_LAST_WORDS_S = _STACKS_S + 5.0
 _ADVICE = (
     f"the job ends; its stacks are in `stacks` of the run directory, the last checkpoint is as it was, and {CONTINUES}"
 )
@@ -117,11 +118,11 @@ class DriverWatch:
 
     def _write_stacks(self, fact: str) -> None:
         stacks = {"driver": own_stacks()}
-        _try(lambda: stacks.update(self._cluster.stacks()))
+        _try(lambda: stacks.update(self._cluster.stacks()), _STACKS_S)
         write_stacks(self._config.run_dir, fact, stacks)
 
 
-def _try(action: Callable[[], object]) -> None:
+def _try(action: Callable[[], object], limit_s: float = _LAST_WORDS_S) -> None:
     """Call `action`, but do not wait for it for long: what hangs may be what it needs."""
 
     def run() -> None:
@@ -130,4 +131,4 @@ def _try(action: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(_LAST_WORDS_S)
+    thread.join(limit_s)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import psutil
-
 from trainer.cluster.patience import Patience
 from trainer.cluster.resources import FindHome
-from trainer.cluster.stacks import own_stacks, stacks_from_outside, write_stacks
-from trainer.errors import AGAIN, Origin, UserError, WorkerError, memory_ran_out, one_line, set_origin
-from trainer.output import guard_output, show_messages
+from trainer.cluster.stacks import own_stacks, write_stacks
+from trainer.errors import AGAIN, Origin, UserError, WorkerError, set_origin
 from trainer.signals import CONTINUES, SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -125,6 +121,10 @@ class Backend(Protocol):
 
     def has_begun(self, process: Any) -> bool:
         """Return whether the process has been started. It may have to wait for a place."""
+        ...
+
+    def stacks_from_outside(self, places: Sequence[tuple[int, str]]) -> list[str]:
+        """Return the stacks of processes that do not answer, by their ids and the addresses of their nodes."""
         ...
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
@@ -270,16 +270,17 @@ class Group:
         """Return the stacks of all members, by name."""
         asked = {member: self.backend.begin(member.process, "stacks", "", (), {}) for member in self.members}
         end = time.monotonic() + _STACKS_S
-        stacks = {}
+        stacks, silent = {}, {}
         for member, ticket in asked.items():
-            text = ""
+            stacks[member.name] = ""
+            member.silence_s()  # the answer to its first pulse tells where it is
             if self.backend.wait([ticket], max(0.0, end - time.monotonic())):
                 with contextlib.suppress(Exception):  # it has died
-                    text = self.backend.take(ticket, member.name)
+                    stacks[member.name] = self.backend.take(ticket, member.name)
             elif member.at is not None:
-                text = stacks_from_outside(*member.at)
-            stacks[member.name] = text
-        return stacks
+                silent[member.name] = member.at
+        seen = self.backend.stacks_from_outside(list(silent.values())) if silent else []
+        return {**stacks, **dict(zip(silent, seen, strict=True))}
 
     def end(self, member: int) -> None:
         """End the process of one member. `replace` starts another one."""
@@ -449,45 +450,6 @@ def _blamed(member: _Member, fact: str, advice: str, cause: str) -> WorkerError:
     error = WorkerError(fact, advice, cause)
     set_origin(error, member.origin)
     return error
-
-
-def prepare_process(address: str) -> None:
-    """Prepare this process to host a member.
-
-    Output that cannot be written does not end the process. Its process groups use the network interface that has
-    `address`, unless the user has set another one.
-
-    Args:
-        address: address of this node.
-    """
-    guard_output()  # user functions print too
-    show_messages()
-    for name, entries in psutil.net_if_addrs().items():
-        if address in (entry.address for entry in entries):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    os.environ.setdefault("VLLM_HOST_IP", address)
-
-
-def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
-    """Return the exception to raise in the driver for `cause`, which the member `name` raised.
-
-    Args:
-        trace: traceback of the member as text.
-    """
-    if isinstance(cause, UserError):
-        return cause
-    if not isinstance(cause, Exception):
-        return WorkerError(f"{name} failed: {trace}")
-    if memory_ran_out(cause):
-        return WorkerError(
-            f"{name} has no memory left ({one_line(str(cause)) or 'MemoryError'})",
-            "lower trainer.max_tokens_per_micro_batch, rollout.max_num_seqs or (on shared GPUs) "
-            f"rollout.gpu_memory_utilization, or use more devices, and {AGAIN}",
-            "memory",
-        )
-    cause.add_note(f"in {name}; its own traceback:\n{trace}")
-    return cause
 
 
 def _cause_priority(error: Exception) -> int:

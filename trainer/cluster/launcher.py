@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from trainer.cluster.groups import prepare_process
+from trainer.cluster.members import prepare_process
 from trainer.cluster.stacks import own_stacks
 from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, is_running, signal_on_death_of_parent
 from trainer.errors import describe_error

@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import Group, failure_of
+from trainer.cluster.groups import Group
 from trainer.cluster.launcher import BUILD, HOST, Launcher
+from trainer.cluster.members import failure_of
 from trainer.cluster.patience import patience_of
 from trainer.cluster.resources import FindHome, check_gpus
+from trainer.cluster.stacks import stacks_from_outside
 from trainer.config import Config
 from trainer.errors import AGAIN, WorkerError
 from trainer.gpu_errors import gpu_lines
@@ -238,6 +240,9 @@ class _Processes:
 
     def has_begun(self, process: _Process) -> bool:
         return True
+
+    def stacks_from_outside(self, places: Sequence[tuple[int, str]]) -> list[str]:
+        return stacks_from_outside([pid for pid, _ in places])
 
     def kill(self, process: _Process, at: tuple[int, str] | None) -> None:
         process.kill()

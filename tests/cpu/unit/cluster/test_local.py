@@ -13,7 +13,7 @@ import pytest
 
 from tests.cpu.unit.cluster.members import Host
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster import groups, stacks
+from trainer.cluster import groups
 from trainer.cluster import launcher as launchers
 from trainer.cluster.launcher import Launcher
 from trainer.cluster.local import LocalCluster
@@ -162,7 +162,6 @@ def test_too_few_gpus_are_refused(monkeypatch, launcher):
 def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, tmp_path, monkeypatch, hang):
     """A call that usually is quick does not get the hours that the first ones get."""
     monkeypatch.setattr(groups, "_LOOK_S", 0.1)
-    monkeypatch.setattr(stacks, "_PY_SPY_S", 5.0)
     cfg = settings()
     cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
     cfg.trainer.hang_timeout_s, cfg.trainer.silence_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
@@ -182,7 +181,7 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, t
     assert set(texts) == {"driver", "rank_0", "rank_1"}
     assert "timeout_s" in texts["driver"] and "in poll" in texts["driver"]
     assert "in waits" in texts["rank_0"], texts["rank_0"]
-    assert ("in waits" in texts["rank_1"]) == (hang == "waits") and len(texts["rank_1"]) > 100
+    assert ("in waits" if hang == "waits" else '"MainThread"') in texts["rank_1"], texts["rank_1"]
 
 
 def test_a_launcher_that_is_stopped_does_not_hold_up_the_driver(monkeypatch):

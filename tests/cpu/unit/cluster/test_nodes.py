@@ -54,6 +54,8 @@ with RayCluster(cfg, "cpu") as cluster:
     group = cluster.launch_engines(Host, (), {})
     print(*(place["host"] for place in group.where()), flush=True)
     input()
+    print("(idle)" in group.stacks()["engine 0"], flush=True)
+    input()
     replace(0)
     alive = sum(node["Alive"] for node in ray.nodes())
     print(*(place["host"] for place in group.where()), alive, cluster.has_room(group), flush=True)
@@ -157,6 +159,12 @@ def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices(
         by_address = {node.address: node for node in others}
         driver = Asked(head.command(sys.executable, "-c", ENGINES, head.ray_address))
         first, second = driver.reads().split()
+        hosts = [one for one in by_address[first].processes() if "ray::_Host" in one.cmdline()[0]]
+        for process in hosts:
+            process.suspend()
+        assert driver.says() == "True", "the other node tells where its process stands"
+        for process in hosts:
+            process.resume()
         by_address[first].cut()
         (spare,) = set(by_address) - {first, second}
         assert driver.says() == f"{spare} {second} 4 True"
