@@ -167,7 +167,10 @@ def _follow_environment(local: bool) -> None:
 
 
 def _silence() -> None:
-    """Suppress the long text that Ray prints when a process dies. The job prints one sentence and keeps the logs."""
+    """Let no thread of Ray print what its daemons say when a process dies: the job prints one sentence and keeps the logs.
+
+    Also, `ray.shutdown` would wait for that thread. If the GCS has died meanwhile, that lasts until Ray ends the process.
+    """
     from ray._private import worker
 
-    worker.print_to_stdstream = lambda *_, **__: None
+    worker.listen_error_messages = lambda *_: None

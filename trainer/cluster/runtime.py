@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.state import available_resources_per_node
-from ray._private.worker import global_worker
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -109,8 +108,7 @@ class RayCluster:
         with SIGNALS.held():
             if self._watch is not None:
                 self._watch.close()
-            lost = self._lost()
-            if not lost:
+            if not self._lost():
                 for group, _ in list(self._groups):
                     # If the cluster itself has failed, its actors and placement groups are already gone.
                     with contextlib.suppress(RayError):
@@ -122,8 +120,6 @@ class RayCluster:
                 # memory, above all on a GPU.
                 self._local.close()
             with SIGNALS.blocked():
-                if lost:  # Ray would wait for a thread that may still ask the dead GCS, and end this process
-                    vars(global_worker).pop("listener_thread", None)
                 ray.shutdown()
                 SIGNALS.reinstall()  # Ray has set SIGTERM to its default, which ends the process
 
