@@ -167,9 +167,9 @@ def _follow_environment(local: bool) -> None:
 
 
 def _silence() -> None:
-    """Let no thread of Ray print what its daemons say when a process dies: the job prints one sentence and keeps the logs.
+    """Let no thread of Ray print long texts when a process dies. The job prints one sentence and keeps the logs.
 
-    Also, `ray.shutdown` would wait for that thread. If the GCS has died meanwhile, that lasts until Ray ends the process.
+    Also, `ray.shutdown` would wait for that thread. If the GCS has died meanwhile, Ray would end this process first.
     """
     from ray._private import worker
 

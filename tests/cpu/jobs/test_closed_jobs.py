@@ -35,9 +35,8 @@ ray.get(ray.remote(lambda: 0).remote(), timeout=20)
 """
 
 
-def reach(job: subprocess.Popen, text: str) -> str:
-    """Read the job's output up to a line that holds `text`; returns all of it."""
-    output = ""
+def reach(job: subprocess.Popen, text: str, output: str = "") -> str:
+    """Read the job's output up to a line that holds `text`; returns all of it, with what was read before."""
     for line in job.stdout:
         output += line
         if text in " ".join(line.split()):
