@@ -267,8 +267,10 @@ class Group:
             LOG.warning("the stacks of the processes are in %s", directory)
 
     def stacks(self) -> dict[str, str]:
-        """Return the stacks of all members, by name."""
-        asked = {member: self.backend.begin(member.process, "stacks", "", (), {}) for member in self.members}
+        """Return the stacks of all members, by name, but not of those on lost nodes."""
+        lost = self.patience.lost_nodes()
+        members = [member for member in self.members if member.origin.node not in lost]
+        asked = {member: self.backend.begin(member.process, "stacks", "", (), {}) for member in members}
         end = time.monotonic() + _STACKS_S
         stacks, silent = {}, {}
         for member, ticket in asked.items():

@@ -163,7 +163,7 @@ class RayCluster:
         while True:
             left_out = self._left_out()
             with SIGNALS.held():
-                free = [free for node, free in available_resources_per_node().items() if node not in left_out]
+                free = _free(left_out)
             homeless = self.cfg.rollout.num_engines if engines is None else _waiting(engines)
             count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
             if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
@@ -273,11 +273,11 @@ class RayCluster:
             if node in {one.id for one in _nodes()} and node not in left_out:
                 return
             remove_placement_group(places[engine])
-            places[engine] = _ask([bundle], _elsewhere(left_out))
-            if not places[engine].wait(_LOOK_S):
+            excluded: Collection[str] = left_out
+            if not any(all(free.get(name, 0) >= bundle[name] for name in bundle) for free in _free(left_out)):
                 LOG.warning("engine %d waits for room on another node", engine)
-                remove_placement_group(places[engine])
-                places[engine] = _ask([bundle], _elsewhere(left_out.keys() - self._may_return()))
+                excluded = left_out.keys() - self._may_return()
+            places[engine] = _ask([bundle], _elsewhere(excluded))
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors get the value, and arrays without a copy.
@@ -385,6 +385,11 @@ class RayCluster:
 def _ask(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
     """Ask Ray for a place for these bundles, on nodes with this label. Does not wait."""
     return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
+
+
+def _free(left_out: Collection[str]) -> list[dict[str, float]]:
+    """Return what no job holds of each node that is not left out."""
+    return [free for node, free in available_resources_per_node().items() if node not in left_out]
 
 
 def _elsewhere(left_out: Collection[str]) -> dict[str, str]:
