@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about CPUs, also on a machine with GPUs
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others would leave it hardly any time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,6 +42,7 @@ _LOOK_S = 0.5  # between two checks of signals while Ray places processes
 _ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
 _KERNEL_S = 20.0  # how long to wait for what the kernels of the nodes say
 _LOSSES = 2  # a node that was lost so often is not used again
+_SETTLE_S = 10.0  # how long to wait until Ray has taken a place that is to be removed
 _DRAINED = "trainer.drained_nodes names it"
 _NODE_ID = "ray.io/node-id"
 RAY_LOGS = "ray_logs"
@@ -146,8 +147,7 @@ class RayCluster:
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
-        for placement in entry[1]:
-            remove_placement_group(placement)
+        _remove(entry[1])
 
     def count_ranks(self) -> int:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many.
@@ -163,7 +163,7 @@ class RayCluster:
         while True:
             left_out = self._left_out()
             with SIGNALS.held():
-                free = _free(left_out)
+                free = [free for node, free in available_resources_per_node().items() if node not in left_out]
             homeless = self.cfg.rollout.num_engines if engines is None else _waiting(engines)
             count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
             if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
@@ -257,7 +257,7 @@ class RayCluster:
         (together,) = self._place([[bundle] * count])
         with SIGNALS.held():
             nodes = placement_group_table(together)["bundles_to_node_id"].values()
-            remove_placement_group(together)
+            _remove([together])
         return self._place([[bundle]] * count, [{_NODE_ID: node} for node in sorted(nodes)])
 
     def _leave_lost_node(self, places: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
@@ -272,11 +272,14 @@ class RayCluster:
             node = placement_group_table(places[engine])["bundles_to_node_id"].get(0)
             if node in {one.id for one in _nodes()} and node not in left_out:
                 return
-            remove_placement_group(places[engine])
+            _remove([places[engine]])
+            free = available_resources_per_node()
+            have_room = {node for node in free if all(free[node].get(name, 0) >= bundle[name] for name in bundle)}
             excluded: Collection[str] = left_out
-            if not any(all(free.get(name, 0) >= bundle[name] for name in bundle) for free in _free(left_out)):
+            if have_room <= left_out.keys():
                 LOG.warning("engine %d waits for room on another node", engine)
-                excluded = left_out.keys() - self._may_return()
+                # One that answers again may be taken, but Ray must not take it before: it may believe that it has room.
+                excluded = left_out.keys() - (self._may_return() - have_room)
             places[engine] = _ask([bundle], _elsewhere(excluded))
 
     def put(self, value: Any) -> Any:
@@ -313,15 +316,13 @@ class RayCluster:
             wanted = labels or [_elsewhere(self._left_out())] * len(groups)
             with SIGNALS.held():
                 if wanted != asked:  # a node was lost, or answers again
-                    for place in places:
-                        remove_placement_group(place)
+                    _remove(places)
                     places = [_ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
                     asked = wanted
                 if all(place.wait(_LOOK_S) for place in places):
                     return places
             self._patience.check_cluster()
-        for place in places:
-            remove_placement_group(place)
+        _remove(places)
         raise UserError(
             f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for "
             f"{_described([bundle for bundles in groups for bundle in bundles])} within "
@@ -387,9 +388,19 @@ def _ask(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGro
     return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
 
 
-def _free(left_out: Collection[str]) -> list[dict[str, float]]:
-    """Return what no job holds of each node that is not left out."""
-    return [free for node, free in available_resources_per_node().items() if node not in left_out]
+def _remove(places: Sequence[PlacementGroup]) -> None:
+    """Give up places, but not one that Ray is about to take: it would never free it (ray-project/ray#64693)."""
+    end = time.monotonic() + _SETTLE_S
+    while not all(map(_is_settled, places)) and time.monotonic() < end:
+        time.sleep(_LOOK_S / 20)
+    for place in places:
+        remove_placement_group(place)
+
+
+def _is_settled(place: PlacementGroup) -> bool:
+    """Return whether Ray has taken the place, or has found no room for it."""
+    known = placement_group_table(place)
+    return known["state"] == "CREATED" or known["stats"]["scheduling_state"] in ("NO_RESOURCES", "INFEASIBLE")
 
 
 def _elsewhere(left_out: Collection[str]) -> dict[str, str]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from ray.util.placement_group import remove_placement_group
 
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster.runtime import RayCluster, _ask, _elsewhere
+from trainer.cluster.runtime import RayCluster, _ask, _elsewhere, _remove
 from trainer.config import Config
 
 
@@ -118,7 +118,17 @@ with runtime.RayCluster(cfg, "cpu") as cluster:
 def test_each_of_several_nodes_is_left_out(cluster):
     place = _ask([{"CPU": 1}], _elsewhere(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not place.wait(2)
-    remove_placement_group(place)
+    _remove([place])
+
+
+def test_places_that_are_given_up_at_once_are_free_again(cluster):
+    """Of 60 places that it was about to take, Ray lost one."""
+    before = ray.available_resources()["CPU"]
+    for i in range(200):
+        place = _ask([{"CPU": 1}], {})
+        time.sleep(i % 8 / 1000)
+        _remove([place])
+    wait_until(lambda: ray.available_resources().get("CPU") == before)
 
 
 def test_nodes_that_the_config_names_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
