@@ -254,8 +254,8 @@ class RunLock:
 def holder(directory: str) -> tuple[str | None, str | None]:
     """Return the process that holds the lock of `directory`, and the dead process that has left it; None: neither.
 
-    A process on another machine counts as alive if its heartbeat is younger than two minutes by the clock of the file
-    system. Changes nothing.
+    A process on another machine counts as alive if its heartbeat is younger than two minutes by the clock of this
+    machine. If that is wrong, so may be the answer; no job relies on it. Changes nothing.
     """
     lock = RunLock(directory, _YOUNG_S)
     try:
