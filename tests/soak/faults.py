@@ -317,6 +317,6 @@ FAULTS: dict[str, Fault] = {
     "lost node": Fault(_lose_node, (), _on_nodes, 3),
     "lost node of the driver": Fault(_lose_driver_node, (KILLED,), _on_nodes, 2),
     "cut link of a node": Fault(_cut_node, (), _on_nodes, 3),
-    "cut link of the driver's node": Fault(_cut_driver_node, (), _on_nodes, 3),
+    "cut link of the driver's node": Fault(_cut_driver_node, (STOPPED,), _on_nodes, 3),  # a call of Ray may wait
     "slow link of a node": Fault(_slow_down_node, (), _on_nodes, 2),
 }

@@ -25,7 +25,7 @@ from trainer.cluster.stacks import own_stacks, stacks_from_outside
 from trainer.errors import AGAIN, WorkerError, one_line
 
 _END_S = 10.0
-_LOOK_S = 12.0  # longer than py-spy may take on each node
+_LOOK_S = 20.0  # longer than py-spy may take on a node, after a process of Ray has started there
 
 
 class _Host:
@@ -108,7 +108,9 @@ class _Actors:
             address = asked.pop(done[0])
             with contextlib.suppress(RayError):
                 seen.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
-        return [seen.get(place, "The process does not answer, and its node does not either.\n") for place in places]
+        return [
+            seen.get(place, f"Neither the process nor its node answers within {_LOOK_S:g} s.\n") for place in places
+        ]
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
         at = at or _place_of(process)

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,16 +17,17 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.gpus import GpuExamination
 from trainer.cluster.groups import Group
 from trainer.cluster.local_ray import LocalRay
-from trainer.cluster.nodes import Node, NodeWatch
+from trainer.cluster.nodes import NodeWatch
 from trainer.cluster.patience import patience_of
-from trainer.cluster.resources import FindHome, by_node, check_gpus, fitting_ranks, forwarded_variables, rank_groups
+from trainer.cluster.resources import FindHome, check_gpus, fitting_ranks, forwarded_variables, rank_groups
 from trainer.cluster.temporary import temporary_directory
 from trainer.config import Config
 from trainer.errors import AGAIN, UserError, WorkerError, one_line
@@ -42,9 +43,7 @@ _LOOK_S = 0.5  # between two checks of signals while Ray places processes
 _ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
 _KERNEL_S = 20.0  # how long to wait for what the kernels of the nodes say
 _LOSSES = 2  # a node that was lost so often is not used again
-_SETTLE_S = 10.0  # how long to wait until Ray has taken a place that is to be removed
 _DRAINED = "trainer.drained_nodes names it"
-_NODE_ID = "ray.io/node-id"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
 CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
@@ -86,7 +85,7 @@ class RayCluster:
             self._join(address)
             if self._local is None:
                 self._watch = NodeWatch(self.cfg.trainer.node_timeout_s, ray.util.get_node_ip_address())
-                self._watch.watch(_nodes())
+                self._watch.watch(placement.alive_nodes())
             self._check_resources()
         except BaseException as error:
             self.__exit__(type(error))
@@ -147,7 +146,7 @@ class RayCluster:
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
-        _remove(entry[1])
+        placement.remove(entry[1])
 
     def count_ranks(self) -> int:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many.
@@ -164,14 +163,14 @@ class RayCluster:
             left_out = self._left_out()
             with SIGNALS.held():
                 free = [free for node, free in available_resources_per_node().items() if node not in left_out]
-            homeless = self.cfg.rollout.num_engines if engines is None else _waiting(engines)
+            homeless = self.cfg.rollout.num_engines if engines is None else placement.waiting(engines)
             count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
             if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
                 break
             if waited_s > self._placement_timeout_s:
                 raise UserError(
                     f"trainer.min_workers={t.min_workers}: the cluster of trainer.ray_address={t.ray_address} has room "
-                    f"for {count} ranks; other jobs hold {_held()}"
+                    f"for {count} ranks; other jobs hold {placement.held()}"
                 )
             SIGNALS.check()
             time.sleep(_LOOK_S)
@@ -183,10 +182,10 @@ class RayCluster:
         """Start `count` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
         count = count or self.cfg.trainer.num_workers
         bundle = self._bundle(gpus=1)
-        (placement,) = self._place([[bundle] * count])
-        options = [_options(bundle, placement, place) for place in _by_node(placement)]
+        (place,) = self._place([[bundle] * count])
+        options = [placement.options_in(bundle, place, index) for index in placement.bundles_by_node(place)]
         args = [(rank, count, self.device) for rank in range(count)]
-        return self._keep(self._launch(name, factory, args, options.__getitem__, env), [placement])
+        return self._keep(self._launch(name, factory, args, options.__getitem__, env), [place])
 
     def launch_engines(self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None) -> Group:
         """Start `rollout.num_engines` actors that host `factory(*args)` (see `trainer.cluster.groups.Cluster`)."""
@@ -195,7 +194,7 @@ class RayCluster:
         if home is not None:
 
             def options(engine: int) -> dict[str, Any]:
-                return _options_beside(home(engine))
+                return placement.options_beside(home(engine))
         else:
             bundle, started = self._bundle(r.tensor_parallel_size), set[int]()
             places = self._place_apart(bundle, r.num_engines)
@@ -204,14 +203,14 @@ class RayCluster:
                 if engine in started:
                     self._leave_lost_node(places, engine, bundle)
                 started.add(engine)
-                return _options(bundle, places[engine], 0)
+                return placement.options_in(bundle, places[engine], 0)
 
         return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), places)
 
     def has_room(self, group: Group) -> bool:
         """Return whether a member of `group` has a place. One whose node was lost may have to wait for a place."""
         places = next(places for kept, places in self._groups if kept is group)
-        return not places or _waiting(places) < len(places)
+        return not places or placement.waiting(places) < len(places)
 
     def _gpu_lines(self, seconds: float) -> dict[str, list[str]]:
         """Return what the kernel of each node says of its GPUs (see `gpu_lines`), of the nodes that answer in time."""
@@ -220,7 +219,7 @@ class RayCluster:
         lost, ask = self._lost_nodes(), ray.remote(num_cpus=0, max_retries=0)(gpu_lines)
         answers = {}
         with SIGNALS.held():
-            for node in _nodes():
+            for node in placement.alive_nodes():
                 if node.address not in lost:
                     place = NodeAffinitySchedulingStrategy(node.id, soft=False)
                     answers[ask.options(scheduling_strategy=place).remote(seconds)] = node.address
@@ -233,7 +232,9 @@ class RayCluster:
 
     def stacks(self) -> dict[str, str]:
         """Return the stacks of all processes, by name. Any thread may ask."""
-        return {name: text for group, _ in list(self._groups) for name, text in group.stacks().items()}
+        groups = [group for group, _ in self._groups]
+        with ThreadPoolExecutor(max(1, len(groups))) as threads:
+            return {name: text for found in threads.map(Group.stacks, groups) for name, text in found.items()}
 
     def _launch(
         self,
@@ -257,8 +258,8 @@ class RayCluster:
         (together,) = self._place([[bundle] * count])
         with SIGNALS.held():
             nodes = placement_group_table(together)["bundles_to_node_id"].values()
-            _remove([together])
-        return self._place([[bundle]] * count, [{_NODE_ID: node} for node in sorted(nodes)])
+            placement.remove([together])
+        return self._place([[bundle]] * count, [{placement.NODE_ID: node} for node in sorted(nodes)])
 
     def _leave_lost_node(self, places: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
         """Give an engine whose node is lost a place on another node. Without room there, it waits for room.
@@ -270,9 +271,9 @@ class RayCluster:
         left_out = self._left_out()
         with SIGNALS.held():
             node = placement_group_table(places[engine])["bundles_to_node_id"].get(0)
-            if node in {one.id for one in _nodes()} and node not in left_out:
+            if node in {one.id for one in placement.alive_nodes()} and node not in left_out:
                 return
-            _remove([places[engine]])
+            placement.remove([places[engine]])
             free = available_resources_per_node()
             have_room = {node for node in free if all(free[node].get(name, 0) >= bundle[name] for name in bundle)}
             excluded: Collection[str] = left_out
@@ -280,7 +281,7 @@ class RayCluster:
                 LOG.warning("engine %d waits for room on another node", engine)
                 # One that answers again may be taken, but Ray must not take it before: it may believe that it has room.
                 excluded = left_out.keys() - (self._may_return() - have_room)
-            places[engine] = _ask([bundle], _elsewhere(excluded))
+            places[engine] = placement.ask([bundle], placement.elsewhere(excluded))
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors get the value, and arrays without a copy.
@@ -312,22 +313,28 @@ class RayCluster:
         self._patience.check_cluster()
         places: list[PlacementGroup] = []
         asked, end = None, time.monotonic() + self._placement_timeout_s
-        while time.monotonic() < end:
-            wanted = labels or [_elsewhere(self._left_out())] * len(groups)
-            with SIGNALS.held():
-                if wanted != asked:  # a node was lost, or answers again
-                    _remove(places)
-                    places = [_ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
-                    asked = wanted
-                if all(place.wait(_LOOK_S) for place in places):
-                    return places
-            self._patience.check_cluster()
-        _remove(places)
+        try:
+            while time.monotonic() < end:
+                wanted = labels or [placement.elsewhere(self._left_out())] * len(groups)
+                with SIGNALS.held():
+                    if wanted != asked and all(map(placement.is_settled, places)):  # a node was lost, or answers again
+                        placement.remove(places)
+                        places = [placement.ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
+                        asked = wanted
+                    if wanted == asked and all(place.wait(_LOOK_S) for place in places):
+                        return places
+                self._patience.check_cluster()
+        except BaseException:
+            with SIGNALS.held(), contextlib.suppress(RayError):
+                placement.remove([] if self._lost() else places)
+            raise
+        with SIGNALS.held():
+            placement.remove(places)
         raise UserError(
             f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for "
-            f"{_described([bundle for bundles in groups for bundle in bundles])} within "
-            f"{self._placement_timeout_s:g} s; jobs hold {_held()}; raise trainer.placement_timeout_s if nodes are "
-            "still to start"
+            f"{placement.described([bundle for bundles in groups for bundle in bundles])} within "
+            f"{self._placement_timeout_s:g} s; jobs hold {placement.held()}; raise trainer.placement_timeout_s if "
+            "nodes are still to start"
         )
 
     def _may_return(self) -> set[str]:
@@ -343,7 +350,7 @@ class RayCluster:
         if self._watch is None:
             return {}
         with SIGNALS.held():
-            nodes = _nodes()
+            nodes = placement.alive_nodes()
         self._watch.watch(nodes)
         reasons = self._watch.look()
         unsteady = {node: f"lost {_LOSSES} times" for node in nodes if self._watch.losses(node.address) >= _LOSSES}
@@ -381,84 +388,6 @@ class RayCluster:
                 f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
                 f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
             )
-
-
-def _ask(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
-    """Ask Ray for a place for these bundles, on nodes with this label. Does not wait."""
-    return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
-
-
-def _remove(places: Sequence[PlacementGroup]) -> None:
-    """Give up places, but not one that Ray is about to take: it would never free it (ray-project/ray#64693)."""
-    end = time.monotonic() + _SETTLE_S
-    while not all(map(_is_settled, places)) and time.monotonic() < end:
-        time.sleep(_LOOK_S / 20)
-    for place in places:
-        remove_placement_group(place)
-
-
-def _is_settled(place: PlacementGroup) -> bool:
-    """Return whether Ray has taken the place, or has found no room for it."""
-    known = placement_group_table(place)
-    return known["state"] == "CREATED" or known["stats"]["scheduling_state"] in ("NO_RESOURCES", "INFEASIBLE")
-
-
-def _elsewhere(left_out: Collection[str]) -> dict[str, str]:
-    """Return the label of the nodes that are not left out."""
-    # Ray takes a space for a part of the id that follows.
-    return {_NODE_ID: f"!in({','.join(sorted(left_out))})"} if left_out else {}
-
-
-def _waiting(places: Sequence[PlacementGroup]) -> int:
-    """Return how many of these wait for room."""
-    with SIGNALS.held():
-        return sum(placement_group_table(place)["state"] != "CREATED" for place in places)
-
-
-def _options(bundle: dict[str, float], place: PlacementGroup, index: int) -> dict[str, Any]:
-    """Return Ray's options of an actor in a place."""
-    return {
-        "num_cpus": bundle["CPU"],
-        "num_gpus": bundle.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index),
-    }
-
-
-def _options_beside(home: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return options that let an engine see the GPUs of some ranks. For Ray, the GPUs belong to the ranks."""
-    return {
-        "num_cpus": 0,
-        "num_gpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(home[0]["node"], soft=False),
-        "env": {
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(gpu for place in home for gpu in place["gpus"]),
-        },
-    }
-
-
-def _by_node(placement: PlacementGroup) -> list[int]:
-    with SIGNALS.held():
-        return by_node(placement_group_table(placement)["bundles_to_node_id"])
-
-
-def _nodes() -> list[Node]:
-    """Return the nodes that Ray counts on. It takes about a minute to notice that one is lost."""
-    return [
-        Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def _described(bundles: list[dict[str, float]]) -> str:
-    each = " and ".join(f"{count:g} {kind}" for kind, count in bundles[0].items())
-    return f"{len(bundles)} processes with {each} each" if len(bundles) > 1 else f"a process with {each}"
-
-
-def _held() -> str:
-    total, free = ray.cluster_resources(), ray.available_resources()
-    return ", ".join(f"{total[k] - free.get(k, 0):g} of {total[k]:g} {k}" for k in ("CPU", "GPU") if k in total)
 
 
 def _probe(address: str) -> None:

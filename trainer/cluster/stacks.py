@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 DIRECTORY = "stacks"
 """Directory below the run directory."""
 _PY_SPY_S = 10.0
-_PARALLEL = 8
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -38,7 +37,7 @@ def allow_stacks() -> None:
 
 def stacks_from_outside(pids: Sequence[int]) -> list[str]:
     """Return the stacks of processes of this machine that do not answer, as py-spy sees them, or why there are none."""
-    with ThreadPoolExecutor(_PARALLEL) as threads:
+    with ThreadPoolExecutor(max(1, len(pids))) as threads:
         return list(threads.map(_stacks_of, pids))
 
 

@@ -13,7 +13,8 @@ import pytest
 import ray
 
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster.runtime import RayCluster, _ask, _elsewhere, _remove
+from trainer.cluster.placement import ask, elsewhere, remove
+from trainer.cluster.runtime import RayCluster
 from trainer.config import Config
 
 
@@ -116,18 +117,18 @@ with runtime.RayCluster(cfg, "cpu") as cluster:
 
 
 def test_each_of_several_nodes_is_left_out(cluster):
-    place = _ask([{"CPU": 1}], _elsewhere(["0" * 56, ray.nodes()[0]["NodeID"]]))
+    place = ask([{"CPU": 1}], elsewhere(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not place.wait(2)
-    _remove([place])
+    remove([place])
 
 
 def test_places_that_are_given_up_at_once_are_free_again(cluster):
     """Of 60 places that it was about to take, Ray lost one."""
     before = ray.available_resources()["CPU"]
     for i in range(200):
-        place = _ask([{"CPU": 1}], {})
+        place = ask([{"CPU": 1}], {})
         time.sleep(i % 8 / 1000)
-        _remove([place])
+        remove([place])
     wait_until(lambda: ray.available_resources().get("CPU") == before)
 
 
