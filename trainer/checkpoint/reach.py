@@ -14,6 +14,11 @@ from trainer.errors import UserError, one_line
 from trainer.places import absolute, is_url
 
 _OF_STORES = ("AWS_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+_IDENTITY = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)  # fmt: skip
+"""Those of two machines do not go together."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,14 @@ class Place:
         return socket.gethostname()
 
     def take(self, variables: Mapping[str, str]) -> None:
-        """Set variables that this machine has not set itself, but none that names a file that it does not have."""
+        """Set variables that this machine has not set itself, but none that names a file that it does not have.
+
+        A machine with credentials of its own gets none.
+        """
+        has_identity = any(name in os.environ for name in _IDENTITY)
         for name, value in variables.items():
+            if has_identity and name in _IDENTITY:
+                continue
             if not os.path.isabs(value) or os.path.exists(value):
                 os.environ.setdefault(name, value)
         import fsspec.config

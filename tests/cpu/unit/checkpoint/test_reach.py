@@ -47,6 +47,9 @@ def test_ranks_elsewhere_use_the_credentials_of_the_driver(bucket_behind_proxy, 
     assert seen("AWS_DEFAULT_REGION") == "eu-central-1"
     assert seen("GOOGLE_APPLICATION_CREDENTIALS") is None, "the file is not there"
     assert ranks.ask([0], Process(), "get", "AWS_PROFILE_OF_NO_ONE")[0] is None, "it has the driver's environment"
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of the driver's own key")
+    give_access([root], ranks)
+    assert seen("AWS_SESSION_TOKEN") is None, "it has a key, which that token does not go with"
 
 
 def test_a_machine_without_access_to_the_object_store_is_named_at_the_start(bucket_behind_proxy, ranks):
