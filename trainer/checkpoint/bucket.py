@@ -26,9 +26,6 @@ T = TypeVar("T")
 _TRIES = 5
 _TRIES_S = 60
 """No further try begins after this many seconds."""
-_CONNECT_S = 10
-"""Longest time to connect to S3, unless fsspec's config says another. The library's own is a minute, and it tries five
-times for each of our tries: a store from which no packet comes back would hold up a job for half an hour."""
 _LONGEST_WAIT_S = 10
 _JITTER = random.Random()
 """Of the waits between requests. Python's own generator belongs to user code, such as a loss, and its state to the
@@ -240,10 +237,8 @@ def bucket_of(scheme: str) -> Bucket:
     """
     import fsspec
 
-    given = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
-    options = {"config_kwargs": {"connect_timeout": _CONNECT_S, **given}} if scheme == "s3" else {}
     try:
-        fs = fsspec.filesystem(scheme, use_listings_cache=False, **options)
+        fs = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         extra = SCHEMES[scheme]
         raise UserError(

@@ -122,6 +122,8 @@ class RunLock:
         """
         try:
             owner = self._read()
+        except UserError:
+            raise  # an object store that does not answer: an `OSError`, too, and the save can be tried again
         except OSError as error:
             raise UserError(f"{self.path}: this job's lock cannot be read ({error.strerror})") from error
         if owner is None:

@@ -136,19 +136,25 @@ class TieredStore:
         self._local.discard(draft)
 
     def unsafe(self) -> set[int]:
-        """Return the steps that must stay until a newer one is uploaded."""
+        """Return the steps that must stay until a newer one is uploaded. If uploads fail, no save deletes any above."""
         newest = max(self._steps_above(), default=-1)
-        return {newest, *(step for step in self._local.steps() if step > newest)}
+        above = self._steps_above() if self._problem else ()
+        return {newest, *above, *(step for step in self._local.steps() if step > newest)}
 
     def withdraw(self, step: int) -> str:
-        """Take a checkpoint out of service in both tiers; returns a name of its remains, for `remove`."""
+        """Take a checkpoint out of service in both tiers; returns a name of its remains, for `remove`.
+
+        Raises:
+            OSError: the object store is out of service. Nothing has changed.
+        """
         name = f"global_step_{step}"
         with self._moves:
-            remains = []
+            remains, is_above = [], step in self._steps_above()
+            if is_above:
+                self._check_above()
             if step in self._local.steps():
                 remains.append(_LOCAL + self._local.withdraw(step))
-            if step in self._steps_above():
-                self._check_above()
+            if is_above:
                 remains.append(_ABOVE + self._above.withdraw(step))
                 self._safe = self._steps_above() - {step}
         self._remains[name] = remains

@@ -119,6 +119,24 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
     assert open_store(root).steps() == [1, 2, 3]
 
 
+def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root, tmp_path, faults):
+    disk = {"ckpt_path": root, "ckpt_local_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
+    with OpenRun(settings(tmp_path / "run", **disk, max_ckpts_to_keep=2), {"step": 0}) as run:
+        checkpoints = run.directory.checkpoints
+        for step in (1, 2):
+            run.save(step)
+            wait_until_above(root, [*range(1, step + 1)])
+        faults.plan = lambda method, path: CUT
+        for step in (3, 4):
+            run.save(step)
+        assert [outcome.error for outcome in checkpoints.outcomes()] == [None] * 4
+        assert checkpoints.steps() == [1, 2, 3, 4]
+        faults.plan = lambda method, path: PASS
+        wait_until_above(root, [1, 2, 3, 4])
+        run.save(5)
+        wait_until_above(root, [4, 5])
+
+
 def test_what_was_set_aside_is_deleted_in_both_tiers_once_its_step_is_there_again(root, tmp_path):
     store = tiers(root, tmp_path / "disk")
     checkpoints = CheckpointManager(store)
