@@ -15,10 +15,14 @@ from trainer.places import absolute, is_url
 
 _OF_STORES = ("AWS_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 _IDENTITY = (
-    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ROLE_ARN",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_ROLE_ARN",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
-)  # fmt: skip
-"""Those of two machines do not go together."""
+)
+"""The variables that say who asks. Those of one machine do not work together with those of another."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -306,6 +307,12 @@ class Group:
             for member in range(len(self)) if members is None else members:
                 pending.begin(member, method, *args, **kwargs)
         return pending
+
+
+def stacks_of(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the stacks of all members of these groups, by name. A slow group does not hold up the others."""
+    with ThreadPoolExecutor(max(1, len(groups))) as threads:
+        return {name: text for found in threads.map(Group.stacks, groups) for name, text in found.items()}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import Group
+from trainer.cluster.groups import Group, stacks_of
 from trainer.cluster.launcher import BUILD, HOST, Launcher
 from trainer.cluster.members import failure_of
 from trainer.cluster.patience import patience_of
@@ -117,7 +117,7 @@ class LocalCluster:
 
     def stacks(self) -> dict[str, str]:
         """Return the stacks of all processes, by name. Any thread may ask."""
-        return {name: text for group, _ in list(self._groups) for name, text in group.stacks().items()}
+        return stacks_of([group for group, _ in self._groups])
 
     def _launch(
         self,

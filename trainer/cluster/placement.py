@@ -83,6 +83,7 @@ def options_beside(home: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def bundles_by_node(placement: PlacementGroup) -> list[int]:
+    """Return the numbers of the bundles of a place, those on one node one after another (see `by_node`)."""
     with SIGNALS.held():
         return by_node(placement_group_table(placement)["bundles_to_node_id"])
 
@@ -97,10 +98,12 @@ def alive_nodes() -> list[Node]:
 
 
 def described(bundles: list[dict[str, float]]) -> str:
+    """Return what these bundles are for, as a part of a sentence."""
     each = " and ".join(f"{count:g} {kind}" for kind, count in bundles[0].items())
     return f"{len(bundles)} processes with {each} each" if len(bundles) > 1 else f"a process with {each}"
 
 
 def held() -> str:
+    """Return how much of the cluster all jobs together hold, as a part of a sentence."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{total[k] - free.get(k, 0):g} of {total[k]:g} {k}" for k in ("CPU", "GPU") if k in total)

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.gpus import GpuExamination
-from trainer.cluster.groups import Group
+from trainer.cluster.groups import Group, stacks_of
 from trainer.cluster.local_ray import LocalRay
 from trainer.cluster.nodes import NodeWatch
 from trainer.cluster.patience import patience_of
@@ -232,9 +232,7 @@ class RayCluster:
 
     def stacks(self) -> dict[str, str]:
         """Return the stacks of all processes, by name. Any thread may ask."""
-        groups = [group for group, _ in self._groups]
-        with ThreadPoolExecutor(max(1, len(groups))) as threads:
-            return {name: text for found in threads.map(Group.stacks, groups) for name, text in found.items()}
+        return stacks_of([group for group, _ in self._groups])
 
     def _launch(
         self,

@@ -69,8 +69,9 @@ class TrainerConfig(Section):
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
     placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME)
-    """Seconds to wait, at most, until the cluster of `ray_address` has room for the job. Set it if an autoscaler adds
-    nodes, which can take minutes. null: 60 seconds; and if all nodes together are too small, the job ends at once."""
+    """The longest time, in seconds, that the job waits for room in the cluster of `ray_address`. Set it if nodes are
+    added during the wait, because that can take minutes. null: 60 seconds, but a cluster that is too small ends the job
+    at once."""
     master_port: int = number(0, at_least=0, at_most=65535)
     """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
     broadcasts, meet. 0: any free ports."""
