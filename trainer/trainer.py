@@ -310,7 +310,7 @@ class Trainer:
         last = step == total
         stopping = self.stop.reason is not None and not last
         with self.timer("checkpoint_blocked"):
-            if stopping or last and self.schedule.enabled:
+            if stopping or last:
                 self._save_last(metrics)
             elif self.schedule.due(step):
                 self.save_checkpoint(metrics)

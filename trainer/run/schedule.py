@@ -23,11 +23,6 @@ class SaveSchedule:
         self._cost_s = 0.0
         self._duration_s = 0.0
 
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is saved."""
-        return self._interval != -1 or self._minutes > 0
-
     def measured(self, blocked_s: float, duration_s: float) -> None:
         """Record the cost of a save: seconds that training waited for it, and seconds from its begin to its commit."""
         self._cost_s = max(blocked_s, self._cost_s / 2)  # halving forgets an outlier within a few saves
