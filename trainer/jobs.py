@@ -68,9 +68,7 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
         with cluster or _cluster(cfg, device) as cluster, directory.settling(), DriverWatch(t, cluster):
             trainer = rollout_trainer(cfg, cluster, directory, prepare_model(cfg, cluster, stop), stop)
             trainer.fit()
-    best = "".join(f", best {name} {value:.3f}" for name, value in trainer.state.best.items() if name != "step")
-    shown = f"{best} at step {trainer.state.best['step']}" if best else ""
-    LOG.info(f"finished step {trainer.state.step} of {t.total_steps}{shown}")
+    LOG.info(f"finished step {trainer.state.step} of {t.total_steps}{_best_of(trainer)}")
     if cfg.logger.plot:
         final_report(t.run_dir)
 
@@ -95,9 +93,14 @@ def train_supervised(cfg: Config, device: str) -> None:
             trainer = supervised_trainer(cfg, cluster, directory, path, stop)
             trainer.fit()
             target = trainer.export_last()
-    LOG.info(f"finished supervised step {trainer.state.step} of {cfg.sft.steps}; model: {target}")
+    LOG.info(f"finished supervised step {trainer.state.step} of {cfg.sft.steps}{_best_of(trainer)}; model: {target}")
     if cfg.logger.plot:
         final_report(t.run_dir)
+
+
+def _best_of(trainer: Trainer) -> str:
+    best = "".join(f", best {name} {value:.3f}" for name, value in trainer.state.best.items() if name != "step")
+    return f"{best} at step {trainer.state.best['step']}" if best else ""
 
 
 def rollout_trainer(

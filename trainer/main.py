@@ -17,7 +17,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.metrics.best import find_best
-from trainer.metrics.names import is_metric
+from trainer.metrics.names import is_metric, pass_at
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.places import is_url
@@ -47,6 +47,10 @@ def _check_metrics(cfg: Config) -> None:
     named = {"best_metric": [cfg.trainer.best_metric], "diverged_above": cfg.trainer.diverged_above}
     for key, metrics in named.items():
         for metric in metrics:
+            if metric.startswith(pass_at("")) and metric != pass_at(cfg.rollout.val_n):
+                k = cfg.rollout.val_n
+                remedy = f"name {pass_at(k)}" if k > 0 else "set rollout.val_n to a number k, and name val/pass@<k>"
+                raise UserError(f"trainer.{key}={metric}: is not measured with rollout.val_n={k}; {remedy}")
             if not is_metric(metric):
                 raise UserError(f"trainer.{key}={metric}: there is no such metric; docs/metrics.md lists them")
 

@@ -18,6 +18,7 @@ from trainer.api.functions import write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
 from trainer.config.command_line import run_to_end
+from trainer.metrics.best import compared_by
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
 from trainer.places import absolute
 
@@ -36,7 +37,8 @@ def main() -> NoReturn:
     def job(config: Config) -> float | None:
         t = config.trainer
         places = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
-        report(**places, best_metric=t.best_metric, best_mode=t.best_mode)
+        metric, mode = compared_by(t.best_metric, t.best_mode, message["supervised"])
+        report(**places, best_metric=metric, best_mode=mode)
         write_functions(t.run_dir, message["pickles"])
         if message["supervised"]:
             from trainer.sft import train

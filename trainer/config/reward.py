@@ -49,7 +49,7 @@ class RewardConfig(Section):
     them. 1: it never ends for that, and a reward that fails on the first rows of the data is no reason not to start."""
     success_threshold: float = number(1.0)
     """A held-out completion with at least this reward is a success: `val/accuracy` is the share of successes, and
-    `val/pass@k` the share of prompts with at least one."""
+    `val/pass@<k>` the share of prompts with at least one."""
     store: bool = False
     """Store the results of all rewards by their content in `rewards.jsonl` of the run directory, and do not compute
     them again. The answers of `url` are always stored."""

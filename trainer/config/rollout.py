@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     top_k: int = number(-1, at_least=1, off=-1)
     """Keep this many of the most likely tokens. -1: all."""
     val_n: int = number(0, at_least=0)
-    """Validation also samples this many completions per prompt for `val/pass@k`. 0: greedy completions only."""
+    """Validation also samples this many completions per prompt for `val/pass@<k>`. 0: greedy completions only."""
     dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
     """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
     max_num_seqs: int = number(256, at_least=1)

@@ -157,7 +157,7 @@ class TrainerConfig(Section):
     best_metric: str = "val/accuracy"
     """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. While no
     held-out completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
-    `val/accuracy`."""
+    `val/accuracy`. In supervised training `val/accuracy` stands for the lowest `val/loss`."""
     best_mode: str = choice("max", ("max", "min"))
     """`max`: a higher `best_metric` is better. `min`: a lower one is."""
     resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"))

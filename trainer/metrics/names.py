@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
 from typing import NamedTuple
 
 
@@ -82,9 +82,9 @@ METRICS: dict[str, Metric] = {
         "Held-out prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
         "share",
     ),
-    "val/pass@k": Metric(
+    "val/pass@<k>": Metric(
         "Held-out prompts for which at least one of k sampled completions is a success (see `val/accuracy`); k is "
-        "`rollout.val_n`.",
+        "`rollout.val_n`: `val/pass@4` with 4. Runs of earlier versions logged it as `val/pass@k`.",
         "share",
     ),
     "sft/loss": Metric("Cross-entropy of the tokens to learn (supervised training).", "nats"),
@@ -127,7 +127,17 @@ METRICS: dict[str, Metric] = {
 
 def is_metric(name: str) -> bool:
     """Return whether runs log a metric of this name."""
-    return name in METRICS or any(fnmatchcase(name, known.replace("<name>", "?*")) for known in METRICS if "<" in known)
+    return any(re.fullmatch(_pattern(known), name) for known in METRICS)
+
+
+def pass_at(k: int | str) -> str:
+    """Return the name of pass@k."""
+    return f"val/pass@{k}"
+
+
+def _pattern(known: str) -> str:
+    """Return the expression that matches the names for which a key of `METRICS` stands."""
+    return re.escape(known).replace("<name>", ".+").replace("<k>", "[1-9][0-9]*")
 
 
 def reference() -> str:
@@ -170,7 +180,7 @@ def reference() -> str:
         "",
         "With `logger.validation`, `{run_dir}/validation/step_N.jsonl` holds all completions of a validation, one JSON "
         "object a line: `step`, `uid` (`val:` and the place of the row in the data), `number` (0: greedy; from 1 on: "
-        "those of `val/pass@k`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
+        "those of `val/pass@<k>`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
         "completion of an environment's episode goes from the first reply to the end), `answer`, `reward`, `rewards` "
         "(its parts) and `finish_reason`. A step that is replayed after a kill writes the same file again.",
     ]

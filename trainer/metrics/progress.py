@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.metrics.names import PHASES
+from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
 from trainer.output import LOG_FILE, messages_to
@@ -38,7 +38,8 @@ _CELLS = (
     ("tok/s", "perf/tokens_per_s", "6,.0f"),
     ("s/step", "time/step", "4,.1f"),
 )
-_ACCURACY, _REWARD = "val/accuracy", "val/reward/mean"
+_ACCURACY, _REWARD, _LOSS = "val/accuracy", "val/reward/mean", "val/loss"
+_LABELS = {_REWARD: "reward ", _LOSS: "loss "}
 
 
 class Progress:
@@ -129,9 +130,10 @@ class Progress:
         self._display.console.print(Text(text), soft_wrap=True)
 
     def _remember_val(self, metrics: Mapping[str, Any]) -> None:
-        for name in (_ACCURACY, _REWARD):
-            if (value := metrics.get(name)) is not None:
-                self._vals[name] = value, max(value, self._vals[name][1] if name in self._vals else value)
+        for name, value in metrics.items():
+            if value is not None and (name in (_ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at(""))):
+                best = min if name == _LOSS else max
+                self._vals[name] = value, best(value, self._vals[name][1] if name in self._vals else value)
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._completed:>{len(str(self._total))}}/{self._total}"]
@@ -144,12 +146,14 @@ class Progress:
 
         The mean reward takes the place of an accuracy that has always been 0 (see `trainer.run.best`).
         """
-        known = [name for name in (_ACCURACY, _REWARD) if name in self._vals]
+        known = [name for name in (_ACCURACY, _REWARD, _LOSS) if name in self._vals]
         if not known:
             return ""
         name = _REWARD if _REWARD in known and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else known[0]
         value, best = self._vals[name]
-        return f"{'reward ' if name == _REWARD else ''}{value:.3f} best {best:.3f}"
+        passes = [n for n in self._vals if n.startswith(pass_at(""))][-1:]  # the last: a resume may change k
+        others = "".join(f" {n.removeprefix('val/')} {self._vals[n][0]:.3f}" for n in passes)
+        return f"{_LABELS.get(name, '')}{value:.3f} best {best:.3f}{others}"
 
     def _left(self, label: str = "", unit: str = "") -> str:
         """The time left, from the mean of the last steps, whatever happened between them; empty before the first."""

@@ -8,11 +8,12 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
-from trainer.metrics.names import PHASES
+from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.output import guard_output
 
@@ -167,8 +168,9 @@ def _reward(axes: Axes, rows: Rows) -> None:
 
 def _accuracy(axes: Axes, rows: Rows) -> None:
     _line(axes, rows, "val/accuracy", "greedy", _ORANGE)
-    if any("val/pass@k" in row for row in rows):
-        _line(axes, rows, "val/pass@k", "pass@k", _PURPLE)
+    passes = sorted({name for row in rows for name in row if name.startswith(pass_at(""))})  # a resume may change k
+    for name, colour in zip(passes, cycle((_PURPLE, _GREEN, _SKY, _RED))):  # noqa: B905, the colours do not end
+        _line(axes, rows, name, name.removeprefix("val/"), colour)
     values = _series(rows, "val/accuracy")[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
     title = f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-ACCURACY = "val/accuracy"
+from trainer.metrics.best import ACCURACY
+
 INSTEAD = "val/reward/mean"
 """The metric that steps are compared by until one has an accuracy above 0."""
 

@@ -19,6 +19,7 @@ from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.metrics.best import compared_by
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.output import LOG_FILE
 from trainer.run import lineage, record
@@ -46,14 +47,13 @@ class RunDirectory:
         self.cfg = cfg
         self.supervised = supervised
         t = cfg.trainer
+        metric, mode = compared_by(t.best_metric, t.best_mode, supervised)
         store = open_tiers(t.ckpt_path, t.ckpt_local_dir, t.ckpt_local_copies)
         self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_timeout_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             store,
-            Retention(
-                t.max_ckpts_to_keep, t.keep_every, t.keep_best, t.best_mode, t.best_metric, instead_of(t.best_metric)
-            ),
+            Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, mode, metric, instead_of(metric)),
             t.verify_checkpoint,
             fence=self.claim.check,
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),

@@ -26,6 +26,7 @@ from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.fleet import Fleet
 from trainer.metrics.best import find_best
+from trainer.metrics.names import pass_at
 from trainer.metrics.samples import Transcript, draw, split_conversation, write_validation
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
@@ -325,8 +326,8 @@ class RolloutSource:
         if k > 0:
             attempts = [self._held_out_attempt(p, step, 1 + j) for p in prompts for j in range(k)]
             sampling = self._sampling(r.temperature or 1.0, r.top_p, r.top_k)
-            sampled, scores = self._play(attempts, sampling, prompts, f"pass@k of step {step}")
-            metrics["val/pass@k"] = float((np.reshape(scores.rewards, (-1, k)) >= threshold).any(axis=1).mean())
+            sampled, scores = self._play(attempts, sampling, prompts, f"pass@{k} of step {step}")
+            metrics[pass_at(k)] = float((np.reshape(scores.rewards, (-1, k)) >= threshold).any(axis=1).mean())
             transcripts += self._held_out_transcripts(sampled, scores, first=1)
         if self.cfg.logger.validation:
             write_validation(self.cfg.trainer.run_dir, step, transcripts, self._fence)

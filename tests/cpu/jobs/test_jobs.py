@@ -53,7 +53,7 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
         assert set(rows[2]) >= STEP_METRICS | {
             "val/accuracy",
             "val/reward/mean",
-            "val/pass@k",
+            "val/pass@2",
             "time/checkpoint_blocked",
         }
         assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])

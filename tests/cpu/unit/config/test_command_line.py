@@ -72,6 +72,12 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["trainer.allow_config_change=[nothing]"], "trainer.allow_config_change=.*no key or section nothing"),
         (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),
         (["trainer.run_dir=x", "trainer.best_metric=accuracy"], "trainer.best_metric=accuracy: there is no such"),
+        (
+            ["trainer.run_dir=x", "trainer.best_metric=val/pass@k"],
+            "val/pass@k: .* rollout.val_n=0; set rollout.val_n to",
+        ),
+        (["trainer.run_dir=x", "trainer.best_metric=val/pass@k", "rollout.val_n=4"], "; name val/pass@4$"),
+        (["trainer.run_dir=x", "trainer.best_metric=val/pass@8", "rollout.val_n=4"], "; name val/pass@4$"),
         (["trainer.run_dir=x", "+trainer.diverged_above={a: 1}"], "trainer.diverged_above=a: there is no such metric"),
     ],
 )

@@ -20,6 +20,25 @@ def test_the_docs_are_fresh():
     assert (ROOT / "docs" / "metrics.md").read_text() == names.reference() + "\n", "run `make docs`"
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("val/pass@4", True),
+        ("val/pass@16", True),
+        ("val/pass@k", False),
+        ("val/pass@0", False),
+        ("val/pass@<k>", False),
+        ("reward/mean", True),
+        ("reward/length/mean", True),
+        ("reward//mean", False),
+        ("reward/<name>/std", False),
+        ("Xreward/mean", False),
+    ],
+)
+def test_names_with_a_part_that_the_run_chooses_are_known(name, known):
+    assert names.is_metric(name) == known
+
+
 def test_every_phase_is_a_metric():
     assert all(f"time/{phase}" in names.METRICS for phase in names.PHASES)
 

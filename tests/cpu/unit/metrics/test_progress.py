@@ -42,7 +42,17 @@ def test_the_best_validation_of_earlier_processes_counts(capsys):
 def test_a_supervised_run_shows_its_loss(capsys):
     with Progress(3) as progress:
         progress.update(1, {"sft/loss": 1.25})
-    assert capsys.readouterr().out.startswith("step 1/3  loss  1.250")
+        progress.update(2, {"sft/loss": 1.0, "val/loss": 1.5})
+        progress.update(3, {"sft/loss": 0.5, "val/loss": 2.0})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/3  loss  1.250  left")
+    assert "val loss 1.500 best 1.500" in second and "val loss 2.000 best 1.500" in third
+
+
+def test_pass_at_k_is_shown_with_its_k(capsys):
+    with Progress(3, history=[{"step": 0, "val/accuracy": 0.1, "val/pass@2": 0.2}]) as progress:
+        progress.update(1, {"val/accuracy": 0.3, "val/pass@4": 0.5})
+    assert "val 0.300 best 0.300 pass@4 0.500" in capsys.readouterr().out
 
 
 def test_the_mean_reward_is_shown_while_nothing_has_succeeded(capsys):

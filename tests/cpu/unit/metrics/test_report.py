@@ -58,6 +58,14 @@ def test_the_report_takes_what_there_is(tmp_path):
     report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
 
 
+@pytest.mark.parametrize("name", ["val/pass@4", "val/pass@k"])
+def test_the_report_shows_pass_at_k_of_this_and_of_earlier_versions(name, tmp_path):
+    rows = [step_metrics(step) | {"val/accuracy": 0.5} for step in range(1, 6)]
+    assert report_of(tmp_path / "a" / "run", rows) != report_of(
+        tmp_path / "b" / "run", [row | {name: 0.7} for row in rows]
+    )
+
+
 def test_the_report_marks_incidents(tmp_path):
     rows = [step_metrics(step) for step in range(1, 6)]
     plain = report_of(tmp_path / "plain" / "run", rows)

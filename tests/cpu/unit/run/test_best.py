@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.runs import settings
+from trainer.metrics.best import compared_by
 from trainer.run.best import better, compared_metric, instead_of
+from trainer.run.directory import RunDirectory
 
 
 def best_of(rows: list[dict[str, float]], metric: str = "val/accuracy", mode: str = "max") -> dict[str, float]:
@@ -39,9 +42,24 @@ def test_another_metric_is_compared_as_it_is(mode, step):
     assert best_of(rows, "policy/kl", mode) == {"policy/kl": rows[step]["policy/kl"], "step": step}
 
 
+def test_a_supervised_run_is_compared_by_the_held_out_loss_unless_it_names_a_metric():
+    assert compared_by("val/accuracy", "max", supervised=True) == ("val/loss", "min")
+    assert compared_by("val/accuracy", "max", supervised=False) == ("val/accuracy", "max")
+    assert compared_by("sft/loss", "max", supervised=True) == ("sft/loss", "max")
+
+
 def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
     assert instead_of("val/accuracy") == "val/reward/mean"
     assert instead_of("reward/mean") == "reward/mean"
     assert compared_metric({"val/reward/mean": 0.6}, "val/accuracy", line(0.0, 0.5)) == "val/reward/mean"
     assert compared_metric({"val/accuracy": 0.6}, "val/accuracy", line(0.0, 0.5)) == "val/accuracy"
     assert compared_metric({}, "val/accuracy", line(0.1, 0.5)) == "val/accuracy"
+
+
+def test_checkpoints_of_a_supervised_run_are_kept_by_the_held_out_loss(tmp_path):
+    cfg = settings(tmp_path, keep_best=1, max_ckpts_to_keep=1)
+    rules = [RunDirectory(cfg, supervised=supervised).checkpoints.retention for supervised in (False, True)]
+    assert [(one.best_metric, one.instead, one.best_mode) for one in rules] == [
+        ("val/accuracy", "val/reward/mean", "max"),
+        ("val/loss", "val/loss", "min"),
+    ]
