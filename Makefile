@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml uv.lock tools/install.py
 	@$(PYTHON) tools/install.py $(EXTRA)
 
 demo: setup  ## train the embedded default with GRPO
-	$(BIN)/python -m trainer.main $(ARGS)
+	$(BIN)/python -m trainer train $(ARGS)
 
 test: setup  ## the CPU tests
 	$(BIN)/python -m pytest tests/cpu -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

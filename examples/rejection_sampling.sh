@@ -9,13 +9,13 @@ case "$*" in
   *experiment=*smoke*) out="outputs/smoke/rejection_sampling-$(date +%Y%m%d-%H%M%S)" steps=120 ;;
   *) out=outputs/rejection_sampling steps=220 ;;
 esac
-python -m trainer.sft sft.steps=$steps trainer.val_interval=60 trainer.ckpt_interval=60 \
+python -m trainer sft sft.steps=$steps trainer.val_interval=60 trainer.ckpt_interval=60 \
   trainer.run_name=rejection_start trainer.run_dir="$out/start" trainer.resume_mode=latest "$@"
 model="$(ls -d "$out"/start/exports/global_step_*/policy | sort -V | tail -n 1)"
-python -m trainer.main trainer.total_steps=8 trainer.val_interval=8 trainer.run_name=rejection_rollouts \
+python -m trainer train trainer.total_steps=8 trainer.val_interval=8 trainer.run_name=rejection_rollouts \
   trainer.run_dir="$out/rollouts" trainer.resume_mode=latest "$@" model.path="$model" \
   trainer.policy.optimizer.lr=0 logger.rollouts=true
 files="$(printf '%s,' "$out"/rollouts/rollouts/*.jsonl)"
-python -m trainer.sft sft.steps=60 sft.optimizer.lr=5e-4 sft.min_reward=1 sft.max_weight=5 \
+python -m trainer sft sft.steps=60 sft.optimizer.lr=5e-4 sft.min_reward=1 sft.max_weight=5 \
   trainer.ckpt_interval=60 trainer.run_name=rejection trainer.run_dir="$out/learnt" trainer.resume_mode=latest "$@" \
   model.path="$model" sft.source=rollouts data.generator=null "data.train_files=[${files%,}]" trainer.val_interval=-1

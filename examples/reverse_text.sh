@@ -6,8 +6,8 @@ case "$*" in
   *experiment=*smoke*) out="outputs/smoke/reverse_text-$(date +%Y%m%d-%H%M%S)" ;;
   *) out=outputs/reverse_text ;;
 esac
-python -m trainer.sft data=reverse_text sft.steps=180 trainer.val_interval=60 trainer.ckpt_interval=60 \
+python -m trainer sft data=reverse_text sft.steps=180 trainer.val_interval=60 trainer.ckpt_interval=60 \
   trainer.run_name=reverse_text_supervised trainer.run_dir="$out/supervised" trainer.resume_mode=latest "$@"
 model="$(ls -d "$out"/supervised/exports/global_step_*/policy | sort -V | tail -n 1)"
-python -m trainer.main data=reverse_text trainer.run_name=reverse_text_grpo trainer.run_dir="$out/grpo" \
+python -m trainer train data=reverse_text trainer.run_name=reverse_text_grpo trainer.run_dir="$out/grpo" \
   trainer.resume_mode=latest "$@" model.path="$model"

@@ -31,7 +31,7 @@ An advantage estimator or policy loss of your own is given by import path, with 
 LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
 nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
 adapters is the reference. The frozen weights are held in the precision of the forward pass (bfloat16 on GPUs), and a
-job's own merged export has them so; `python -m trainer.checkpoint export` merges into the files of `model.path`."""
+job's own merged export has them so; `trainer checkpoint export` merges into the files of `model.path`."""
 
 
 def section(name: str, key: str, doc: str, options: Iterable[str] = (), function: Callable | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m trainer.compare RUN...`: a table of runs, and a picture of their curves."""
+"""`trainer compare RUN...`: a table of runs, and a picture of their curves."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs of the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.compare", description="Compare runs.")
+    guard_output()
+    parser = argparse.ArgumentParser(prog="trainer compare", description="Compare runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
     parser.add_argument("--out", default="compare.png", help="picture of the curves (default: %(default)s)")
@@ -205,5 +206,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    guard_output()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m trainer.diagnose RUN_DIR`: what happened to a run, what is known to be good, and the next command.
+"""`trainer diagnose RUN_DIR`: what happened to a run, what is known to be good, and the next command.
 
 It needs no torch, no Ray and no GPU, and changes nothing, so it may be used on a login node while the job runs.
 """
@@ -31,15 +31,16 @@ _SHOWN = 10
 _MEMBERS = ("rank", "engine")
 _SUSPECT = 2  # incidents of a node after which it counts as bad
 _RESUME = "trainer.resume_mode="
+_MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
 _START = {"command": [str], "directory": str, "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}}}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print what is known about a run; returns 0, or 2 if the directory holds no run."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.diagnose", description=__doc__)
+    guard_output()
+    parser = argparse.ArgumentParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
     run_dir = parser.parse_args(argv).run_dir
-    guard_output()
     try:
         lines = diagnose(run_dir)
     except (UserError, OSError) as error:
@@ -60,7 +61,7 @@ def diagnose(run_dir: str) -> list[str]:
         raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
     rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
     step = rows[-1]["step"] if rows else 0
-    total, supervised = _total_steps(start)
+    total = _total_steps(start)
     good, checkpoints = _checkpoints(run_dir, start)
     running, gone = holder(run_dir)
     last_words = _last_words(run_dir)
@@ -74,7 +75,7 @@ def diagnose(run_dir: str) -> list[str]:
     if suspects:
         lines += ["bad nodes  " + ", ".join(f"{node} ({reason})" for node, reason in suspects.items())]
     finished = good == total and not running
-    lines += ["next       " + _advice(start, running, finished, incidents, supervised, last_words)]
+    lines += ["next       " + _advice(start, running, finished, incidents, last_words)]
     return lines
 
 
@@ -103,11 +104,21 @@ def _last_start(run_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def _total_steps(start: dict[str, Any]) -> tuple[int, bool]:
-    """Return the steps of the run, and whether it is supervised training."""
-    supervised = "trainer.sft" in start["command"]
+def _total_steps(start: dict[str, Any]) -> int:
     sft = start["config"].get("sft", {}).get("steps")
-    return (sft if supervised and is_count(sft) else start["config"]["trainer"]["total_steps"]), supervised
+    supervised = _command(start)[:2] == ["trainer", "sft"]
+    return sft if supervised and is_count(sft) else start["config"]["trainer"]["total_steps"]
+
+
+def _command(start: dict[str, Any]) -> list[str]:
+    """Return the command of a start as a user gives it; as it was recorded if it was not on the command line."""
+    words = start["command"]
+    for i, word in enumerate(words):
+        if word in _MODULES:
+            return ["trainer", _MODULES[word], *words[i + 1 :]]
+        if os.path.basename(word) == "trainer" and words[i + 1 : i + 2] in [[name] for name in _MODULES.values()]:
+            return ["trainer", *words[i + 1 :]]
+    return words
 
 
 def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
@@ -136,7 +147,7 @@ def _newest(place: str) -> tuple[int, list[str]]:
         except DamagedError as error:
             lines.append(f"{path}: DAMAGED ({str(error).removeprefix(f'{path}: ')})")
             continue
-        check = "sizes agree; `python -m trainer.checkpoint verify` reads all bytes"
+        check = "sizes agree; `trainer checkpoint verify` reads all bytes"
         if checkpoint.nodes:
             check = f"on the disks of {', '.join(sorted(checkpoint.nodes))}"
         return step, [*lines, f"{path}, saved at {checkpoint.manifest['saved_at']} ({check})"]
@@ -177,7 +188,6 @@ def _advice(
     running: str | None,
     finished: bool,
     incidents: list[Incident],
-    supervised: bool,
     last_words: str,
 ) -> str:
     if running:
@@ -189,10 +199,7 @@ def _advice(
         again = "change what the sentence above names, then: "
     else:
         again = ""
-    module = "trainer.sft" if supervised else "trainer.main"
-    arguments = start["command"]
-    if module in arguments:
-        arguments = ["python", "-m", module, *arguments[arguments.index(module) + 1 :]]
+    arguments = _command(start)
     if not any(argument.lstrip("+").startswith(_RESUME) for argument in arguments):
         arguments = [*arguments, f"{_RESUME}latest"]
     address = start["config"]["trainer"].get("ray_address")

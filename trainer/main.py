@@ -1,4 +1,4 @@
-"""`python -m trainer.main`: compose, validate, connect Ray, train."""
+"""`trainer train`: compose, validate, connect Ray, train."""
 
 from __future__ import annotations
 
@@ -137,5 +137,10 @@ def best_value(cfg: Config) -> float | None:
     return best and best.value
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train as the command line says; ends the process."""
     run_app(train)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ Modules tell the user something with `LOG = logging.getLogger(__name__)`: `LOG.i
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -182,7 +183,8 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 class _LenientFile(io.FileIO):
-    """A file whose writes never fail. Data that cannot be written is dropped; for stdout, stderr says so once."""
+    """A file whose writes never fail. Data that cannot be written is dropped; for stdout, stderr says so once, unless
+    its reader has closed the pipe."""
 
     _warned = False
 
@@ -196,7 +198,8 @@ class _LenientFile(io.FileIO):
                 else:
                     left = left[written:]
         except OSError as error:
-            if self.fileno() == 1 and not self._warned:
+            is_closed_pipe = error.errno == errno.EPIPE  # as in `trainer checkpoint show RUN | head`
+            if self.fileno() == 1 and not self._warned and not is_closed_pipe:
                 self._warned = True
                 with contextlib.suppress(OSError):
                     os.write(2, f"WARNING: stdout cannot be written ({error.strerror}); text is lost\n".encode())

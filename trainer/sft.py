@@ -1,4 +1,4 @@
-"""`python -m trainer.sft`: the command line of `trainer.main` for a supervised run."""
+"""`trainer sft`: the command line of `trainer.main` for a supervised run."""
 
 from __future__ import annotations
 
@@ -24,5 +24,10 @@ def train(cfg: Config) -> float | None:
     return best_value(cfg)
 
 
+def main() -> None:
+    """Train on examples as the command line says; ends the process."""
+    run_app(train, "sft")
+
+
 if __name__ == "__main__":
-    run_app(train)
+    main()

@@ -58,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "main": {"jobs", "run", "metrics", "algorithms", "parallel"},
     "sft": {"main", "jobs", "metrics"},
     "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
+    "__main__": set(),
 }  # fmt: skip
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
 MAY = {"config": {"hydra", "omegaconf"}, "sweeps": {"hydra", "omegaconf"}, "cluster": {"ray"}, "generation": {"vllm"}}
@@ -132,7 +133,8 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
 
 
 @pytest.mark.parametrize(
-    "module", ["trainer.config", "trainer.main", "trainer.sft", "trainer.api.running", "trainer.diagnose"]
+    "module",
+    ["trainer.__main__", "trainer.config", "trainer.main", "trainer.sft", "trainer.api.running", "trainer.diagnose"],
 )
 def test_help_needs_no_torch(module):
     """And signals are heard before it is imported, which takes seconds."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from hydra.core.override_parser.types import Override
 
 from tests.cpu.test_architecture import ALLOWED
 from tools.algorithms_doc import page
+from trainer.__main__ import COMMANDS, JOBS
 from trainer.algorithms.check import check_functions
 from trainer.config import Config, compose, valid_keys
 
@@ -23,10 +27,10 @@ DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
-# Stands in for `python`: writes one line a call, its arguments separated by tabs, and makes the export and the name of
-# the checkpoint for the next command of a script. It fails when the user's PYTHONPATH is lost.
+# Stands in for `python` and `trainer`: writes one line a call, its words separated by tabs, and makes the export
+# and the name of the checkpoint for the next command of a script. It fails when the user's PYTHONPATH is lost.
 STUB = r"""#!/usr/bin/env bash
-(IFS=$'\t'; printf "%s\n" "$*") >> "$CALLS"
+(IFS=$'\t'; printf "%s\n" "${0##*/}"$'\t'"$*") >> "$CALLS"
 for argument; do
   case "$argument" in
     trainer.run_dir=*) run="${argument#*=}"; mkdir -p "$run/exports/global_step_3/policy" "$run/checkpoints"
@@ -42,18 +46,20 @@ def code_blocks(text: str) -> str:
 
 
 def commands(document: Path) -> list[str]:
-    """Shell commands that start the trainer, in code blocks and in running text."""
+    """Shell commands of the trainer, in code blocks and in running text. Those with placeholders are left out."""
     text = document.read_text()
     lines = code_blocks(text).replace("\\\n", " ").splitlines()
-    return [line for line in lines + re.findall(r"`([^`\n]+)`", text) if re.search(r"-m trainer\.(main|sft)", line)]
+    words = [line for line in re.findall(r"`([^`\n]+)`", text) if not re.search(r"[…|]|[A-Z]{3}|\.\.\.| \w+$", line)]
+    return [line for line in lines + words if re.match(r"(python -m )?trainer[. ]\w+ ", line)]
 
 
 def calls(tmp_path: Path, *bash: str) -> list[list[str]]:
-    """What a shell command would have handed to Python, by running it with a stub in Python's place."""
+    """The commands that a shell command gives, by running it with stubs in the place of the programs."""
+    (tmp_path / "bin").mkdir()
     stub, log = tmp_path / "bin/python", tmp_path / "calls"
-    stub.parent.mkdir()
     stub.write_text(STUB)
     stub.chmod(0o755)
+    (tmp_path / "bin/trainer").symlink_to(stub)
     own = {"CALLS": str(log), "USERS_OWN": str(tmp_path / "modules"), "PYTHONPATH": str(tmp_path / "modules")}
     environment = {**os.environ, **own, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
     subprocess.run(["bash", *bash], cwd=tmp_path, env=environment, check=True, timeout=30)
@@ -67,19 +73,46 @@ def values_of(override: Override) -> list[str]:
     return list(override.sweep_string_iterator())
 
 
-def check(arguments: list[str]) -> None:
-    """Compose the overrides of one call, each value of a sweep on its own."""
-    assert arguments[:1] == ["-m"] and arguments[1] in ("trainer.main", "trainer.sft"), arguments
-    plain = [argument for argument in arguments[2:] if "=" in argument and not argument.startswith("-")]
+def command_and_arguments(words: list[str]) -> tuple[str, list[str]]:
+    """The command of `trainer` and its arguments, in any of the forms of a call."""
+    if words[:2] == ["python", "-m"]:
+        modules = {module.removesuffix(".__main__"): name for name, (module, _) in COMMANDS.items()}
+        words = ["trainer", modules[words[2]], *words[3:]] if words[2] in modules else words[2:]
+    assert words[0] == "trainer" and words[1] in COMMANDS, words
+    return words[1], words[2:]
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose the overrides of a job, each value of a sweep on its own. Parse the arguments of other commands."""
+    command, arguments = command_and_arguments(words)
+    if command not in JOBS:
+        return check_arguments(command, arguments, monkeypatch)
+    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(plain)
     parsed = [override for override in parsed if not override.is_hydra_override()]
     fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
     check_functions(compose(fixed))
     for override in parsed:
         if override.is_sweep_override():
-            assert "-m" in arguments[2:], f"{override.input_line} sweeps without -m"
+            assert {"-m", "--multirun"} & set(arguments), f"{override.input_line} sweeps without -m"
             for value in values_of(override):
                 check_functions(compose([*fixed, f"{override.key_or_group}={value}"]))
+
+
+def check_arguments(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command read its arguments, and no more."""
+    read: list[argparse.Namespace] = []
+
+    def parse(parser: argparse.ArgumentParser, given: list[str] | None = None, *_: object) -> argparse.Namespace:
+        read.append(real(parser, given))
+        raise KeyboardInterrupt
+
+    real = argparse.ArgumentParser.parse_args
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", [f"trainer {command}", *arguments])
+        import_module(COMMANDS[command][0]).main()
+    assert read
 
 
 @pytest.mark.parametrize(
@@ -87,27 +120,28 @@ def check(arguments: list[str]) -> None:
     [path for path in DOCUMENTS if path.stem != "extending"],  # see test_extending_docs.py
     ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_commands_in_the_documents_compose(document, tmp_path):
+def test_commands_in_the_documents_are_understood(document, tmp_path, monkeypatch):
     lines = commands(document)
     if document == README:
         assert len(lines) > 8, "the commands are no longer found"
     if lines:
         made = calls(tmp_path, "-c", "\n".join(lines))
         assert len(made) == len(lines)
-        for arguments in made:
-            check(arguments)
+        for words in made:
+            check(words, monkeypatch)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_overrides_reach_every_stage_of_an_example(script, tmp_path):
+def test_overrides_reach_every_stage_of_an_example(script, tmp_path, monkeypatch):
     """The script keeps PYTHONPATH, too (see `STUB`)."""
     made = calls(tmp_path, str(script), "experiment=smoke", "trainer.seed=7")
-    stages = [arguments for arguments in made if arguments[1] != "trainer.checkpoint"]
+    stages = [words for words in made if command_and_arguments(words)[0] in JOBS]
     assert stages
-    for arguments in stages:
-        assert {"experiment=smoke", "trainer.seed=7"} <= set(arguments)
-        check(arguments)
-        for override in arguments:
+    for words in made:
+        check(words, monkeypatch)
+    for words in stages:
+        assert {"experiment=smoke", "trainer.seed=7"} <= set(words)
+        for override in words:
             key, _, value = override.partition("=")
             assert key != "trainer.run_dir" or value.startswith("outputs/smoke/")
 

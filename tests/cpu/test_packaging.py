@@ -162,6 +162,23 @@ def test_installed_package_runs_from_any_directory(wheel, tmp_path):
     assert "ckpt_interval: 10" in result.stdout
 
 
+@needs_uv
+@needs_hatchling
+def test_installed_package_has_the_command(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install = [UV, "pip", "install", "--offline", "--no-deps", "--python", sys.executable, "--target", site, wheel]
+    installed = run(*install, cwd=elsewhere, UV_CACHE_DIR=str(tmp_path / "cache"))
+    assert installed.returncode == 0, installed.stderr
+    trainer = site / "bin/trainer"
+    version = run(trainer, "--version", cwd=elsewhere, PYTHONPATH=str(site))
+    assert version.stdout == f"trainer {PYPROJECT['project']['version']}\n", version.stderr
+    (elsewhere / "my_rewards.py").write_text("def score(completion): return 0.0\n")
+    words = ["train", "--cfg", "job", "-p", "reward.name", "reward.name=my_rewards:score"]
+    printed = run(trainer, *words, cwd=elsewhere, PYTHONPATH=str(site))
+    assert printed.stdout == "my_rewards:score\n", printed.stdout + printed.stderr
+
+
 # Set-up: uv is told where pip would look
 
 

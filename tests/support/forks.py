@@ -159,7 +159,9 @@ def fork_clusters() -> None:
 
 def run_module(module: str, *arguments: str) -> None:
     """Do what `python -m module arguments` does."""
-    if module in ("trainer.main", "trainer.sft"):
+    from trainer.__main__ import JOBS
+
+    if module in ("trainer.main", "trainer.sft") or [module, *arguments[:1]] in [["trainer", job] for job in JOBS]:
         fork_clusters()
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, "-m", *sys.argv]
@@ -277,11 +279,12 @@ class ForkServer:
         return ForkedCommand(link, reader)
 
     def write_python(self, directory: Path) -> None:
-        """Write a program `python` that lets this server do what `python -m MODULE ARGUMENTS` does."""
-        program = directory / "python"
+        """Write programs `python` and `trainer`, which let this server do what `python -m MODULE ARGUMENTS` does."""
         client = [sys.executable, "-S", "-E", str(_ROOT / "tests/support/forked_python.py"), self._path]
-        program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-        program.chmod(0o755)
+        for name, words in (("python", client), ("trainer", [*client, "-m", "trainer"])):
+            program = directory / name
+            program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            program.chmod(0o755)
 
     def _close(self, directory: str) -> None:
         assert self._process.stdin is not None

@@ -62,7 +62,7 @@ def train(
     environment: type | Function | None = None,
     supervised: bool = False,
 ) -> RunResult:
-    """Do what `python -m trainer.main OVERRIDES` does, and return the result of the run.
+    """Do what `trainer train OVERRIDES` does, and return the result of the run.
 
     Works in scripts, with or without a `__main__` guard, and in notebooks. SIGTERM, SIGUSR1 and Ctrl-C let the run
     finish its step, save and stop. If this process is killed, the run ends with it.
@@ -73,7 +73,7 @@ def train(
             `reward.name`, `algorithm.advantage_estimator`, `algorithm.policy_loss`, `data.curriculum` or
             `environment.name`, or its name. `reward` may be a list, as `reward.name` may. A function of a module is
             imported where it is used. Any other function is copied, with all that it refers to.
-        supervised: train on examples, as `python -m trainer.sft` does.
+        supervised: train on examples, as `trainer sft` does.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.

@@ -1,4 +1,4 @@
-"""`python -m trainer.checkpoint`: show, verify, compare, export and delete checkpoints.
+"""`trainer checkpoint`: show, verify, compare, export and delete checkpoints.
 
 It needs no Ray and no GPU, and only `diff` and `export` need torch, so it answers quickly on a login node.
 """
@@ -29,6 +29,7 @@ from trainer.places import is_url
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 success, 1 a checkpoint is damaged, 2 bad input."""
+    guard_output()
     args = _parser().parse_args(argv)
     try:
         for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="trainer checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, help: str, *arguments: tuple[str, str]) -> argparse.ArgumentParser:
@@ -304,5 +305,4 @@ def _age(saved_at: str) -> str:
 
 
 if __name__ == "__main__":
-    guard_output()
     sys.exit(main())

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Job = Callable[[Config], float | None]
 """Returns the best value of `trainer.best_metric`, for sweepers that look for the best job."""
 
-_HELP = """usage: python -m trainer.{program} [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAG ...]
+_HELP = """usage: trainer {command} [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAG ...]
 
 Groups, each a set of values for some keys:
 {groups}
@@ -82,11 +82,15 @@ class Outcome:
             LOG_FILE.write(self.shown)
 
 
-def run_app(job: Job) -> None:
-    """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`."""
+def run_app(job: Job, command: str = "train") -> None:
+    """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`.
+
+    Args:
+        command: for the help.
+    """
     guard_output()
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(_help(), end="")
+        print(_help(command), end="")
         return
     if (section := _section_to_print()) is not None:
         job = functools.partial(_print_config, section)
@@ -183,11 +187,10 @@ def _refuse_dashes() -> None:
             raise UserError(f"{word}: keys have no dashes before them; write {key}={value or 'VALUE'}")
 
 
-def _help() -> str:
+def _help(command: str) -> str:
     # Hydra's own help takes seconds: it composes the schema once for each group.
-    program = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     groups = [f"  {group}: {', '.join(choices)}" for group, choices in _groups().items()]
-    return _HELP.format(program=program, groups="\n".join(groups), sections=", ".join(valid_keys()))
+    return _HELP.format(command=command, groups="\n".join(groups), sections=", ".join(valid_keys()))
 
 
 def _groups() -> dict[str, list[str]]:

@@ -123,7 +123,7 @@ def to_config(dict_config: Any) -> Config:
 
 
 def compose(overrides: list[str] | None = None) -> Config:
-    """The validated config that `python -m trainer.main OVERRIDES` would run with."""
+    """The validated config that `trainer train OVERRIDES` would run with."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 

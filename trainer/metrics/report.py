@@ -1,4 +1,4 @@
-"""The picture of a run: `python -m trainer.metrics.report RUN_DIR` draws `RUN_DIR/report.png`."""
+"""The picture of a run: `trainer report RUN_DIR` draws `RUN_DIR/report.png`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ def final_report(run_dir: str) -> None:
     try:
         LOG.info("report: %s", write_report(run_dir))
     except (OSError, UserError) as error:
-        LOG.warning("no report was drawn (%s); `python -m trainer.metrics.report %s` draws it", error, run_dir)
+        LOG.warning("no report was drawn (%s); `trainer report %s` draws it", error, run_dir)
 
 
 _STYLE = {
@@ -239,11 +240,18 @@ _PANELS: tuple[tuple[str, Callable[[Axes, Rows], None]], ...] = (
 )
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Draw the report of the run on the command line; returns the exit status."""
     guard_output()
-    parser = argparse.ArgumentParser(prog="python -m trainer.metrics.report", description="Draw RUN_DIR/report.png.")
+    parser = argparse.ArgumentParser(prog="trainer report", description="Draw RUN_DIR/report.png.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
     try:
         print(write_report(parser.parse_args().run_dir))
     except (UserError, OSError) as error:
-        parser.error(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

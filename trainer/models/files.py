@@ -29,7 +29,7 @@ def resolve_model_path(path: str) -> str:
             inside = [file for pattern in below for file in sorted(glob.glob(pattern))]
             instead = f"; {os.path.dirname(inside[-1])} has one" if inside else ""
             if os.path.exists(os.path.join(path, "manifest.json")):
-                instead = f"; it is a checkpoint: python -m trainer.checkpoint export {path} DIRECTORY makes one of it"
+                instead = f"; it is a checkpoint: trainer checkpoint export {path} DIRECTORY makes one of it"
             raise UserError(
                 f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model{instead}"
             )

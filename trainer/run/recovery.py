@@ -129,7 +129,7 @@ class Recovery:
         if good is None:
             advice = f"no checkpoint is from before that, so start a new run, for example with {lower}"
         else:
-            command = f"python -m trainer.checkpoint rollback {shlex.quote(self._run_dir)} --to {good}"
+            command = f"trainer checkpoint rollback {shlex.quote(self._run_dir)} --to {good}"
             advice = (
                 f"`{command}` goes back; then change a setting in the command, for example {lower}, and add "
                 f"trainer.allow_config_change=[{self._optimizer}.lr] and trainer.resume_mode=latest"

@@ -76,7 +76,7 @@ class ReplayAudit:
                 for jump in jumps(metrics, self._history):
                     LOG.warning(
                         "after the resume, %s; if the next steps do not return to what was before, go back with "
-                        "`python -m trainer.checkpoint rollback`",
+                        "`trainer checkpoint rollback`",
                         jump,
                     )
             return None

@@ -150,7 +150,7 @@ def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Ch
     if newer:
         raise UserError(
             f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "
-            f"`python -m trainer.checkpoint rollback {os.path.dirname(path)} --to {checkpoint.step}`, or fork into "
+            f"`trainer checkpoint rollback {os.path.dirname(path)} --to {checkpoint.step}`, or fork into "
             "another trainer.run_name"
         )
     return checkpoint

@@ -71,7 +71,7 @@ class SweepCallback(Callback):
             try:
                 compare_runs(sorted(runs), os.path.join(directory, "sweep.png"))
             except (UserError, OSError) as error:
-                LOG.warning("the jobs were not compared (%s); `python -m trainer.compare RUN…` does it", error)
+                LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` does it", error)
 
 
 def _continue_study(sweeper: DictConfig, directory: str, resumes: bool) -> None:

@@ -18,9 +18,7 @@ from tests.support.jobs import environment, left_running, metrics
 from tests.support.judges import Answer, Server, serving
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = re.findall(
-    r"`((?:bash examples/|python -m trainer\.)[^`]*)` \|$", (ROOT / "examples/README.md").read_text(), re.M
-)
+COMMANDS = re.findall(r"`((?:bash examples/|trainer )[^`]*)` \|$", (ROOT / "examples/README.md").read_text(), re.M)
 ON_GPUS = [command for command in COMMANDS if "experiment=" in command]
 ON_CPU = [command for command in COMMANDS if command not in ON_GPUS]
 # Plain processes and transformers start sooner, and few supervised steps are enough for rewards that differ.

@@ -211,7 +211,7 @@ def test_an_export_is_the_trained_policy(tmp_path):
 
 
 def tool(*args: str, status: int = 0):
-    """What `python -m trainer.checkpoint` prints, as JSON with `--json`."""
+    """What `trainer checkpoint` prints, as JSON with `--json`."""
     done = run_forked("trainer.checkpoint", args, Path(__file__).parent, environment(), timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in args else done.stdout

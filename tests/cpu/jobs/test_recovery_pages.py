@@ -18,13 +18,13 @@ from trainer.models.tiny import build_tiny
 ROOT = Path(__file__).parents[3]
 PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("recovery", "checkpoints")]
 
-# Stands in for `python`: adds to the commands that train what makes the run small, and two steps more each time.
-PYTHON = """#!/usr/bin/env bash
-if [[ "$2" == trainer.main ]]; then
+# Stands in for `trainer`: adds to the commands that train what makes the run small, and two steps more each time.
+TRAINER = """#!/usr/bin/env bash
+if [[ "$1" == train ]]; then
   echo >> calls
-  set -- "$1" "$2" {small} "trainer.total_steps=$((18 + 2 * $(wc -l < calls)))" "${{@:3}}" {last}
+  set -- "$1" {small} "trainer.total_steps=$((18 + 2 * $(wc -l < calls)))" "${{@:2}}" {last}
 fi
-exec {python} "$@"
+exec {trainer} "$@"
 """
 SMALL = [
     "logger.plot=false",
@@ -57,14 +57,15 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def shell(tmp_path) -> dict[str, str]:
-    """The environment of a user's shell in `tmp_path`, where `python` is quick, and `sbatch` runs the script here."""
+    """The environment of a user's shell in `tmp_path`, where `trainer` is quick, and `sbatch` runs the script here."""
     model, programs = tmp_path / "model", tmp_path / "programs"
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
     build_tiny(TinyConfig(**shape, num_kv_heads=1, head_dim=16), str(model))
     (programs / "forked").mkdir(parents=True)
     fork_server().write_python(programs / "forked")
     small, last = shlex.join([f"model.path={model}", *SMALL]), shlex.join(LAST)
-    program(programs / "python", PYTHON.format(small=small, last=last, python=programs / "forked/python"))
+    program(programs / "trainer", TRAINER.format(small=small, last=last, trainer=programs / "forked/trainer"))
+    program(programs / "python", f'#!/bin/sh\n[ "$2" = trainer ] && shift 2 && exec {programs}/trainer "$@"\n')
     program(programs / "sbatch", '#!/bin/sh\nexec bash "$@"\n')
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return environment() | {"PATH": f"{programs}:{os.environ['PATH']}"}
@@ -101,7 +102,7 @@ def test_each_command_of_the_pages_works_on_a_run_that_was_killed(tmp_path, shel
         assert done.returncode == 0, f"{command}\n{done.stdout}"
         outputs[command] = outputs.get(command, "") + done.stdout
         print(command, done.stdout, sep="\n")  # pytest shows it when the test fails
-    again, diagnosed = outputs[commands()[0]], outputs["python -m trainer.diagnose outputs/mine"]
+    again, diagnosed = outputs[commands()[0]], outputs["trainer diagnose outputs/mine"]
     assert "took over the run directory" in again and "resume verified: 4 replayed steps identical" in again
     assert "killed process (infrastructure); started again with the same command" in diagnosed
     assert "progress/prompts rises by 4 a step, before by 4" in diagnosed
@@ -113,4 +114,4 @@ def test_no_command_of_the_pages_is_outside_of_the_blocks():
     for page in PAGES:
         for text in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)):
             words = text.split()
-            assert words[:2] != ["python", "-m"] or len(words) == 3 or "…" in text, text
+            assert words[0] != "trainer" or len(words) == 2 or "…" in text, text

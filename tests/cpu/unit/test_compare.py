@@ -1,4 +1,4 @@
-"""`python -m trainer.compare`."""
+"""`trainer compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m trainer.diagnose` says of a run, in each of the states that it can be in."""
+"""What `trainer diagnose` says of a run, in each of the states that it can be in."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_run_that_failed(run, capsys, tmp_path):
     assert lines[2] == "incidents  1 infrastructure; they cost 12 s"
     assert "step 3  driver" in lines[3] and "restarted the ranks; rank 1 died" in lines[3]
     assert f"{run}/checkpoints/global_step_2, saved at" in lines[5]
-    command = "python -m trainer.main 'trainer.run_name=a b' trainer.total_steps=9 trainer.resume_mode=latest"
+    command = "trainer train 'trainer.run_name=a b' trainer.total_steps=9 trainer.resume_mode=latest"
     assert lines[-1] == f"next       cd {tmp_path} && {command}"
 
 

@@ -43,7 +43,7 @@ def examples(heading: str) -> list[str]:
 def overrides(heading: str) -> list[str]:
     """The overrides of a section's command."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return re.search(r"^python -m trainer.main (.*)$", section, flags=re.MULTILINE)[1].split()
+    return re.search(r"^trainer train (.*)$", section, flags=re.MULTILINE)[1].split()
 
 
 def public(kind: type) -> set[str]:

@@ -20,5 +20,5 @@ def test_a_directory_around_a_model_is_refused_with_the_directory_of_the_model(t
 
 def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match=f"python -m trainer.checkpoint export {tmp_path} DIRECTORY"):
+    with pytest.raises(UserError, match=f"trainer checkpoint export {tmp_path} DIRECTORY"):
         resolve_model_path(str(tmp_path))

@@ -58,7 +58,7 @@ def test_without_replayed_steps_a_jump_is_reported(tmp_path, caplog):
     assert audit.check(11, {"policy/loss": 5.0, "policy/kl": 0.2}) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "policy/loss jumped to 5" in record.getMessage()
-    assert "python -m trainer.checkpoint rollback" in record.getMessage()
+    assert "trainer checkpoint rollback" in record.getMessage()
     assert jumps({"policy/loss": float("nan")}, rows)
 
 

@@ -1,0 +1,79 @@
+"""`trainer COMMAND`, or `python -m trainer COMMAND`: the one command line of the project.
+
+Each command is imported when it is chosen, so that help is there at once and signals are handled from the start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+from trainer import __version__
+from trainer.signals import SIGNALS
+
+COMMANDS = {
+    "train": ("trainer.main", "train with rewards or environments: GRPO, PPO and others"),
+    "sft": ("trainer.sft", "train on examples, or on kept completions"),
+    "diagnose": ("trainer.diagnose", "say what happened to a run, and what to do next"),
+    "compare": ("trainer.compare", "print a table of runs, and draw their curves"),
+    "report": ("trainer.metrics.report", "draw the picture of a run"),
+    "checkpoint": ("trainer.checkpoint.__main__", "list, verify, show, compare, export, prune, roll back"),
+    "config": ("trainer.config.__main__", "print the reference of all config keys"),
+}
+"""Module and purpose of each command. The module has a function `main`, which reads `sys.argv`."""
+JOBS = ("train", "sft")
+"""Commands that start a run. They handle signals."""
+_HELP = """usage: trainer COMMAND [ARGUMENT ...]
+
+Commands:
+{commands}
+
+  trainer COMMAND --help    explain a command
+  trainer --version         print the version
+
+Start with `trainer train`, the demo. README.md and docs/ explain the rest.
+"""
+
+
+def main() -> int | None:
+    """Run the command that `sys.argv` names; returns its exit status, None for success."""
+    words = sys.argv[1:]
+    command = words[0] if words else "--help"
+    if command in JOBS:
+        SIGNALS.listen()  # before the other imports, which take a part of a second
+    if os.getcwd() not in sys.path:  # as `python -m` does: modules of the user are imported from there
+        sys.path.insert(0, os.getcwd())
+    if command in COMMANDS:
+        sys.argv = [f"trainer {command}", *words[1:]]
+        return import_module(COMMANDS[command][0]).main()
+    from trainer.output import guard_output
+
+    guard_output()
+    if command in ("--help", "-h", "help"):
+        print(_help(), end="")
+        return 0
+    if command in ("--version", "-V"):
+        print(f"trainer {__version__}")
+        return 0
+    print(f"error: {_unknown(command, words)}", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    return _HELP.format(commands="\n".join(f"  {name:12}{purpose}" for name, (_, purpose) in COMMANDS.items()))
+
+
+def _unknown(command: str, words: list[str]) -> str:
+    """Return the sentence about a first word that is no command."""
+    import shlex
+
+    from trainer.config.suggestions import did_you_mean
+
+    if "=" in command or command.startswith("-"):
+        return f"{command}: a command comes first; write trainer train {shlex.join(words)}"
+    return f"{command}: no such command; {did_you_mean(command, COMMANDS) or 'choose one of ' + ', '.join(COMMANDS)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
