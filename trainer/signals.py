@@ -3,7 +3,8 @@
 Inside of the steps, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops. A
 second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last,
 there is nothing to save, and the first signal stops the run directly. All of these end with exit status 75
-(`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75.
+(`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75. A process that
+cannot handle it, because it is in a long call of a C function, is killed by its watch (`trainer.signal_watch`).
 
 A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
 swallow or replace an exception that a handler raises. A download or an import has no safe point: after `_PATIENCE_S`
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
 _PATIENCE_S = 3.0
+_WATCH_PATIENCE_S = 3.0
+"""So long after the third signal the watch kills a process that has not ended."""
 _SAME_REQUEST_S = 1.0
 """`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
 
@@ -57,6 +61,9 @@ class Signals:
         self._held = 0
         self._is_listening = False
         self._steps = "before"
+        self._watch: int | None = None
+        """Process that watches this one (see `_start_watch`)."""
+        self._watch_pipe = -1
 
     @property
     def count(self) -> int:
@@ -71,6 +78,8 @@ class Signals:
         for number in HANDLED:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
+        if self._watch is None:
+            self._start_watch()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -79,6 +88,7 @@ class Signals:
             yield
             return
         before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
+        is_watched = self._watch is not None
         self.listen()
         self._is_listening = True
         try:
@@ -87,7 +97,12 @@ class Signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            watch = self._watch, self._watch_pipe
+            if not is_watched:
+                self._end_watch()
+                watch = None, -1
             self.__init__()
+            self._watch, self._watch_pipe = watch
 
     def reinstall(self) -> None:
         """Install the handlers again, because a library has changed them at a level below Python."""
@@ -98,9 +113,13 @@ class Signals:
 
     @staticmethod
     def ignore() -> None:
-        """Ignore all further signals: the run has ended, and a late signal must not change its exit status."""
-        for number in (*HANDLED, signal.SIGALRM):
-            signal.signal(number, signal.SIG_IGN)
+        """Ignore all further signals: the run has ended, and a late signal must not change its exit status.
+
+        The watch still counts them: the last line of the run may wait for a terminal that has stopped.
+        """
+        for number in HANDLED:
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -232,12 +251,46 @@ class Signals:
         elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, 1.0)
 
+    def _start_watch(self) -> None:
+        """Start the process that kills this one after a third signal that no handler of Python's takes."""
+        numbers, self._watch_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(numbers, True)
+        text = f"stopped by a third signal, which the process could not handle: killed; {CONTINUES}"
+        script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
+        handled = ",".join(str(int(number)) for number in HANDLED)
+        limits = [str(_SAME_REQUEST_S), str(_WATCH_PATIENCE_S)]
+        try:
+            self._watch = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, numbers, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+                setsid=True,  # it must not get the signals to the process group
+            )
+        finally:
+            os.close(numbers)
+        signal.set_wakeup_fd(self._watch_pipe, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_leave_watch)
+
+    def _end_watch(self) -> None:
+        assert self._watch is not None
+        signal.set_wakeup_fd(-1)
+        os.close(self._watch_pipe)
+        os.kill(self._watch, signal.SIGKILL)
+        os.waitpid(self._watch, 0)
+
     def _on_alarm(self, *_: object) -> None:
         """The main thread has reached no safe point: raise here, unless the signal has to wait."""
         self.check()
 
 
 SIGNALS = Signals()
+
+
+def _leave_watch() -> None:
+    """Keep the signals of a forked process from being counted as those of its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
 
 
 def _say(text: str) -> None:

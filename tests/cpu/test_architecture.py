@@ -25,6 +25,7 @@ LEAVES = {
     "plugins",
     "restarts",
     "shared_memory",
+    "signal_watch",
     "signals",
     "stages",
 }

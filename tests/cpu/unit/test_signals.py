@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trainer import signals
@@ -178,6 +179,51 @@ def test_a_third_signal_ends_a_process_that_does_not_respond():
     process.send_signal(signal.SIGTERM)
     assert "third signal" in process.communicate(timeout=60)[1]
     assert process.returncode == EXIT_STATUS
+
+
+LONG_CALL = "sum(range(10**15))"  # holds the interpreter's lock for days
+FULL_PIPE = "\nwhile True: os.write(writing, bytes(1 << 20))"
+BEGINNING = """
+import os
+from trainer import signals
+signals._SAME_REQUEST_S, signals._WATCH_PATIENCE_S = 0.2, 0.2
+reading, writing = os.pipe()
+signals.SIGNALS.listen()
+"""
+
+
+@pytest.mark.parametrize("ends", [f"signals.SIGNALS.ignore(){FULL_PIPE}", LONG_CALL])
+def test_a_third_signal_ends_a_process_whatever_it_does(ends):
+    """Python handles no signal during a call of C, and a run that has ended ignores them."""
+    code = f"{BEGINNING}\nprint('up', flush=True)\n{ends}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        assert process.poll() is None
+        process.send_signal(number)
+        time.sleep(0.4)  # or they count as one
+    assert "third signal, which the process could not handle" in process.communicate(timeout=60)[1]
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_signals_of_a_forked_process_are_not_counted_as_those_of_its_parent():
+    code = (
+        f"{BEGINNING}\nimport time\nchild = os.fork()\n"
+        "if child == 0: signals.SIGNALS.ignore(); os.write(writing, b'.'); time.sleep(3600)\n"
+        "os.read(reading, 1)\n"
+        "for _ in range(4): os.kill(child, 15); time.sleep(0.3)\n"
+        "os.kill(child, 9); print('here')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "here\n"
+
+
+def test_the_watch_of_signals_ends_with_its_process():
+    code = f"{BEGINNING}\nprint(signals.SIGNALS._watch, flush=True)\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    end = time.monotonic() + 60
+    while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", HANDLED)
