@@ -73,6 +73,15 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
     return _checked(value, shape or {})
 
 
+def nests_deeply(value: Any) -> bool:
+    """Return whether lists and objects are nested so deeply in `value` that a parser or a printer may fail."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        nested = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
+        level = [child for children in nested for child in children]
+    return bool(level)
+
+
 def mismatch(value: Any, shape: Shape, where: str = "") -> str | None:
     """Return a description of the first place where `value` does not have the `shape`, or None if it has the shape."""
     if isinstance(shape, tuple):
@@ -104,11 +113,7 @@ def _join(where: str, name: Any) -> str:
 def _checked(value: Any, shape: dict[Any, Shape]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds {'nothing' if value is None else type(value).__name__} instead of fields")
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
-        nested = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
-        level = [child for children in nested for child in children]
-    if level:
+    if nests_deeply(value):
         raise ValueError("it is nested too deeply")
     problem = mismatch(value, shape)
     if problem:

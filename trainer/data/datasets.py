@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from trainer.config import DataConfig
 from trainer.data.generators import generate
+from trainer.data.limits import TextTooLong, encode, most_characters
 from trainer.documents import parse_json
 from trainer.errors import UserError, as_list
 from trainer.hub import first_line, is_connection_error, with_retries
@@ -60,20 +62,26 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
     Raises:
         UserError: the data cannot be read (see `read_examples`), or every prompt is too long.
     """
-    prompts, lengths = [], []
+    prompts, lengths, total = [], [], 0
+    limit = most_characters(tokenizer, max_prompt_tokens)
     for index, example in enumerate(read_examples(data, split)):
         messages = as_messages(example["prompt"], data.system_prompt)
-        token_ids = render(tokenizer, messages, add_generation_prompt=True)
+        total += 1
+        try:
+            token_ids = render(tokenizer, messages, add_generation_prompt=True, limit=limit)
+        except TextTooLong:
+            continue
         lengths.append(len(token_ids))
         if len(token_ids) <= max_prompt_tokens:
             text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
             prompts.append(Prompt(index, tuple(token_ids), text, answer, row, messages))
     if not prompts:
+        shortest = f"{min(lengths)} tokens" if lengths else f"more than {limit:,} characters"
         raise UserError(
-            f"rollout.max_prompt_tokens={max_prompt_tokens}: all {len(lengths)} {split} prompts are "
-            f"longer; the shortest has {min(lengths)} tokens"
+            f"rollout.max_prompt_tokens={max_prompt_tokens}: all {total} {split} prompts are longer; the shortest has "
+            f"{shortest}"
         )
-    return PromptSet(prompts, len(lengths) - len(prompts))
+    return PromptSet(prompts, total - len(prompts))
 
 
 def load_rows(data: DataConfig, split: str) -> PromptSet:
@@ -214,9 +222,15 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-    """Return the token ids of a chat (see `render_text`)."""
-    return tokenizer.encode(render_text(tokenizer, messages, add_generation_prompt), add_special_tokens=False)
+def render(
+    tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool, limit: float = math.inf
+) -> list[int]:
+    """Return the token ids of a chat (see `render_text`).
+
+    Raises:
+        TextTooLong: its text has more than `limit` characters.
+    """
+    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt), limit)
 
 
 def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:

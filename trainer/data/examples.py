@@ -9,6 +9,7 @@ import numpy as np
 
 from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import Example, as_messages, read_parts, render_text
+from trainer.data.limits import beginning
 from trainer.data.rollouts import read_rollouts
 from trainer.episodes import Sample
 from trainer.errors import UserError
@@ -86,15 +87,17 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFT
                 f"sft.train_on={','.join(sft.train_on)}: the tokenizer cannot tell which tokens are whose; "
                 "only the last message of a chat can be learnt with it"
             )
+        text = beginning(tokenizer, text, sft.max_length)
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         prompt, learn = encoding["input_ids"], _mask(encoding["offset_mapping"], spans)
         for i in range(1, len(prompt)):
             if learn[i - 1] and prompt[i] == tokenizer.eos_token_id:
                 learn[i] = 1.0
     else:
-        prompt = tokenizer.encode(text, add_special_tokens=False)
+        prompt = tokenizer.encode(beginning(tokenizer, text, sft.max_length), add_special_tokens=False)
         learn = [0.0] * len(prompt)
-    answer = tokenizer.encode(example["answer"], add_special_tokens=False) + [tokenizer.eos_token_id]
+    answer = tokenizer.encode(beginning(tokenizer, example["answer"], sft.max_length), add_special_tokens=False)
+    answer += [tokenizer.eos_token_id]
     learn += [1.0 if "assistant" in sft.train_on else 0.0] * len(answer)
     return _sample(prompt + answer, learn, None, sft.max_length)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from trainer.data.datasets import render, render_text
+from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
 from trainer.episodes import Sample
 from trainer.generation.engine import Completion
@@ -24,16 +26,21 @@ class Conversation:
     write them there (it changes earlier messages, or ends a reply in another way than the policy did), the history is
     rendered as a whole, and a new `Sample` begins.
 
+    Args:
+        limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
+
     Raises:
         UserError: the chat template refuses the messages.
+        TextTooLong: the first messages are too long.
     """
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Message]):
+    def __init__(self, tokenizer: Any, messages: Sequence[Message], limit: float = math.inf):
         self._tokenizer = tokenizer
+        self._limit = limit
         self.messages: list[Message] = list(messages)
         self._outline: list[Message] = list(messages)  # with `_REPLY` in place of what the policy said
         self._earlier: list[Sample] = []
-        self._begin(render(tokenizer, self.messages, add_generation_prompt=True))
+        self._begin(render(tokenizer, self.messages, add_generation_prompt=True, limit=limit))
 
     def _begin(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
@@ -58,6 +65,12 @@ class Conversation:
         Returns whether the prompt of that reply has at most `max_tokens` tokens; if not, no tokens are added.
         """
         self.messages += messages
+        try:
+            return self._add_tokens(messages, max_tokens)
+        except TextTooLong:
+            return False
+
+    def _add_tokens(self, messages: Sequence[Message], max_tokens: int) -> bool:
         added = self._bridge(messages)
         self._outline += [{"role": "assistant", "content": _REPLY}, *messages]
         if added is not None:
@@ -67,7 +80,7 @@ class Conversation:
             self._mask += [0.0] * len(added)
             self._logprobs += [0.0] * len(added)
             return True
-        whole = render(self._tokenizer, self.messages, add_generation_prompt=True)
+        whole = render(self._tokenizer, self.messages, add_generation_prompt=True, limit=self._limit)
         if len(whole) > max_tokens:
             return False
         self._earlier.append(self._sample())
@@ -87,7 +100,7 @@ class Conversation:
         if not after.startswith(before):
             return None
         _, found, rest = after[len(before) :].partition(_REPLY)
-        tokens = self._tokenizer.encode(rest, add_special_tokens=False)
+        tokens = encode(self._tokenizer, rest, self._limit)
         return tokens[1:] if found and tokens[:1] == self.token_ids[-1:] else None
 
     def samples(self) -> list[Sample]:

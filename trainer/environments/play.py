@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from trainer.config import Config
+from trainer.data.limits import TextTooLong, most_characters
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
 from trainer.environments.pool import EnvironmentPool, Session
@@ -131,7 +132,8 @@ class EnvironmentPlayer:
         self._seed = cfg.trainer.seed
         self._longest = cfg.rollout.max_prompt_tokens
         self._tokenizer = tokenizer
-        self._pool = EnvironmentPool(cfg.environment)
+        self._limit = most_characters(tokenizer, self._longest)
+        self._pool = EnvironmentPool(cfg.environment, self._limit)
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -176,11 +178,14 @@ class EnvironmentPlayer:
     def _begin(self, episode: _Playing) -> None:
         session = episode.session
         if not session.failure:
-            episode.conversation = Conversation(self._tokenizer, session.steps[0].messages)
-            length = len(episode.conversation.token_ids)
-            if length > self._longest:
-                problem = f"has first messages of {length} tokens; rollout.max_prompt_tokens is {self._longest}"
-                session.fail("failed", problem)
+            try:
+                episode.conversation = Conversation(self._tokenizer, session.steps[0].messages, self._limit)
+                length = len(episode.conversation.token_ids)
+                size = f"{length} tokens" if length > self._longest else ""
+            except TextTooLong as error:
+                size = str(error)
+            if size:
+                session.fail("failed", f"has first messages of {size}; rollout.max_prompt_tokens is {self._longest}")
         if session.failure:
             episode.end(session.status)
 

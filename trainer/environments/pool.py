@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, Step
-from trainer.environments.worker import BEGUN
+from trainer.environments.worker import BEGUN, largest_message
 from trainer.errors import WorkerError
 from trainer.incidents import record_replaced_process
 from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
@@ -36,7 +36,6 @@ _GRACE_S = 1.0
 """A process stops a call that is `async` by itself. After this time the pool ends the process instead."""
 _MOST_CALLS = 256
 """So many `async` calls may be under way in one process."""
-_LARGEST_MESSAGE = 1 << 26
 
 
 class Session:
@@ -102,10 +101,10 @@ class Session:
 class _Host(GuardedProcess):
     """One process that runs environments."""
 
-    def __init__(self, config: EnvironmentConfig):
+    def __init__(self, config: EnvironmentConfig, most_characters: int):
         # The cores are for ranks and engines.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        arguments = [config.name, dict(config.options), config.timeout_s]
+        arguments = [config.name, dict(config.options), config.timeout_s, most_characters]
         super().__init__("trainer.environments.worker:serve", arguments, environment)
         self.ready = self.concurrent = False
         self.sessions: dict[int, Session] = {}
@@ -140,10 +139,15 @@ class _Host(GuardedProcess):
 
 
 class EnvironmentPool:
-    """`environment.num_processes` processes that run environments. A context manager."""
+    """`environment.num_processes` processes that run environments. A context manager.
 
-    def __init__(self, config: EnvironmentConfig):
+    Args:
+        most_characters: the contents of an answer are cut behind this number of characters.
+    """
+
+    def __init__(self, config: EnvironmentConfig, most_characters: int):
         self._config = config
+        self._most_characters = most_characters
         self._hosts: list[_Host] = []
         self._bad_starts = 0
         self._lost_s = 0.0
@@ -153,7 +157,7 @@ class EnvironmentPool:
 
     def __enter__(self) -> EnvironmentPool:
         # The processes import their modules while engines and ranks start.
-        self._hosts = [_Host(self._config) for _ in range(self._config.num_processes)]
+        self._hosts = [_Host(self._config, self._most_characters) for _ in range(self._config.num_processes)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -240,7 +244,7 @@ class EnvironmentPool:
 
     def _hear(self, host: _Host) -> None:
         try:
-            answer = host.receive(_LARGEST_MESSAGE)
+            answer = host.receive(largest_message(self._most_characters))
             host.since = time.monotonic()
             match answer:
                 case [int(number), str(begun)] if begun == BEGUN and number in host.calls:
@@ -292,7 +296,7 @@ class EnvironmentPool:
             record_replaced_process("environment", ending, cost_s)
         self._printed.read(host)
         host.close()
-        self._hosts[self._hosts.index(host)] = _Host(self._config)
+        self._hosts[self._hosts.index(host)] = _Host(self._config, self._most_characters)
         if not host.ready:
             self._bad_starts += 1
             if self._bad_starts >= _STARTS:

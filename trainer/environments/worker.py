@@ -12,15 +12,24 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from trainer.documents import nests_deeply
 from trainer.errors import describe_error
 from trainer.isolation.guard import send
 from trainer.plugins import import_function
 
 BEGUN = "begun"
 """The answer to a call before it is made: it has been read, and its time runs."""
+_MOST_MESSAGES = 1024
+_MOST_EXTRAS = 1 << 20
+"""Characters of all that messages hold besides their contents, as JSON."""
 
 
-def serve(pipe: Connection, name: str, options: dict[str, Any], timeout_s: float) -> NoReturn:
+def largest_message(most_characters: int) -> int:
+    """Return the number of bytes of the largest answer of a process: in JSON a character takes up to 12."""
+    return 12 * most_characters + 2 * _MOST_EXTRAS
+
+
+def serve(pipe: Connection, name: str, options: dict[str, Any], timeout_s: float, most_characters: int) -> NoReturn:
     """Answer each `[environment, method, *arguments]` with `[environment, BEGUN]`, then `[environment, result]`.
 
     Methods are `start` (with row and seed), `step` (with a message) and `close`. An environment is a number. A result
@@ -33,15 +42,16 @@ def serve(pipe: Connection, name: str, options: dict[str, Any], timeout_s: float
         os._exit(1)
     methods = (getattr(kind, method, None) for method in ("start", "step", "close"))
     send(pipe, {"ready": True, "concurrent": any(map(inspect.iscoroutinefunction, methods))})
-    asyncio.run(_Server(pipe, lambda: kind(**options), timeout_s).run())
+    asyncio.run(_Server(pipe, lambda: kind(**options), timeout_s, most_characters).run())
     os._exit(0)
 
 
 class _Server:
-    def __init__(self, pipe: Connection, make: Callable[[], Any], timeout_s: float):
+    def __init__(self, pipe: Connection, make: Callable[[], Any], timeout_s: float, most_characters: int):
         self._pipe = pipe
         self._make = make
         self._timeout_s = timeout_s
+        self._most_characters = most_characters
         self._environments: dict[int, Any] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._process = os.getpid()
@@ -84,7 +94,9 @@ class _Server:
         value = getattr(self._environments[number], method)(*arguments)
         if inspect.isawaitable(value):
             value = await value
-        return _step(value) if method == "step" else {"messages": _messages(value), "reward": 0.0, "done": False}
+        result = _step(value) if method == "step" else {"messages": _messages(value), "reward": 0.0, "done": False}
+        _cut(result["messages"], self._most_characters)
+        return result
 
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
@@ -113,9 +125,30 @@ def _messages(value: Any, may_be_empty: bool = False) -> list[dict[str, Any]]:
         raise TypeError(f"messages must be a list of dicts with role and content, not {value!r:.80}")
     if not value and not may_be_empty:
         raise ValueError("there is no message, and the episode is not done")
+    if len(value) > _MOST_MESSAGES:
+        raise ValueError(f"there are {len(value)} messages; a step has at most {_MOST_MESSAGES}")
     for message in value:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise TypeError(f"a message must have a text {key}: {message!r:.80}")
             message[key].encode()  # half of a surrogate pair has no tokens
-    return json.loads(json.dumps([dict(message) for message in value]))
+    text = json.dumps([{**message, "content": ""} for message in value])
+    if len(text) > _MOST_EXTRAS:
+        raise ValueError(f"the messages hold {len(text)} characters besides their contents; the most is {_MOST_EXTRAS}")
+    messages = json.loads(text)
+    if nests_deeply(messages):
+        raise ValueError("the messages are nested too deeply")
+    return [{**message, "content": str(given["content"])} for message, given in zip(messages, value, strict=True)]
+
+
+def _cut(messages: list[dict[str, Any]], most_characters: int) -> None:
+    """Cut the contents behind so many characters, and say how many are left out.
+
+    The policy never sees a part of an answer: what has more characters has more tokens than a prompt may have.
+    """
+    left = most_characters
+    for message in messages:
+        content = message["content"]
+        if len(content) > left:
+            message["content"] = f"{content[:left]}… ({len(content) - left:,} more characters)"
+        left = max(0, left - len(content))

@@ -89,7 +89,7 @@ class GuardedProcess:
         """
         try:
             return json.loads(self.pipe.recv_bytes(maxlength=largest))
-        except (EOFError, OSError, ValueError) as error:
+        except (EOFError, OSError, ValueError, RecursionError) as error:
             raise ProcessDied from error
 
     @property

@@ -19,6 +19,8 @@ COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish
 _WIDTH = 100
 _FIRST, _LAST = 4, 3
 """Lines of a long text that a terminal shows. The last ones often hold the answer."""
+_MOST_CHARACTERS = 1 << 16
+"""Of a longer text, tables and terminals get the beginning and the end."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Transcript:
         return "\n".join(lines)
 
     def _texts(self) -> tuple[str, str, str]:
-        return printable(_turns(self.prompt)), printable(self.answer), printable(_turns(self.completion))
+        prompt, answer, completion = map(_middle_out, (_turns(self.prompt), self.answer, _turns(self.completion)))
+        return printable(prompt), printable(answer), printable(completion)
 
     def _parts(self) -> str:
         return ", ".join(f"{name} {value:.4g}" for name, value in self.rewards.items())
@@ -123,6 +126,13 @@ def printable(text: str) -> str:
     """Return `text` with line breaks, and with other characters that control a terminal or cannot be seen escaped."""
     text = text.replace("\r\n", "\n").replace("\t", "    ")
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _middle_out(text: str) -> str:
+    """Return `text` without its middle if it is very long: wrapping a text of megabytes takes minutes."""
+    left_out = len(text) - _MOST_CHARACTERS
+    half = _MOST_CHARACTERS // 2
+    return text if left_out <= 0 else f"{text[:half]}\n… ({left_out:,} characters left out)\n{text[-half:]}"
 
 
 def _turns(messages: Sequence[Message]) -> str:

@@ -111,7 +111,7 @@ def test_the_environment(module):
     module("guess", examples("An environment")[0])
     config = compose(overrides("An environment")).environment
     assert set(config.options) <= set(options_of(import_function(config.name, "environment.name").__init__))
-    with EnvironmentPool(config) as pool:
+    with EnvironmentPool(config, 1000) as pool:
         session = Session({"below": 4}, seed=2)
         pool.advance([session])
         assert session.steps[0].messages[0]["content"] == "Guess my number, from 0 to 3."

@@ -117,6 +117,33 @@ def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer):
             play(player, Policy(tokenizer), attempts({"prompt": "x" * 20}))
 
 
+class NeverLong:
+    """A tokenizer that must not get long texts."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        assert len(text) < 100_000
+        return self._tokenizer.encode(text, **options)
+
+
+def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
+    """30 MB of text would take 5 GB, in a call that no signal interrupts."""
+    long, name = "x" * 30_000_000, "tests.support.environments:Wrong"
+    with player_of(NeverLong(tokenizer), name=name) as player:
+        row = {"start": [{"role": "user", "content": "x"}], "step": {"messages": [{"role": "tool", "content": long}]}}
+        (one,) = play(player, Policy(tokenizer, "a"), attempts(row))
+        assert (one.status, one.turns, len(one.samples[0].token_ids)) == ("length", 1, one.length + 3)
+        with pytest.raises(
+            UserError, match="has first messages of 65,5.. characters; rollout.max_prompt_tokens is 100"
+        ):
+            play(player, Policy(tokenizer), attempts({"start": [{"role": "user", "content": long}]}))
+
+
 @pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2)])
 def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, at, turns, length):
     policy = Policy(tokenizer, "a", "bb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +20,9 @@ LIMIT_S = 2.0
 
 
 @contextmanager
-def pool_of(name: str, **config: Any) -> Iterator[EnvironmentPool]:
+def pool_of(name: str, most_characters: int = 1000, **config: Any) -> Iterator[EnvironmentPool]:
     name = name if ":" in name else f"tests.support.environments:{name}"
-    with EnvironmentPool(EnvironmentConfig(name=name, **{"timeout_s": LIMIT_S, **config})) as pool:
+    with EnvironmentPool(EnvironmentConfig(name=name, **{"timeout_s": LIMIT_S, **config}), most_characters) as pool:
         yield pool
 
 
@@ -147,6 +148,17 @@ def test_a_process_that_is_stopped_while_it_starts_is_replaced(tmp_path):
 
 
 GOOD = [{"role": "user", "content": "x"}]
+DEEP = json.loads("[" * 60 + "]" * 60)
+
+
+def test_long_answers_are_cut_before_they_reach_the_driver():
+    """An answer of 30 MB would take gigabytes there. No token of what is cut fits a prompt."""
+    with pool_of("Wrong", most_characters=10) as pool:
+        messages = [{"role": "user", "content": text, "x": 1} for text in ("é" * 6, "y" * 30_000_000, "z", "")]
+        (session,) = play(pool, {"start": messages, "step": {"messages": GOOD, "done": True}}, turns=1)
+    assert not session.failure and list(session.steps[0].messages[0]) == ["role", "content", "x"]
+    cut = ["é" * 6, "yyyy… (29,999,996 more characters)", "… (1 more characters)", ""]
+    assert texts(session)[:4] == cut and texts(session)[4:] == [GOOD[0]["content"]]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +170,9 @@ GOOD = [{"role": "user", "content": "x"}]
         ({"start": GOOD, "step": None}, "step raised TypeError: a step must be a trainer.environments.Step, not NoneT"),
         ({"start": GOOD, "step": {"messages": []}}, "step raised ValueError: there is no message, and the episode is"),
         ({"start": GOOD, "step": {"messages": GOOD, "reward": "nan"}}, "step raised ValueError: the reward is nan"),
+        ({"start": GOOD * 1025}, "start raised ValueError: there are 1025 messages; a step has at most 1024"),
+        ({"start": [GOOD[0] | {"more": "x" * (1 << 20)}]}, "start raised ValueError: the messages hold 10486"),
+        ({"start": [GOOD[0] | {"more": DEEP}]}, "start raised ValueError: the messages are nested too deeply"),
     ],
 )
 def test_what_is_no_answer_is_refused(row, reason):

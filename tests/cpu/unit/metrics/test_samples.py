@@ -96,3 +96,11 @@ def test_validation_is_written_whole_and_the_same_bytes_again(tmp_path):
     with pytest.raises(RuntimeError):
         write_validation(str(tmp_path), 20, [], lost)
     assert path.read_bytes() == data
+
+
+def test_a_very_long_text_is_shown_without_its_middle():
+    """A data set may hold answers of megabytes."""
+    one = Transcript("0:1", 0, [], [{"role": "assistant", "content": "b"}], "a" * 100_000 + "z", 1.0)
+    answer = one.row()[2]
+    assert len(answer) < 70_000 and answer.startswith("aa") and answer.endswith("az")
+    assert "\n… (34,465 characters left out)\n" in answer
