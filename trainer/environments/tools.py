@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainer.documents import nests_deeply
 from trainer.environments.base import Message, Step
 from trainer.errors import describe_error
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_MOST_CALLS = 64
+"""Calls of one reply that are made."""
 _SYSTEM = """\
 # Tools
 
@@ -60,23 +65,83 @@ class ToolEnvironment:
         calls = _CALL.findall(reply["content"])
         if not calls:
             return Step(reward=float(self.score(reply["content"].strip(), self._row)), done=True)
-        return Step([{"role": "tool", "content": await self._call(call)} for call in calls])
+        answers = [await self._call(call) for call in calls[:_MOST_CALLS]]
+        if len(calls) > _MOST_CALLS:
+            answers.append(f"Error: {len(calls)} calls; only the first {_MOST_CALLS} of a reply are made")
+        return Step([{"role": "tool", "content": answer} for answer in answers])
 
     async def close(self) -> None:
         pass
 
     async def _call(self, text: str) -> str:
         try:
-            call = json.loads(text)
+            call = json.loads(text, parse_float=_finite, parse_constant=_finite)
             tool = {tool.__name__: tool for tool in self.tools}.get(call["name"])
             if tool is None:
                 raise KeyError(f"there is no tool {call['name']}")
-            value = tool(**call.get("arguments", {}))
+            arguments = call.get("arguments", {})
+            _check(tool, arguments)
+            value = tool(**arguments)
             if inspect.isawaitable(value):
                 value = await value
             return value if isinstance(value, str) else json.dumps(value, default=str)
         except Exception as error:  # the policy's mistake, or the tool's: the policy sees it
             return f"Error: {describe_error(error)}"
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _check(tool: Callable[..., Any], arguments: Any) -> None:
+    """Check that a tool can be called with these arguments, by its type hints. They are not converted.
+
+    Raises:
+        TypeError: an argument is missing, has another type, or is not known.
+        ValueError: an argument is nested too deeply.
+    """
+    from pydantic import ValidationError
+
+    if not isinstance(arguments, dict):
+        raise TypeError("the arguments must be an object with the name of each")
+    if nests_deeply(arguments):
+        raise ValueError("the arguments are nested too deeply")
+    signature = inspect.signature(tool)
+    signature.bind(**arguments)
+    more = next((p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    try:
+        hints = typing.get_type_hints(tool, include_extras=True)
+    except (NameError, TypeError):  # names for type checkers only, or an object that is called
+        hints = {}
+    for name, value in arguments.items():
+        parameter = signature.parameters.get(name, more)
+        assert parameter is not None
+        if parameter.name not in hints or value is None and parameter.default is None:
+            continue
+        try:
+            _check_type(hints[parameter.name], value)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, [name, *one['loc']]))}: {one['msg']}" for one in error.errors()[:3]]
+            raise TypeError("; ".join(problems)) from None
+
+
+def _check_type(hint: Any, value: Any) -> None:
+    """Check a value of JSON against a type hint, as far as pydantic knows the type.
+
+    Raises:
+        pydantic.ValidationError: it does not fit.
+    """
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticUserError:
+        return
+    adapter.validate_json(json.dumps(value), strict=True)
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import enum
 import json
 import re
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Optional
 
 import pytest
 
@@ -88,6 +90,10 @@ def test_calls_are_answered_in_their_order(started):
     ]
 
 
+def call_of(a: str) -> str:
+    return f'{{"name": "multiply", "arguments": {{"a": {a}, "b": 7}}}}'
+
+
 @pytest.mark.parametrize(
     "text, error",
     [
@@ -95,14 +101,101 @@ def test_calls_are_answered_in_their_order(started):
         ("[1]", "TypeError"),
         ('{"arguments": {}}', "KeyError: 'name'"),
         ('{"name": "divide", "arguments": {}}', "there is no tool divide"),
-        ('{"name": "multiply", "arguments": {"a": 1}}', "missing 1 required positional argument: 'b'"),
+        ('{"name": "multiply", "arguments": {"a": 1}}', "missing a required argument: 'b'"),
         ('{"name": "multiply", "arguments": [1, 2]}', "TypeError"),
         ('{"name": "look_up", "arguments": {"word": "x"}}', "KeyError: 'x'"),
+        ('{"name": "multiply", "arguments": {"a": "6", "b": 7}}', "TypeError: a: Input should be a valid integer"),
+        ('{"name": "multiply", "arguments": {"a": 6, "b": 7, "c": 8}}', "unexpected keyword argument 'c'"),
+        (call_of("9" * 10**6), "ValueError: Exceeds the limit"),
+        (call_of("[" * 10**5), "RecursionError"),
+        (call_of("[" * 60 + "]" * 60), "nested too deeply"),
+        ('{"name": "multiply", "arguments": {"a": NaN, "b": 7}}', "NaN is not a finite number"),
+        ('{"name": "multiply", "arguments": {"a": 1e999, "b": 7}}', "1e999 is not a finite number"),
+        ('{"name": ["multiply"], "arguments": {}}', "TypeError"),
     ],
 )
 def test_a_wrong_call_is_answered_with_its_error(started, text, error):
     (message,) = step(started, f"<tool_call>{text}").messages
     assert message["role"] == "tool" and message["content"].startswith("Error: ") and error in message["content"]
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+class Own:
+    """A type that is not checked: JSON has nothing like it."""
+
+
+TYPES = [
+    (int, [1, -(10**30)], [1.0, True, "1", None, [1]]),
+    (float, [1, 1.5], [True, "1.5", None]),
+    (str, ["x", ""], [1, None, ["x"]]),
+    (bool, [True], [1, "true", None]),
+    (list, [[], [1, "x"]], [{}, "x"]),
+    (list[int], [[], [1]], [[1.5], ["1"], "12"]),
+    (dict, [{}, {"a": [1]}], [[], "x"]),
+    (dict[str, float], [{"a": 1}], [{"a": "1"}, [["a", 1]]]),
+    (Optional[int], [1, None], ["1"]),  # noqa: UP045 - users write this, too
+    (int | str, [1, "1"], [1.5, None]),
+    (Literal["a", 2], ["a", 2], ["b", 1, None]),
+    (tuple[int, str], [[1, "x"]], [[1], [1, 2], ["x", 1]]),
+    (Color, ["red"], ["blue", "RED"]),
+    (Point, [{"x": 1}], [{"x": "1"}, {}, 3]),
+    (Own, [1, "x", None], []),
+    (Any, [1, None, [1, {"x": 2}]], []),
+    ("int", [1], ["x"]),
+    ("NoSuchName", [1, "x"], []),
+]
+
+
+@pytest.mark.parametrize("hint, right, wrong", TYPES, ids=lambda value: None if isinstance(value, list) else str(value))
+def test_arguments_are_checked_by_their_hints_and_given_as_they_are(hint, right, wrong):
+    got = []
+
+    def tool(value):
+        got.append(value)
+        return "called"
+
+    tool.__annotations__ = {"value": hint}
+    environment = Calculator()
+    environment.tools = (tool,)
+
+    def call(value: Any) -> str:
+        text = json.dumps({"name": "tool", "arguments": {"value": value}})
+        return run(environment.step({"role": "assistant", "content": f"<tool_call>{text}"})).messages[0]["content"]
+
+    assert [call(value) for value in right] == ["called"] * len(right)
+    assert [(type(value), value) for value in got] == [(type(value), value) for value in right]
+    assert all(call(value).startswith("Error: TypeError: value") for value in wrong)
+    assert len(got) == len(right), "no tool is called with what its hints exclude"
+
+
+def test_defaults_and_further_arguments_of_a_tool_are_checked():
+    class Own(Calculator):
+        def tool(self, a: int = None, *, b: list[int] = (), **more: str) -> str:
+            return repr((a, b, more))
+
+    own = Own()
+    own.tools = (own.tool,)
+
+    def call(**arguments: Any) -> str:
+        text = json.dumps({"name": "tool", "arguments": arguments})
+        return run(own.step({"role": "assistant", "content": f"<tool_call>{text}"})).messages[0]["content"]
+
+    assert call() == "(None, (), {})" and call(a=None, c="x") == "(None, (), {'c': 'x'})"
+    assert call(b=["x"]).startswith("Error: TypeError: b.0: ") and call(c=1).startswith("Error: TypeError: c: ")
+
+
+def test_of_many_calls_the_first_are_made(started):
+    text = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    answers = [message["content"] for message in step(started, text * 5000).messages]
+    assert answers == ["2"] * 64 + ["Error: 5000 calls; only the first 64 of a reply are made"]
 
 
 def test_the_example_of_the_page():
