@@ -14,14 +14,17 @@ import xxhash
 _CHUNK = 8 << 20
 
 
-def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None) -> None:
+def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None, mode: int | None = None) -> None:
     """Write a file atomically: it is complete or absent, even if the process or the machine dies meanwhile.
 
     Args:
         fence: called before the file appears. It raises if this process may no longer write the file.
+        mode: the file's permissions; None: as the process makes files.
     """
     staged = f"{path}.tmp"
     with naming(path), open(staged, "wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())

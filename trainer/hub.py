@@ -6,6 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+from trainer.redaction import redact_text
+
 T = TypeVar("T")
 
 
@@ -39,6 +41,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's text. The messages of these libraries are long."""
+    """Return the first line of the error's text, without secrets. The messages of these libraries are long."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return redact_text(lines[0]) if lines else type(error).__name__

@@ -22,6 +22,7 @@ from trainer.errors import (
     origin_of,
 )
 from trainer.gpu_errors import gpu_error_in
+from trainer.redaction import redact_text
 from trainer.signals import Stopped
 
 INCIDENTS_FILE = "incidents.jsonl"
@@ -134,7 +135,7 @@ class IncidentLog:
         """Append a line. A file that cannot be written does not disturb training."""
         if self._path is None:
             return
-        content = {"time": incident.time, **asdict(incident)}  # first
+        content = {"time": incident.time, **asdict(incident), "text": redact_text(incident.text)}  # the time first
         content["class"] = content.pop("kind")
         with contextlib.suppress(OSError):
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)

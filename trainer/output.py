@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from trainer.redaction import hide_known
+
 
 class _Messages(logging.Handler):
     """Prints log records as lines of text."""
@@ -27,7 +29,7 @@ class _Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)
+            text = hide_known(self.format(record))
             self.write(text if record.levelno < logging.WARNING else f"{record.levelname}: {text}")
         except Exception:
             self.handleError(record)
@@ -66,7 +68,7 @@ class LogFile(logging.Handler):
 
     def write(self, text: str) -> None:
         """Append `text`. Without a buffer, so that a signal handler may call it, and a kill loses nothing."""
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        now, text = time.strftime("%Y-%m-%d %H:%M:%S"), hide_known(text)
         data = "".join(f"{now} {line}\n" for line in text.splitlines()).encode(errors="backslashreplace")
         if self._file is None:
             self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]

@@ -16,15 +16,14 @@ from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.parts import (
     Part,
     assets_part,
+    config_digest,
     config_part,
-    config_yaml,
     json_part,
     models_part,
     start_weights_part,
 )
 from trainer.config import Config
 from trainer.documents import Shape, is_count, is_number
-from trainer.durable import digest_bytes
 from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.failpoints import failpoint
@@ -38,6 +37,7 @@ from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, first_step, read_metrics
 from trainer.models.export import PolicyExporter, export_target
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
+from trainer.redaction import redact
 from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
@@ -328,7 +328,7 @@ class Trainer:
         score = metrics.get(metric)
         description = {
             **self.learner.ranks.description,
-            "config_digest": digest_bytes(config_yaml(self.directory.cfg)),
+            "config_digest": config_digest(self.directory.cfg),
             "score_metric": metric,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.directory.lineage or None,
@@ -465,7 +465,7 @@ class Trainer:
 
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg
-        tracker = Tracker(cfg.trainer.run_dir, cfg.logger, dataclasses.asdict(cfg), self._wandb_run_id)
+        tracker = Tracker(cfg.trainer.run_dir, cfg.logger, redact(dataclasses.asdict(cfg)), self._wandb_run_id)
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)

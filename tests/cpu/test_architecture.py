@@ -23,6 +23,7 @@ LEAVES = {
     "output",
     "places",
     "plugins",
+    "redaction",
     "restarts",
     "shared_memory",
     "signal_watch",

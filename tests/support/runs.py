@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.config import set_value
-from trainer.checkpoint.parts import Part, config_part, config_yaml, json_part
+from trainer.checkpoint.parts import Part, config_digest, config_part, json_part
 from trainer.config import Config
-from trainer.durable import digest_bytes
 from trainer.metrics.tracker import first_step
 from trainer.run.directory import RunDirectory
 
@@ -60,7 +59,7 @@ class OpenRun:
             "roles": list(roles),
             "ranks": 1,
             "replicas": 1,
-            "config_digest": digest_bytes(config_yaml(self.cfg)),
+            "config_digest": config_digest(self.cfg),
             "score_metric": t.best_metric,
             "score": (metrics or {}).get(t.best_metric),
             "parent": self.directory.lineage or None,

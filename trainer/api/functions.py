@@ -83,6 +83,7 @@ def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> N
     package = os.path.join(root, PACKAGE)
     try:
         os.makedirs(package, exist_ok=True)
+        os.chmod(os.path.join(run_dir, _DIRECTORY), 0o700)  # the functions hold what they have captured
         for parameter, (name, data) in pickles.items():
             _write(os.path.join(package, f"{parameter}.pkl"), data)
             _write(os.path.join(package, f"{parameter}.py"), _MODULE.format(name=name).encode())

@@ -14,12 +14,12 @@ import functools
 import importlib
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 from trainer.errors import UserError, one_line
 from trainer.places import SCHEMES
+from trainer.redaction import redact_text
 
 T = TypeVar("T")
 
@@ -263,13 +263,13 @@ def _give_own_generator(scheme: str) -> None:
 
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
-    """Raise what the libraries of the stores raise as StoreError, in one line and without passwords."""
+    """Raise what the libraries of the stores raise as StoreError, in one line and without secrets."""
     try:
         yield
     except (FileNotFoundError, FileExistsError, Conflict, UserError):
         raise
     except Exception as error:
-        text = re.sub(r"(?<=://)[^@\s]*@", "", f"{type(error).__name__}: {error}")
+        text = redact_text(f"{type(error).__name__}: {error}")
         raise StoreError(f"the object store fails ({one_line(text)})") from error
 
 

@@ -20,6 +20,7 @@ from trainer.documents import Shape, parse_yaml
 from trainer.durable import digest_bytes, digest_weights
 from trainer.errors import UserError, as_list
 from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
+from trainer.redaction import redact
 
 LOG = logging.getLogger(__name__)
 
@@ -103,31 +104,39 @@ def json_part(
 
 
 def config_part(cfg: Config) -> Part:
-    """Make the part that holds the resolved config."""
+    """Make the part that holds the resolved config, without secrets."""
     return files_part("config", lambda: {CONFIG_FILE: config_yaml(cfg)})
 
 
 def config_yaml(cfg: Config) -> bytes:
-    """Return the content of `config.yaml`: the resolved config."""
+    """Return the content of `config.yaml`: the resolved config without secrets, which a resume does not need."""
     import yaml
 
-    return yaml.safe_dump(asdict(cfg), sort_keys=False).encode()
+    return yaml.safe_dump(redact(asdict(cfg)), sort_keys=False).encode()
+
+
+def config_digest(cfg: Config) -> str:
+    """Return the xxh3-128 of the config. Secrets have no part in it, so nobody can guess them from it."""
+    import yaml
+
+    return digest_bytes(yaml.safe_dump(redact(asdict(cfg), references=False), sort_keys=False).encode())
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the resolved config that a checkpoint was saved with; renamed keys have their new names.
+    """Return the resolved config that a checkpoint was saved with, without secrets; renamed keys have their new names.
 
     Raises:
         DamagedError: `config.yaml` is missing, or is not a mapping of sections.
     """
     try:
-        return with_new_names(parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict}))
+        config = parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
     except StoreError:
         raise
     except OSError as error:
         raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
         raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} is damaged ({error})") from error
+    return redact(with_new_names(config))  # earlier versions saved secrets
 
 
 class SavingRanks(Protocol):

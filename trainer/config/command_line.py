@@ -29,6 +29,7 @@ from trainer.errors import (
     one_line,
 )
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.redaction import redact, redact_text
 from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class Outcome:
 
     @property
     def shown(self) -> str:
-        """What the user and the log get to read."""
-        return self.trace or (f"error: {self.text}" if self.text and self.status != EXIT_STATUS else self.text)
+        """What the user and the log get to read, without secrets."""
+        return redact_text(
+            self.trace or (f"error: {self.text}" if self.text and self.status != EXIT_STATUS else self.text)
+        )
 
     def show(self) -> None:
         """Print and log the text: on stdout if the run stopped as it was told, else on stderr."""
@@ -231,7 +234,7 @@ def _print_config(section: str, config: Config) -> None:
 
     if section and section not in {name for walk in (walk_keys, walk_sections) for name, *_ in walk(config)}:
         raise UserError(no_such_key(section))
-    nested: Any = dataclasses.asdict(config)
+    nested: Any = redact(dataclasses.asdict(config))
     for name in filter(None, section.split(".")):
         nested = nested[name]
     print(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import UserError
+from trainer.redaction import redact
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -179,7 +180,7 @@ def value_of(config: Any, key: str) -> Any:
 
 def refuse(config: Any, key: str, problem: str) -> NoReturn:
     """Raise a UserError about the value of a dotted key."""
-    shown = str(value_of(config, key))
+    shown = str(redact(value_of(config, key), key))
     raise UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
 
 

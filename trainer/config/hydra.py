@@ -5,6 +5,7 @@ Both libraries are imported where they are used, because their import takes a no
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from typing import Any
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
+from trainer.redaction import redact_command, remember, secrets_of
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
 _OPTUNA = {
@@ -115,6 +117,7 @@ def to_config(dict_config: Any) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(str(error).splitlines()[0]) from error
     assert isinstance(config, Config)
+    remember(*secrets_of(dataclasses.asdict(config)), os.environ.get(config.reward.remote.header_env or "", ""))
     refuse_unknown_keys(config)
     config.model.cache_dir = os.path.expanduser(config.model.cache_dir)
     config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
@@ -165,7 +168,7 @@ def _sweep_suffix() -> str:
     fixed = set(job.config.override_dirname.exclude_keys)
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     swept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
-    name = ",".join(swept).replace("/", "_")
+    name = ",".join(redact_command(swept)).replace("/", "_")
     if len(name.encode()) > _LONGEST_SUFFIX:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]
         name = f"{name.encode()[: _LONGEST_SUFFIX - 17].decode(errors='ignore')}-{digest}"

@@ -24,6 +24,7 @@ from trainer.documents import is_count, is_number, parse_object
 from trainer.durable import naming, write_file
 from trainer.errors import UserError
 from trainer.metrics.samples import COLUMNS, Transcript
+from trainer.redaction import redact_text
 
 if TYPE_CHECKING:
     import wandb
@@ -53,7 +54,7 @@ class Tracker:
         """
         Args:
             run_dir: local directory; it is created if it is missing.
-            config: the resolved config, for W&B.
+            config: the resolved config without secrets, for W&B.
             run_id: the W&B run to continue, from `state_dict`; None starts a new one.
 
         Raises:
@@ -298,4 +299,6 @@ def _start_wandb(run_dir: str, logger: LoggerConfig, config: dict[str, Any], run
         )
     except wandb.Error as error:
         mode = logger.wandb.mode
-        raise UserError(f"logger.wandb.mode={mode}: {error}; correct that, or choose offline or off") from error
+        raise UserError(
+            f"logger.wandb.mode={mode}: {redact_text(str(error))}; correct that, or choose offline or off"
+        ) from error

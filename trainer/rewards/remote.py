@@ -10,13 +10,15 @@ from typing import Any
 import httpx
 import tenacity
 
-from trainer.errors import describe_error, one_line
+from trainer.errors import one_line
+from trainer.redaction import HIDDEN, SecretFilter, secrets_in_address
 from trainer.rewards.signature import Calling
 from trainer.rewards.values import Parts, read_value
 
 WANTED = ("completion", "answer", "prompt", "messages", "row", "status")
 """What the server gets of each completion."""
 _LARGEST_ANSWER = 1 << 20
+_READ_OF_REFUSAL = 4000
 _BACKOFF = tenacity.wait_exponential(multiplier=0.25, max=30) + tenacity.wait_random(0, 0.25)
 _PASSING = (408, 425, 429)
 """Refusals that may pass, besides all errors of the server (5xx)."""
@@ -48,22 +50,34 @@ class RemoteReward:
     def __init__(self, url: str, deadline_s: float, header: str, header_env: str | None):
         self._url = url
         self._deadline_s = deadline_s
-        self._secret = os.environ[header_env].strip() if header_env else ""
+        secret = os.environ[header_env].strip() if header_env else ""
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._secret:
-            self._headers[header] = self._secret
+        if secret:
+            self._headers[header] = secret
+        # The server has the secrets, and may repeat them in whatever it says.
+        self._hide = SecretFilter([secret, *secrets_in_address(url)])
         self._client: httpx.AsyncClient | None = None
 
     async def compute_async(self, calls: list[dict[str, Any]]) -> list[list[Parts | str]]:
         """Return the parts of each completion's reward, or the reason why there are none."""
         try:
-            return [[read_value(value)] for value in await self._ask(calls)]
+            return [[self._read(value)] for value in await self._ask(calls)]
         except _Failure as error:
             reason = str(error)
         except BaseException as error:
-            reason = f"raised {describe_error(error)}"
-        reason = one_line(reason.replace(self._secret, "***") if self._secret else reason)
-        return [[reason]] * len(calls)
+            reason = f"raised {self._describe(error)}"
+        return [[one_line(reason)]] * len(calls)
+
+    def _read(self, value: Any) -> Parts | str:
+        parts = read_value(value)
+        if isinstance(parts, str):
+            return one_line(self._hide(parts))
+        hidden = next((name for name in map(self._hide, parts) if HIDDEN in name), None)
+        return parts if hidden is None else one_line(f"returned a part called {hidden!r}, which repeats a credential")
+
+    def _describe(self, error: BaseException) -> str:
+        """Return `Type: text`. The text may hold what the server has sent."""
+        return f"{type(error).__name__}: {self._hide(str(error))}"
 
     async def _ask(self, calls: list[dict[str, Any]]) -> list[Any]:
         body = json.dumps({"completions": calls}).encode()
@@ -75,7 +89,7 @@ class RemoteReward:
                 ):
                     with attempt:
                         try:
-                            return _rewards_in(await self._post(body), len(calls))
+                            return self._rewards_in(await self._post(body), len(calls))
                         except _Failure as error:
                             failure = str(error)
                             raise
@@ -94,14 +108,27 @@ class RemoteReward:
                     if len(answer) > _LARGEST_ANSWER:
                         raise _Failure(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
         except httpx.TransportError as error:
-            raise _Passing(describe_error(error)) from error
+            raise _Passing(one_line(self._describe(error))) from error
         status = response.status_code
         if status == 200:
             return bytes(answer)
-        reason = f"answered HTTP {status}: {answer[:500].decode(errors='replace')}"
+        # Hidden before it is cut: a cut can leave a part of a secret that is too short to be found.
+        reason = f"answered HTTP {status}: {self._hide(answer[:_READ_OF_REFUSAL].decode(errors='replace'))[:500]}"
         if status in _PASSING or status >= 500:
             raise _Passing(reason, _seconds(response.headers.get("Retry-After", "")))
         raise _Failure(reason)
+
+    def _rewards_in(self, answer: bytes, count: int) -> list[Any]:
+        try:
+            document = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise _Failure(f"answered what is not JSON ({self._describe(error)})") from error
+        rewards = document.get("rewards") if isinstance(document, dict) else None
+        if not isinstance(rewards, list):
+            raise _Failure("answered without a list `rewards`")
+        if len(rewards) != count:
+            raise _Failure(f"answered {len(rewards)} rewards for {count} completions")
+        return rewards
 
 
 def _wait(state: tenacity.RetryCallState) -> float:
@@ -112,16 +139,3 @@ def _wait(state: tenacity.RetryCallState) -> float:
 
 def _seconds(text: str) -> float:
     return float(text) if text.isascii() and text.isdigit() else 0.0
-
-
-def _rewards_in(answer: bytes, count: int) -> list[Any]:
-    try:
-        document = json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        raise _Failure(f"answered what is not JSON ({describe_error(error)})") from error
-    rewards = document.get("rewards") if isinstance(document, dict) else None
-    if not isinstance(rewards, list):
-        raise _Failure("answered without a list `rewards`")
-    if len(rewards) != count:
-        raise _Failure(f"answered {len(rewards)} rewards for {count} completions")
-    return rewards

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 
 from trainer.documents import is_number, parse_object
+from trainer.redaction import redact
 from trainer.rewards.values import Parts
 
 STORE_FILE = "rewards.jsonl"
@@ -19,8 +21,11 @@ Result = list[Parts | str]
 
 
 def key_of(reward: str, given: Mapping[str, Any]) -> str:
-    """Return the key of one call: a hash of the reward (a URL or an import path) and of all that it gets."""
-    content = json.dumps([reward, given], sort_keys=True, default=str)
+    """Return the key of one call: a hash of the reward (a URL or an import path) and of all that it gets.
+
+    Credentials in the URL have no part in it: nobody can guess them from the key, and new ones ask for nothing again.
+    """
+    content = json.dumps([redact(reward, references=False), given], sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(content.encode())
 
 
@@ -54,7 +59,9 @@ class RewardStore:
         if not lines:
             return
         self._fence()
-        with open(self._path, "ab") as file:
+        # Private: what a server has said, and what completions are worth, is for the user alone.
+        with open(self._path, "ab", opener=_open_private) as file:
+            os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)  # earlier versions made it readable for everybody
             file.write("".join(lines).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -70,6 +77,10 @@ class RewardStore:
                     file.truncate(whole)  # a kill may have torn the last line
                 self._known.update(filter(None, map(_read_line, data[:whole].splitlines())))
         return self._known
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
 
 
 def _read_line(line: bytes) -> tuple[str, Result] | None:

@@ -12,6 +12,7 @@ from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.parts import Restore, is_allowed
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig, own_defaults
 from trainer.errors import UserError, as_list
+from trainer.redaction import agree
 
 # Changes of these keys do not change the computed values, beyond rounding: directories, logging, saving, validation,
 # and the split of the work over machines. Data is here because the ledger compares the examples themselves.
@@ -204,7 +205,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
         after = own_now.get(name) if new[name] is None else new[name]
         is_default = before == own_before.get(name) and after == own_now.get(name)  # it changes with the function alone
         is_unknown = "${" in str(before)  # an older config lacks the key, whose default is an interpolation
-        if before != after and not is_default and not is_unknown:
+        if not agree(before, after) and not is_default and not is_unknown:
             changes.append(Change(name, before, after))
     return changes
 

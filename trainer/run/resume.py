@@ -18,6 +18,7 @@ from trainer.config import RESUME_LOAD, Config
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.places import absolute, is_same, is_url
+from trainer.redaction import redact
 from trainer.run import compatibility, lineage, record
 
 LOG = logging.getLogger(__name__)
@@ -164,7 +165,9 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     """
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.resume_load or RESUME_LOAD) if fork else frozenset(RESUME_LOAD)
-    changes = compatibility.find_changes(saved, dataclasses.asdict(cfg), dataclasses.asdict(Config()))
+    # A new password is no change of the run. Earlier versions saved secrets.
+    pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
+    changes = compatibility.find_changes(*pair, dataclasses.asdict(Config()))
     harmless = compatibility.ignored_keys(cfg, supervised)
     if not (compatibility.has_critic(saved) and cfg.has_critic):  # no critic is restored
         harmless = (*harmless, "trainer.critic.*")

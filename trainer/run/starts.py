@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import socket
 import subprocess
@@ -23,15 +22,12 @@ from trainer import __version__
 from trainer.config import Config
 from trainer.durable import write_file
 from trainer.output import LOG_FILE
+from trainer.redaction import redact, redact_command
 
 CONFIG_FILE = "config.yaml"
 STARTS_FILE = "starts.jsonl"
 LOG_NAME = "log.txt"
 _GIT_S = 10.0
-_HIDDEN = "***"
-_SECRET_NAME = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?)$", re.I)
-_SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&](?:key|sig)=)[^&\s]+|(?<=[?&]token=)[^&\s]+")
-_SHORTEST_SECRET = 8
 
 
 _early: set[str] = set()
@@ -58,15 +54,15 @@ def recorded_early(run_dir: str, cfg: Config) -> Iterator[None]:
 
 
 def record_start(run_dir: str, cfg: Config) -> None:
-    """Write `config.yaml`, and append a line to `starts.jsonl`. Secrets are replaced by `***`.
+    """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.redaction`).
 
     Does nothing if `recorded_early` has recorded this start.
     """
     if run_dir in _early:
         _early.remove(run_dir)
         return
-    config = without_secrets(dataclasses.asdict(cfg))
-    command = _command_without_secrets(sys.orig_argv)
+    config = redact(dataclasses.asdict(cfg))
+    command = redact_command(sys.orig_argv)
     LOG_FILE.write(f"start of {shlex.join(command)}")
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -106,32 +102,3 @@ def git_states(places: list[str]) -> list[dict[str, Any]]:
 def _git(place: str, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", place, *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
     return done.stdout.strip()
-
-
-def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a config, a part of it or a text with secrets replaced by `***`.
-
-    A secret is the value of a key such as `api_key` or `token`, the user and password in an address, or the value of
-    an environment variable with such a name.
-    """
-    if isinstance(value, dict):
-        return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(inner, name) for inner in value]
-    if not isinstance(value, str):
-        return value
-    if value and _SECRET_NAME.search(name):
-        return _HIDDEN
-    text = _SECRET_IN_ADDRESS.sub(_HIDDEN, value)
-    for variable, secret in os.environ.items():
-        if _SECRET_NAME.search(variable) and len(secret) >= _SHORTEST_SECRET:
-            text = text.replace(secret, _HIDDEN)
-    return text
-
-
-def _command_without_secrets(arguments: list[str]) -> list[str]:
-    shown = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        shown.append(key + equals + without_secrets(value, key) if equals else without_secrets(argument))
-    return shown

@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from trainer.config.launched import prepare_notes
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
+from trainer.redaction import redact_command
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,6 +34,7 @@ class SweepCallback(Callback):
 
     def _prepare(self, config: DictConfig) -> None:
         from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.core.override_parser.types import ValueType
         from omegaconf import OmegaConf, open_dict, read_write
 
         overrides = OverridesParser.create().parse_overrides(
@@ -44,6 +46,9 @@ class SweepCallback(Callback):
             raise UserError(
                 f"{twice[0]}: is given with one value and with several, so jobs would share a directory; keep one"
             )
+        for override in overrides:
+            if override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP:
+                _check_shown(override.key_or_group, list(override.sweep_string_iterator()))
         if any(o.key_or_group == "trainer.run_dir" and "${sweep_suffix:}" not in str(o.value()) for o in overrides):
             raise UserError(
                 "trainer.run_dir: all jobs of a sweep would share it; name the sweep with trainer.run_name=NAME, or "
@@ -56,6 +61,7 @@ class SweepCallback(Callback):
             )
             if not str(config.hydra.launcher.get("_target_")).endswith(".BasicLauncher"):
                 prepare_notes(config.hydra.sweep.dir)
+                _make_private(str(config.hydra.launcher.get("submitit_folder", "")))
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
                 os.makedirs(config.hydra.sweep.dir, exist_ok=True)
                 resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]
@@ -72,6 +78,27 @@ class SweepCallback(Callback):
                 compare_runs(sorted(runs), os.path.join(directory, "sweep.png"))
             except (UserError, OSError) as error:
                 LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` does it", error)
+
+
+def _make_private(folder: str) -> None:
+    """Make the directory of a launcher's files for its user alone: the commands of the jobs are in them as they are."""
+    if parent := folder.partition("%")[0].rstrip("/"):  # a directory for each job is below it
+        os.makedirs(parent, exist_ok=True)
+        os.chmod(parent, 0o700)
+
+
+def _check_shown(key: str, values: list[str]) -> None:
+    """Refuse values that differ in a secret alone: the directory of each job has its values as its name.
+
+    Raises:
+        UserError: two values look the same without their secrets.
+    """
+    shown = redact_command([f"{key}={value}" for value in values])
+    if len(set(shown)) < len(set(values)):
+        raise UserError(
+            f"{key}: the jobs of this sweep would differ in a secret alone, and no directory can be named after it; "
+            "sweep the name of an environment variable instead, or start the jobs one by one"
+        )
 
 
 def _continue_study(sweeper: DictConfig, directory: str, resumes: bool) -> None:

@@ -50,3 +50,8 @@ def test_no_folder_on_the_way_may_be_a_link(tmp_path):
     assert read_inside(str(tmp_path / "root"), "real/file") == b"content"
     with pytest.raises(OSError):
         read_inside(str(tmp_path / "root"), "link/file")
+
+
+def test_a_private_file_is_for_its_owner_alone(tmp_path):
+    write_file(str(tmp_path / "file"), b"x", mode=0o600)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

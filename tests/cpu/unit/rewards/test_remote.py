@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+from urllib.parse import quote
 
 import pytest
 
@@ -12,7 +15,8 @@ from trainer.config import RewardConfig
 from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError
 from trainer.rewards.components import RewardInput, components_of
-from trainer.rewards.store import STORE_FILE, RewardStore
+from trainer.rewards.remote import RemoteReward
+from trainer.rewards.store import STORE_FILE, RewardStore, key_of
 from trainer.rewards.trial import try_rewards
 
 
@@ -130,6 +134,50 @@ def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch,
     config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(header_env="NO_SUCH_TOKEN"))
     with pytest.raises(UserError, match="reward.remote.header_env=NO_SUCH_TOKEN: the environment has no such variable"):
         components_of(config)
+
+
+def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monkeypatch):
+    secret = "sk-Live/4711+Abcd=xyz"
+    monkeypatch.setenv("JUDGE", f"Bearer {secret}")
+    encoded = base64.b64encode(secret.encode()).decode()
+    answers = [
+        (401, {}, f"Incorrect API key provided: {secret}".encode()),
+        (401, {}, f"Incorrect API key provided: {secret.lower()}".encode()),
+        (401, {}, b"Incorrect API key provided: sk-Live********=xyz"),
+        (401, {}, f"no {encoded} and no {quote(secret, safe='')}".encode()),
+        (401, {}, secret.encode("utf-16")),
+        (401, {}, b"." * 490 + secret.encode()),
+        (401, {}, b"." * 3990 + secret.encode()),
+        (401, {}, b"the link has expired: /score?token=zzqq-8800"),
+        rewards([{secret.replace("/", "").replace("+", "").replace("=", ""): 1.0}]),
+        rewards([{f"{secret} ": 1.0}]),
+        rewards([{"good": 1.0}]),
+    ]
+    results = []
+    with serving(lambda server, _: answers[len(server.requests) - 1]) as server:
+        for _ in answers:
+            reward = RemoteReward(f"{server.url}/score?token=zzqq-8800", 5.0, "Authorization", "JUDGE")
+            results += asyncio.run(reward.compute_async([{}]))[0]
+    assert results[-1] == {"good": 1.0}
+    assert results[0] == "answered HTTP 401: Incorrect API key provided: ***"
+    assert results[8] == "returned a part called '***', which repeats a credential"
+    shown = json.dumps(results).lower()
+    for form in (secret, secret[3:], encoded, quote(secret, safe=""), "zzqq-8800"):
+        assert not [form[i : i + 4] for i in range(len(form) - 3) if form.lower()[i : i + 4] in shown]
+
+
+def test_stored_rewards_are_private(tmp_path):
+    file = tmp_path / STORE_FILE
+    file.touch(0o644)
+    for _ in range(2):
+        RewardStore(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.unlink()
+
+
+def test_credentials_in_the_address_have_no_part_in_the_key_of_a_stored_reward():
+    assert key_of("http://judge/score?v=1&key=a", {}) == key_of("http://judge/score?v=1&key=b", {})
+    assert key_of("http://judge/score?v=1&key=a", {}) != key_of("http://judge/score?v=2&key=a", {})
 
 
 # --------------------------------------------------------------------------------------------------------

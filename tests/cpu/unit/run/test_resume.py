@@ -12,6 +12,7 @@ import yaml
 from tests.support.odd_files import replace, resume, rewrite
 from tests.support.runs import configured, opened, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.parts import config_digest
 from trainer.config import compose
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
@@ -53,6 +54,59 @@ def test_a_path_of_no_checkpoint_is_refused_with_those_that_there_are(run_dir, t
 
 # ----------------------------------------------------------------------------------------------------------
 # What a resume may change
+
+
+def with_options(directory: Path, more: dict | None = None, **options):
+    cfg = configured(directory, resume_mode="latest" if more is None else None)
+    cfg.environment.options = options | (more or {})
+    return cfg
+
+
+def test_a_new_secret_is_no_change_and_is_shown_nowhere(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", "trainer")
+    monkeypatch.setenv("MY_API_KEY", "from-a-variable-1")
+    secrets = {"api_key": "from-a-variable-1", "auth": {"user": "u-hush", "password": 47110815}, "token": None}
+    save_steps(with_options(tmp_path, secrets, n=1, header="Bearer from-a-variable-1"), 1)
+    checkpoint = tmp_path / "checkpoints/global_step_1"
+    saved = yaml.safe_load((checkpoint / "config.yaml").read_text())["environment"]["options"]
+    assert saved["api_key"] == "${oc.env:MY_API_KEY}" and saved["auth"] == {"user": "***", "password": "***"}
+    digest = json.loads((checkpoint / "manifest.json").read_text())["config_digest"]
+
+    monkeypatch.setenv("MY_API_KEY", "from-a-variable-2")
+    new = {"api_key": "literal", "auth": {"user": "v-hush", "password": "x-hush"}, "token": "t-hush"}
+    cfg = with_options(tmp_path, n=1, header="Bearer from-a-variable-2", **new)
+    with RunDirectory(cfg).open() as directory:
+        assert directory.resume is not None and directory.resume.checkpoint.step == 1
+    assert config_digest(cfg) == digest, "a digest tells nothing of secrets"
+    assert "environment.options" not in caplog.text
+
+    cfg = with_options(tmp_path, n=2, header="Bearer from-a-variable-2", **new)
+    with pytest.raises(UserError, match=r"^environment.options=.*'n': 2.*saved with .*'n': 1") as refused:
+        RunDirectory(cfg).open()
+    cfg.trainer.allow_config_change = ["environment.options"]
+    with RunDirectory(cfg).open():
+        pass
+    for file in checkpoint.iterdir():
+        if file.is_file():
+            assert not [word for word in ("hush", "4711", "variable-") if word in file.read_text()], file
+    assert "environment.options" in caplog.text
+    for word in ("hush", "4711", "literal", "variable-"):
+        assert word not in str(refused.value) and word not in caplog.text
+
+
+def test_a_checkpoint_with_secrets_of_an_earlier_version_resumes_and_shows_none(tmp_path, capsys):
+    save_steps(with_options(tmp_path, {"api_key": "old-words"}, n=1), 1, 2)
+    for step, n in ((1, 1), (2, 2)):
+        checkpoint = tmp_path / f"checkpoints/global_step_{step}"
+        saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
+        saved["environment"]["options"] = {"api_key": f"old-words-{step}", "n": n}
+        replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
+    with RunDirectory(with_options(tmp_path, api_key="new-words", n=2)).open() as directory:
+        assert directory.resume is not None
+    checkpoint_tool(["diff", *(str(tmp_path / f"checkpoints/global_step_{step}") for step in (1, 2))])
+    checkpoint_tool(["show", str(checkpoint)])
+    shown = capsys.readouterr().out
+    assert "old-words" not in shown and "environment.options.n" in shown
 
 
 POLICY_COSINE = {"trainer.policy.optimizer.scheduler": "cosine"}

@@ -1,0 +1,417 @@
+"""Secrets in configs, commands and texts: which names hold them, and how they are left out of what is written or shown.
+
+Everything that writes a config, a command or a foreign error message calls a function of this module. Nothing here
+changes the values that a run works with.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, quote, quote_plus, urlsplit
+
+HIDDEN = "***"
+_SHORTEST = 8
+"""Characters of the shortest known secret that is searched for in any text. Shorter ones could be ordinary words."""
+_SHORTEST_PART = 4
+"""Characters of the shortest part of a secret that `SecretFilter` hides."""
+
+# --------------------------------------------------------------------------------------------------------
+# Names
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_STRONG = ("secret", "password", "passwd", "passphrase", "credential", "apikey", "authtoken", "accesstoken")
+"""Beginnings of a name's word, or ends of it, that make the value a secret."""
+_STRONG_WORDS = _words(
+    "authorization bearer cookie cookies creds passcode passwords pwd privatekey secretkey accesskey"
+)
+_LAST_WORDS = _words("auth dsn jwt otp")
+_KEY_OWNERS = _words(
+    "api access account admin anthropic app auth aws azure client cohere deploy encryption gemini google groq hf "
+    "host hub huggingface judge license master mistral openai openrouter private secret server service session "
+    "shared signing ssh storage subscription together wandb"
+)
+"""Words before `key` that make it a secret: `api_key`, but not `prompt_key`."""
+_TOKEN_OWNERS = _words(
+    "access api auth bearer bot csrf deploy github gitlab hf hub id identity jwt login oauth personal private "
+    "refresh secret security session user wandb"
+)
+"""Words before `tokens` that make them secrets: `access_tokens`, but not `max_tokens`."""
+_TEXT_WORDS = _words(
+    "added action answer assistant audio begin beginning bod bom bos bot boundary by chat class cls code "
+    "completion control cost count current decoder delimiter document draft dummy each encoder end ending eod eoh "
+    "eoi eom eos eot eou every extra fake fill fim final first forced generated image img in infix input "
+    "instruction is language last length loss marker mask max mean middle min modality multi n name new newline "
+    "next non num number observation of open close out output overlong pad padding patch per placeholder prefix "
+    "prev previous prompt query reason reasoning register repo response reward role row sentinel sep separator "
+    "seq sequence single soft space special speech start stop sub suffix system text think thinking thought to "
+    "tool top total train turn unk unknown video vision vocab word"
+)
+"""Words before `token` that make it a part of a text: `eos_token`."""
+_PASS_OWNERS = _words("admin db ftp http login mail mysql pg postgres proxy redis root smtp ssh user")
+_ABOUT = _words(
+    "budget column count dir directory enabled env expiry field file files folder format helper interval len "
+    "length limit manager mode name names path paths policy provider required scheme size store timeout ttl type "
+    "uri url var variable"
+)
+"""Last words of names that say something about a secret: `password_file`, `api_key_env`."""
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_secret(name: str) -> bool:
+    """Return whether a key with this name, or a part of a dotted name, holds a secret: `api_key`, `Authorization`."""
+    return any(_is_secret_part(part) for part in re.split(r"[./:\s]+", name))
+
+
+def _is_secret_part(name: str) -> bool:
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if not words or len(words) > 1 and words[-1] in _ABOUT:
+        return False
+    if any(word in _STRONG_WORDS or word.startswith(_STRONG) or word.endswith(_STRONG) for word in words):
+        return True
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "id":
+        return before == "session" or words[-3:-1] == ["access", "key"]
+    if last in ("key", "keys"):
+        return before in _KEY_OWNERS
+    if last == "token":
+        return before not in _TEXT_WORDS
+    if last == "tokens":
+        return before in _TOKEN_OWNERS
+    if last == "pass":
+        return before in _PASS_OWNERS
+    return last in _LAST_WORDS or words == ["session"]
+
+
+# --------------------------------------------------------------------------------------------------------
+# Known secrets
+
+_remembered: dict[str, None] = {}
+_NO_SECRETS = ("PWD", "OLDPWD")  # the working directory
+
+
+def remember(*secrets: str) -> None:
+    """Let `redact_text` hide these values, too, in whatever text they appear in this process."""
+    _remembered.update(dict.fromkeys(secret for secret in secrets if len(secret) >= _SHORTEST))
+
+
+def secrets_of(value: Any, name: str = "") -> list[str]:
+    """Return the texts and numbers of a nested config that are secrets by their names."""
+    found: list[str] = []
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            found += secrets_of(inner, f"{name}.{key}" if is_secret(name) else str(key))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            found += secrets_of(inner, name)
+    elif _has_content(value) and is_secret(name):
+        found.append(str(value))
+    return found
+
+
+def forms_of(secret: str) -> set[str]:
+    """Return a secret in all forms in which programs repeat it.
+
+    The value of a header also counts without its scheme (`Bearer`), and that of `Basic` decoded, too.
+    """
+    whole = secret.strip()
+    scheme, _, rest = whole.partition(" ")
+    values = {whole, rest.strip()} if rest and re.fullmatch(r"[A-Za-z-]{1,16}", scheme) else {whole}
+    if scheme.lower() == "basic":
+        try:
+            decoded = base64.b64decode(rest.strip() + "==", validate=False).decode()
+        except ValueError:
+            decoded = ""
+        values |= {decoded, decoded.partition(":")[2]}
+    values.discard("")
+    forms = set(values)
+    for value in values:
+        data = value.encode(errors="surrogatepass")
+        for shift in range(3):  # base64 of a text that contains the value, whatever stands before it
+            inner = base64.b64encode(b"\0" * shift + data).decode().rstrip("=")
+            # The first and the last characters depend on the neighbours, too.
+            inner = inner[(0, 2, 3)[shift] : len(inner) if (shift + len(data)) % 3 == 0 else -1]
+            forms |= {inner, inner.replace("+", "-").replace("/", "_")}
+        forms |= {quote(value, safe=""), quote(value), quote_plus(value), quote(quote(value, safe=""), safe="")}
+        forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+        forms |= {json.dumps(json.dumps(value))[3:-3], value.replace("/", "\\/"), html.escape(value), data.hex()}
+    return {form for form in forms if len(form) >= _SHORTEST_PART or form in values}
+
+
+def secrets_in_address(address: str) -> list[str]:
+    """Return user and password of a URL, and the values of its query that are secrets by their names."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return []
+    found = [value for value in (parts.password, parts.username) if value]
+    return found + [value for name, value in parse_qsl(parts.query) if _is_secret_parameter(name) and value]
+
+
+def _is_secret_parameter(name: str) -> bool:
+    return is_secret(name) or name.lower() in ("key", "sig", "signature") or name.lower().endswith("-signature")
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables that hold secrets: name by value."""
+    return {
+        value.strip(): name
+        for name, value in os.environ.items()
+        if name not in _NO_SECRETS and len(value.strip()) >= _SHORTEST and is_secret(name)
+    }
+
+
+def _known() -> re.Pattern[str] | None:
+    return _pattern((*_remembered, *_variables()))
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(secrets: tuple[str, ...]) -> re.Pattern[str] | None:
+    forms = {form for secret in secrets for form in forms_of(secret) if len(form) >= _SHORTEST}
+    longest_first = sorted(forms, key=lambda form: (-len(form), form))
+    return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE) if forms else None
+
+
+# --------------------------------------------------------------------------------------------------------
+# Configs and commands
+
+
+def redact(value: Any, name: str = "", references: bool = True) -> Any:
+    """Return a config, a part of it or a text without secrets. Tuples become lists.
+
+    A secret is the value of a key with such a name, the user and password in an address, a token of a well-known form,
+    or the value of an environment variable with such a name.
+
+    Args:
+        name: the key of `value`.
+        references: name the environment variable that holds the secret, as `${oc.env:NAME}`. False: `***` for all, so
+            that two configs that differ in secrets alone are equal.
+    """
+    return _redact(value, name, is_secret(name), references)
+
+
+def _redact(value: Any, name: str, hides: bool, references: bool) -> Any:
+    if isinstance(value, Mapping):
+        named = str(value.get("name") or value.get("key") or "")  # of `[{name: Authorization, value: …}]`
+        return {
+            key: _redact(
+                inner, str(key), hides or is_secret(str(key)) or key == "value" and is_secret(named), references
+            )
+            for key, inner in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_redact(inner, name, hides, references) for inner in value]
+    if hides:
+        return _hidden(value, references)
+    return _redact_string(value, references) if isinstance(value, str) else value
+
+
+def _redact_string(text: str, references: bool) -> str:
+    if references:
+        for secret, variable in _variables().items():
+            text = text.replace(secret, f"${{oc.env:{variable}}}")
+    else:
+        text = re.sub(r"\$\{oc\.env:[^{}]*\}", HIDDEN, text)
+    return redact_text(text)
+
+
+def _hidden(value: Any, references: bool) -> Any:
+    """Return what stands for the value of a key that holds a secret."""
+    if not references and not isinstance(value, bool):
+        return HIDDEN
+    if not _has_content(value):
+        return value
+    text = str(value)
+    if re.fullmatch(r"\$\{oc\.env:[A-Za-z_]\w*\}", text):  # as it was saved
+        return text
+    if variable := _variable_with(text):
+        return f"${{oc.env:{variable}}}"
+    shown = _redact_string(text, references)
+    return shown if re.fullmatch(r"[A-Za-z]{1,16} \$\{oc\.env:[A-Za-z_]\w*\}", shown) else HIDDEN  # Bearer …
+
+
+def _variable_with(secret: str) -> str | None:
+    if len(secret) < _SHORTEST:  # the name of a variable that has it could tell what it is
+        return None
+    named = [name for name, value in os.environ.items() if value == secret and name not in _NO_SECRETS]
+    return min(named, key=lambda name: (not is_secret(name), name), default=None)
+
+
+def _has_content(value: Any) -> bool:
+    return value is not None and not isinstance(value, bool) and value != ""
+
+
+def agree(saved: Any, now: Any) -> bool:
+    """Return whether two values are equal, as far as secrets that are hidden in one of them allow to tell."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return saved.keys() == now.keys() and all(agree(saved[key], now[key]) for key in saved)
+    if isinstance(saved, list) and isinstance(now, list):
+        return len(saved) == len(now) and all(map(agree, saved, now))
+    if isinstance(saved, str) and isinstance(now, str) and saved != now:
+        return _fits(saved, now) or _fits(now, saved)
+    return bool(saved == now)
+
+
+def _fits(hidden: str, text: str) -> bool:
+    pattern = ".*".join(map(re.escape, hidden.split(HIDDEN)))
+    return HIDDEN in hidden and re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def redact_command(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command without secrets: `KEY=VALUE`, values in braces, and `--key VALUE`."""
+    shown: list[str] = []
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        follows = i > 0 and arguments[i - 1].startswith("--") and "=" not in arguments[i - 1]
+        if equals and re.fullmatch(r"[-+~]*[\w./@-]+", name) and is_secret(name):
+            shown.append(f"{name}={_hidden(value, True)}")
+        elif follows and is_secret(arguments[i - 1]):
+            shown.append(str(_hidden(argument, True)))
+        else:
+            shown.append(name + equals + _redact_string(value, True) if equals else _redact_string(argument, True))
+    return shown
+
+
+# --------------------------------------------------------------------------------------------------------
+# Texts
+
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s\"'<>]+(?=@)")
+_PARAMETER = re.compile(r"(?<=[?&;])([\w.-]+)=([^&#;\s\"'<>]+)")
+_AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)(\s+)(?=[\w.~+/=-]*[\d.=_-]|[\w~+/]{20})[\w.~+/=-]{8,}", re.IGNORECASE)
+_FORMATS = re.compile(
+    r"\bsk-(?:[A-Za-z0-9]{20,}|(?:proj|ant|or|svcacct|admin)-[\w-]{20,})|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bxox[abeprs]-[\w-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}"
+    r"|\bya29\.[\w.-]{20,}|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*|(?<=hooks\.slack\.com/services/)[\w/]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_NAMED = re.compile(r"""(?P<quote>\\?["']|)(?P<name>-{0,2}[A-Za-z_][\w.@-]*)(?P=quote)\s*(?P<sign>[:=])[ \t]*""")
+_FLAG = re.compile(r"(?<!\S)--(?P<name>[A-Za-z][\w.-]*)[ \t]+(?=[^-\s])")
+_BARE = re.compile(r"(?:(?:Bearer|Basic|Token|Digest|Bot|ApiKey)[ \t]+)?(?:\\.|[^\s,;&\"'`)}\]])*", re.IGNORECASE)
+_BARE_IN_BRACES = re.compile(r"(?:\\.|[^\n,}\]])*")
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
+
+
+def redact_text(text: str) -> str:
+    """Return a text, such as an error message, without the secrets that can be recognised in it.
+
+    Hidden are `name=value` and, in braces, `name: value` of names that hold secrets, credentials in addresses, tokens
+    of well-known forms, and known secrets: those of environment variables, and those given to `remember`.
+    """
+    text = _FORMATS.sub(HIDDEN, _IN_ADDRESS.sub(HIDDEN, text))
+    text = _PARAMETER.sub(lambda m: f"{m[1]}={HIDDEN}" if _is_secret_parameter(m[1]) else m[0], text)
+    text = _AFTER_SCHEME.sub(rf"\1\2{HIDDEN}", _hide_named(text))
+    return hide_known(text)
+
+
+def hide_known(text: str) -> str:
+    """Return a text without the known secrets: those of environment variables, and those given to `remember`."""
+    return known.sub(HIDDEN, text) if (known := _known()) is not None else text
+
+
+def _hide_named(text: str) -> str:
+    shown, done = [], 0
+    found = sorted([*_NAMED.finditer(text), *_FLAG.finditer(text)], key=lambda match: match.start())
+    for match in found:
+        start = match.end()
+        if match.start() < done or not is_secret(match["name"]):
+            continue
+        in_braces = _depth(text, match.start()) > 0
+        # A sentence says `key: problem`, so a colon alone names no value.
+        if match.re is _NAMED and match["sign"] == ":" and not (in_braces or match["quote"]):
+            continue
+        end = _end_of_value(text, start, in_braces)
+        value = text[start:end].strip("\\\"' ")
+        if value in ("", HIDDEN, "null", "None", "true", "True", "false", "False", "VALUE") or value.startswith("${"):
+            continue
+        shown += [text[done:start], HIDDEN]
+        done = end
+    return "".join([*shown, text[done:]])
+
+
+def _depth(text: str, end: int) -> int:
+    return sum(text.count(a, 0, end) - text.count(b, 0, end) for a, b in (("{", "}"), ("[", "]")))
+
+
+def _end_of_value(text: str, start: int, in_braces: bool) -> int:
+    opening = re.compile(r"\\?[\"']|[{\[(]").match(text, start)
+    if opening is None:
+        match = (_BARE_IN_BRACES if in_braces else _BARE).match(text, start)
+        return match.end() if match else start
+    if (begin := opening[0]) not in _CLOSING:
+        closing = re.compile(rf"(?:(?!{re.escape(begin)})(?:\\.|.))*{re.escape(begin)}", re.DOTALL)
+        match = closing.match(text, opening.end())
+        return match.end() if match else len(text)
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == begin) - (text[i] == _CLOSING[begin])
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+_STARS = r"\*{2,}|\.{3,}|…|•{2,}|x{4,}"
+_AROUND_HIDDEN = re.compile(rf"[^\s\"'`:=,;(){{}}\[\]]*(?:\0|{_STARS})[^\s\"'`,;(){{}}\[\]]*", re.IGNORECASE)
+_HIDDEN_WORDS = re.compile(r"\*\*\*(?:\s+\*\*\*)+")
+_LONGEST_TEXT = 4000
+
+
+class SecretFilter:
+    """Hides some secrets, and parts of them, in a text of somebody who has received them.
+
+    Call it before a text is cut to a length, because a cut can leave a part that is too short to be found.
+
+    Args:
+        secrets: values of headers, tokens, passwords.
+    """
+
+    def __init__(self, secrets: Iterable[str]):
+        secrets = [secret for secret in secrets if secret.strip()]
+        self._forms = {_lower(form) for secret in secrets for form in forms_of(secret)}
+        self._is_too_short = any(len(form) < _SHORTEST_PART for form in self._forms)
+        self._parts = {form[i : i + _SHORTEST_PART] for form in self._forms for i in range(len(form) - 3)}
+
+    def __call__(self, text: str) -> str:
+        """Return the first 4000 characters, with every part of a secret of at least 4 characters replaced by `***`.
+
+        The case of letters does not matter. If a secret is shorter than that, nothing of the text is shown.
+        """
+        if not self._forms:
+            return text
+        if self._is_too_short:
+            return HIDDEN
+        # Characters that are not seen, and wide ones, could part a secret.
+        text = unicodedata.normalize("NFKC", text[:_LONGEST_TEXT])
+        text = "".join(c for c in text if c.isprintable() or c in "\n\t")
+        lower, hidden = _lower(text), bytearray(len(text))
+        for i in range(len(text) - _SHORTEST_PART + 1):
+            if lower[i : i + _SHORTEST_PART] in self._parts:
+                hidden[i : i + _SHORTEST_PART] = b"\1" * _SHORTEST_PART
+        shown = "".join("\0" if hide and not c.isspace() else c for c, hide in zip(text, hidden, strict=True))
+        # Programs show the ends of a key, as in `sk-1…9f`: the rest of such a word is hidden with them.
+        return _HIDDEN_WORDS.sub(HIDDEN, _AROUND_HIDDEN.sub(self._hide, shown))
+
+    def _hide(self, match: re.Match[str]) -> str:
+        word = match[0]
+        if "\0" in word:
+            return HIDDEN
+        ends = [end for end in re.split(_STARS, _lower(word)) if end]
+        is_end = any(form.startswith(end) or form.endswith(end) for end in ends for form in self._forms)
+        return HIDDEN if is_end else word
+
+
+def _lower(text: str) -> str:
+    """Return `text` in lower case, with as many characters."""
+    return "".join(lower if len(lower := c.lower()) == 1 else c for c in text)
