@@ -32,11 +32,15 @@ class Episode:
     """The same for all episodes of one prompt."""
     samples: list[Sample]
     """One, unless a later turn could not be written as the earlier ones with more tokens after them."""
-    reward: float = 1.0
+    reward: float | None = 1.0
+    """None: it failed, and the episode is left out of losses, baselines and means."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"
     """Why the episode ended: `stop` (the policy ended its completion, or the environment is done), `length` (cut),
     `turns` (`environment.max_turns` replies), or `timeout` and `failed` (its environment failed)."""
     baseline: float | None = None
-    """The reward of a greedy episode of the same prompt, where the advantage estimator asks for it (`remax`)."""
+    """The reward of a greedy episode of the same prompt, where the advantage estimator asks for it (`remax`). None
+    there: it failed, and the episode is not learnt from."""
+    failure: str = ""
+    """Why the reward, or a part of it, or the environment failed. Empty: it did not."""

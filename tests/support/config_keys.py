@@ -6,6 +6,7 @@ Whoever adds a key, or lets a resume change one, decides here too, and names a t
 from __future__ import annotations
 
 RANKS, EXPERIENCE, KL, LEDGER, START, DRIVER = "ranks", "experience", "kl", "ledger", "start", "driver"
+FAILURES = "failures"
 
 PROOFS = {
     RANKS: "unit/workers/test_changed_workers.py::test_a_change_acts_as_if_the_run_had_started_with_it",
@@ -13,6 +14,7 @@ PROOFS = {
     KL: "unit/algorithms/test_kl.py::test_the_kl_controller_takes_its_settings_from_the_config",
     LEDGER: "unit/data/test_ledger.py::test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger",
     START: "unit/run/test_directory.py::test_a_resume_refuses_changed_start_weights",
+    FAILURES: "unit/sources/test_failures.py::test_failed_rewards_are_left_out_or_count_as_0",
     DRIVER: "jobs/test_changed_job.py::test_what_a_resume_may_change_acts_in_a_whole_job",
 }
 """The test that proves that a change acts as in a run started with the new value, or is refused."""
@@ -89,8 +91,10 @@ ALLOWED: dict[str, str] = {
     "reward.name": DRIVER,
     "environment.name": DRIVER,
     "environment.options": DRIVER,
+    "environment.on_failure": FAILURES,
     "environment.max_turns": DRIVER,
     "reward.weights": DRIVER,
+    "reward.on_failure": FAILURES,
     "reward.url": DRIVER,
     "rollout.engine": DRIVER,
     "rollout.n": DRIVER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import LONGEST_TIME, Section, number, open_section, refuse
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, open_section, refuse
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -26,6 +26,10 @@ class EnvironmentConfig(Section):
     environment; then the episode counts as failed."""
     num_processes: int = number(1, at_least=1)
     """Number of processes that run environments. Each holds many of them."""
+    on_failure: str = choice("leave_out", ON_FAILURE)
+    """What becomes of an episode whose environment failed. `leave_out`: it is neither learnt from nor compared with
+    the others of its row, and counts in no mean; a row that the algorithm compares by then needs two others. `zero`:
+    its reward is 0."""
     max_failure_frac: float = number(0.5, at_least=0, at_most=1)
     """The run ends if a greater share of the episodes that are played together fails. 1: it never ends for that."""
 

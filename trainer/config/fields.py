@@ -20,6 +20,9 @@ LARGEST_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**32 - 1
 """vLLM hands its seed to NumPy, which takes 32 bits."""
 
+ON_FAILURE = ("leave_out", "zero")
+"""What may become of an episode whose reward or environment failed."""
+
 LONGEST_TIME = 1_000_000
 """Greatest value of most times: days in seconds, years in minutes. The clocks of libraries end not far above."""
 

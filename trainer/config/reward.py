@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trainer.config.fields import LONGEST_TIME, Section, number, refuse
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, refuse
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,14 +37,18 @@ class RewardConfig(Section):
     weights: list[float] = field(default_factory=list)
     """Weight of each reward of `name`. Empty: 1 each."""
     timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME)
-    """Seconds that one call of a reward function may take. A call that takes longer counts as failed: its reward is
-    0, and the failure is counted. Each time completions are scored, failed rewards may take 30 times this in each
-    process; after that the remaining completions are not tried and count as failed."""
+    """Seconds that one call of a reward function may take. A call that takes longer counts as failed (see
+    `on_failure`). Each time completions are scored, failed rewards may take 30 times this in each process; after that
+    the remaining completions are not tried and count as failed."""
     num_processes: int = number(1, at_least=1)
     """Number of processes that compute rewards."""
     concurrency: int = number(16, at_least=1, at_most=1024)
     """Calls of an `async` reward, or requests to `url`, that run at the same time in each process."""
-    max_failure_frac: float = number(0.9, at_least=0, at_most=1)
+    on_failure: str = choice("leave_out", ON_FAILURE)
+    """What becomes of a completion whose reward failed. `leave_out`: it is neither learnt from nor compared with the
+    others of its prompt, and counts in no mean; a prompt that the algorithm compares by then needs two others. `zero`:
+    what failed counts as 0, like a wrong answer."""
+    max_failure_frac: float = number(0.2, at_least=0, at_most=1)
     """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
     them. 1: it never ends for that, and a reward that fails on the first rows of the data is no reason not to start."""
     success_threshold: float = number(1.0)

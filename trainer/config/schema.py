@@ -50,6 +50,11 @@ class Config(Section):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     @property
+    def on_failure(self) -> str:
+        """What becomes of an episode whose reward or environment failed, one of `ON_FAILURE`."""
+        return self.environment.on_failure if self.environment.name else self.reward.on_failure
+
+    @property
     def has_critic(self) -> bool:
         return self.algorithm.advantage_estimator == "gae"
 

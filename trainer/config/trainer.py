@@ -135,9 +135,9 @@ class TrainerConfig(Section):
     ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME)
     """With `ckpt_local_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1)
-    """Steps between checkpoints. -1: do not save by steps. `auto`: save by time, at the interval that loses least, given
-    the measured cost of a save and `mean_time_between_failures` (Young, 1974; Daly, 2006). Whatever the value, the last
-    step is saved, and the step after which the job is asked to stop."""
+    """Steps between checkpoints. -1: do not save by steps. `auto`: save by time, at the interval that loses least,
+    given the measured cost of a save and `mean_time_between_failures` (Young, 1974; Daly, 2006). Whatever the value,
+    the last step is saved, and the step after which the job is asked to stop."""
     ckpt_interval_minutes: float = number(-1, at_least=0.001, at_most=LONGEST_TIME, off=-1)
     """Also save when this many minutes have passed since the last save. -1: save by steps only."""
     mean_time_between_failures: float = number(240, at_least=0.001, at_most=LONGEST_TIME)

@@ -95,17 +95,18 @@ class Ledger:
         """The next `count` rows, after the `skip` next ones. Changes nothing."""
         return list(islice(self.ahead(skip), count))
 
-    def commit(self, draws: Sequence[Draw], rewards: Sequence[float] = ()) -> None:
+    def commit(self, draws: Sequence[Draw], rewards: Sequence[float | None] = ()) -> None:
         """Record that these rows, the next ones, have been trained on.
 
         Args:
-            rewards: of each, the mean over its completions; for the curriculum.
+            rewards: of each, the mean over its completions, for the curriculum. None: all of them failed.
         """
         for draw, (own, places) in zip(draws, self._walk(), strict=False):
             assert draw == own, "commit what was drawn, in order"
             self._places = places
         if self._curriculum is not None:
-            self._rewards |= {draw.row: reward for draw, reward in zip(draws, rewards, strict=True)}
+            known = zip(draws, rewards, strict=True)
+            self._rewards |= {draw.row: reward for draw, reward in known if reward is not None}
         # An epoch that has begun keeps its order; the curriculum may order those ahead in another way now.
         begun = {(part, epoch) for part, (epoch, position) in enumerate(self._places) if position}
         self._orders = {name: order for name, order in self._orders.items() if name in begun}

@@ -51,6 +51,7 @@ def write_rollouts(
             "reward": episode.reward,
             "rewards": dict(episode.rewards),
             "finish_reason": episode.status,
+            "failure": episode.failure or None,
             "prompt_ids": list(prompt.token_ids),
             "completion_ids": sample.token_ids[start:].tolist(),
             "logprobs": sample.logprobs[start:].tolist(),
@@ -89,7 +90,9 @@ def write_conversations(
             "uid": episode.group,
             "messages": list(chat),
             "reward": episode.reward,
+            "rewards": dict(episode.rewards),
             "finish_reason": episode.status,
+            "failure": episode.failure or None,
             "samples": samples,
         }
         lines.append(json.dumps(line) + "\n")
@@ -124,14 +127,15 @@ def read_rollouts(
         texts = [row["completion"]] if "completion" in row else [message["content"] for message in row["messages"]]
         if not all(text in texts for text in said):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
-        if min_reward is None or row["reward"] >= min_reward:
+        # A reward that failed, or of which a part failed, reaches no limit.
+        if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
             kept += samples
     return kept
 
 
 def _samples(row: Any) -> list[dict[str, Any]]:
     """Return the samples of a line; none: it is no rollout."""
-    if not isinstance(row, dict) or not _is_number(row.get("reward")):
+    if not isinstance(row, dict) or not (_is_number(row.get("reward")) or row.get("failure")):
         return []
     if _is_rollout(row):
         prompt, completion = row["prompt_ids"], row["completion_ids"]

@@ -20,6 +20,7 @@ from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.keyed import environment_seed, request_seed
+from trainer.rewards.scores import OUTCOMES
 
 LOG = logging.getLogger(__name__)
 
@@ -223,11 +224,20 @@ class EnvironmentPlayer:
         return Played(conversation.samples(), episode.status, episode.text, turns, reward, messages, session.failure)
 
 
-def report_failures(played: Sequence[Played]) -> int:
-    """Return the number of episodes whose environment has failed; log it with the first reason."""
+def report_failures(played: Sequence[Played], on_failure: str, purpose: str) -> int:
+    """Return the number of episodes whose environment has failed; log it with the first reason.
+
+    Args:
+        on_failure: `environment.on_failure`.
+        purpose: names what the episodes are for.
+    """
     failures = [episode.failure for episode in played if episode.failure]
     if failures:
-        LOG.warning("%d environments failed and their episodes count as 0; the first: %s", len(failures), failures[0])
+        share, outcome = len(failures) / len(played), OUTCOMES[on_failure]
+        LOG.warning(
+            f"{len(failures)} of {len(played)} environments of {purpose} ({share:.1%}) failed and their episodes "
+            f"{outcome}; the first: {failures[0]}"
+        )
     return len(failures)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,14 @@ from trainer.algorithms import (
     options_of,
     resolve,
 )
+from trainer.algorithms.aggregation import masked
+from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.episodes import Sample
-from trainer.parallel.batching import Batch, stack_padded
+from trainer.parallel.batching import Batch, select, stack_padded
+from trainer.rewards.values import LARGEST
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,31 +103,89 @@ def add_advantages(
     algorithm: AlgorithmConfig,
     kl_coef: float = 0.0,
     baselines: np.ndarray | None = None,
+    taught: np.ndarray | None = None,
 ) -> Batch:
     """Return `batch` with `advantages` and `returns` `(B, T)`.
 
+    Args:
+        rewards: `(B,)` (see `reward_tokens`).
+        baselines: `(B,)`, subtracted by `remax`.
+        taught: `(B,)`, the rows that the estimator gets; the others have advantage and return 0. None: all rows.
+    """
+    if taught is None or taught.all():
+        return batch | _advantages(batch, rewards, algorithm, kl_coef, baselines)
+    rows = np.flatnonzero(taught)
+    found = {name: np.zeros_like(batch["mask"]) for name in ("advantages", "returns")}
+    if len(rows):
+        chosen = select(batch, rows)
+        chosen["group_ids"] = np.unique(chosen["group_ids"], return_inverse=True)[1]
+        of_rows = None if baselines is None else baselines[rows]
+        for name, values in _advantages(chosen, rewards[rows], algorithm, kl_coef, of_rows).items():
+            found[name][rows] = values
+    return batch | found
+
+
+def reward_tokens(batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float) -> torch.Tensor:
+    """Return the reward of each token, `(B, T)`.
+
     The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
     `kl_coef` times its KL to the reference.
-
-    Args:
-        baselines: `(B,)`, subtracted by `remax`.
     """
-    tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
-    mask = tensors["mask"]
+    mask = torch.from_numpy(batch["mask"])
     token_rewards = torch.zeros_like(mask)
     positions = torch.arange(mask.shape[1])
     last = torch.where(mask > 0, positions, 0).amax(dim=1)  # tool output may follow it
     token_rewards[torch.arange(len(last)), last] = torch.from_numpy(rewards.astype(np.float32))
     if algorithm.kl_in == "reward" and "ref_logprobs" in batch:
-        kl = kl_penalty(tensors["old_logprobs"], tensors["ref_logprobs"], algorithm.kl_estimator, mask)
-        token_rewards = token_rewards - kl_coef * kl
+        old, reference = (torch.from_numpy(batch[name]) for name in ("old_logprobs", "ref_logprobs"))
+        token_rewards = token_rewards - kl_coef * kl_penalty(old, reference, algorithm.kl_estimator, mask)
+    return token_rewards
+
+
+def _advantages(
+    batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float, baselines: np.ndarray | None
+) -> Batch:
+    tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
+    mask, token_rewards = tensors["mask"], reward_tokens(batch, rewards, algorithm, kl_coef)
     function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
     given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
     options = chosen_options(function, algorithm, ESTIMATOR) | {
         name: value.float() for name, value in given.items() if value is not None and name in options_of(function)
     }
     advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
-    return {**batch, "advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
+    return {"advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
+
+
+def choose_taught(
+    batch: Batch, rewards: np.ndarray, known: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float
+) -> np.ndarray:
+    """Return `(B,)`, true for the rows, one for each episode, that can be learnt from.
+
+    The reward of such a row is known and, with its penalties, not beyond `LARGEST`. If the estimator compares the
+    completions of a prompt, at least one other row of the group is like that.
+
+    Args:
+        rewards: `(B,)`, with `overlong_penalty`.
+        known: `(B,)`, false where the reward, or the baseline that `remax` subtracts from it, failed.
+    """
+    taught = known.copy()
+    if algorithm.overlong_buffer or (algorithm.kl_in == "reward" and "ref_logprobs" in batch):
+        paid = masked(reward_tokens(batch, rewards, algorithm, kl_coef), torch.from_numpy(batch["mask"])).double()
+        sums = np.maximum(np.abs(rewards), paid.sum(dim=1).abs().numpy())
+        beyond = np.isfinite(sums) & (sums > LARGEST)  # what is not finite ends the run at its loss
+        if (beyond & known).any():
+            LOG.warning(
+                "%d rewards are left out: with the penalties of algorithm.overlong_factor and algorithm.kl_coef they "
+                "are beyond %g",
+                (beyond & known).sum(),
+                LARGEST,
+            )
+        taught &= ~beyond
+    estimator = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
+    if not taught.all() and needs_different_completions(estimator):
+        _, groups = np.unique(batch["group_ids"], return_inverse=True)
+        taught &= np.bincount(groups, weights=taught)[groups] >= 2
+    return taught
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
@@ -158,28 +222,40 @@ def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, d
     return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
 
 
-def leave_out_rows(batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig) -> Batch:
+def leave_out_rows(
+    batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig, taught: np.ndarray | None = None
+) -> Batch:
     """Return `batch` with `mask` 0 in the rows that are not to be learnt from.
 
     Args:
         status: of each row's episode.
+        taught: `(B,)`, the rows that can be learnt from (see `choose_taught`). None: all rows.
     """
-    keep = np.ones(len(rewards), dtype=bool)
-    if a.filter_zero_variance:
-        keep &= informative_groups(torch.from_numpy(rewards), torch.from_numpy(batch["group_ids"])).numpy()
+    keep = np.ones(len(rewards), dtype=bool) if taught is None else taught.copy()
+    if a.filter_zero_variance and keep.any():
+        rows = np.flatnonzero(keep)
+        group_ids = torch.from_numpy(batch["group_ids"][rows])
+        keep[rows] = informative_groups(torch.from_numpy(rewards[rows]), group_ids).numpy()
     if a.overlong_masking:
         keep &= np.asarray(status) != "length"
     return batch if keep.all() else {**batch, "mask": batch["mask"] * keep[:, None]}
 
 
-def describe_rewards(batch: Batch, rewards: np.ndarray, status: Sequence[str]) -> dict[str, float]:
-    """Return metrics of rewards and lengths (names in `trainer.metrics.names`)."""
+def describe_rewards(
+    batch: Batch, rewards: np.ndarray, status: Sequence[str], known: np.ndarray | None = None
+) -> dict[str, float]:
+    """Return metrics of rewards and lengths (names in `trainer.metrics.names`).
+
+    Args:
+        known: `(B,)`, false where the reward failed. None: none failed. If all did, the rewards have no mean.
+    """
+    known = np.ones(len(rewards), dtype=bool) if known is None else known
     lengths = (batch["mask"] > 0).sum(axis=1)
-    by_group = [rewards[batch["group_ids"] == group] for group in range(int(batch["group_ids"].max()) + 1)]
-    metrics = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        "reward/zero_std_frac": np.mean([group.max() == group.min() for group in by_group]),
+    groups = range(int(batch["group_ids"].max()) + 1)
+    by_group = [rewards[known & (batch["group_ids"] == group)] for group in groups]
+    metrics = {"reward/mean": rewards[known].mean(), "reward/std": rewards[known].std()} if known.any() else {}
+    metrics |= {
+        "reward/zero_std_frac": np.mean([not len(group) or group.max() == group.min() for group in by_group]),
         "response_length/mean": lengths.mean(),
         "response_length/max": lengths.max(),
         "response_length/clip_ratio": (np.asarray(status) == "length").mean(),

@@ -16,6 +16,7 @@ from trainer.learner.experience import (
     Experience,
     add_advantages,
     build_batch,
+    choose_taught,
     correct_rollouts,
     describe_agreement,
     describe_rewards,
@@ -67,12 +68,14 @@ class Learner:
         samples = [sample for episode in episodes for sample in episode.samples]
         owners = np.asarray([i for i, episode in enumerate(episodes) for _ in episode.samples])
         status = [episode.status for episode in episodes]
-        rewards = np.asarray([episode.reward for episode in episodes], dtype=np.float64)
+        known = np.asarray([episode.reward is not None for episode in episodes])
+        rewards = np.asarray([episode.reward or 0.0 for episode in episodes], dtype=np.float64)
         batch = self._add_models_view(build_batch(samples, [episodes[i].group for i in owners]), step)
-        baselines = None
-        if episodes[0].baseline is not None:
-            baselines = np.asarray([episode.baseline for episode in episodes], dtype=np.float64)
         a = self.cfg.algorithm
+        baselines, comparable = None, known
+        if a.advantage_estimator == "remax":
+            baselines = np.asarray([episode.baseline or 0.0 for episode in episodes], dtype=np.float64)
+            comparable = known & [episode.baseline is not None for episode in episodes]
         several = len(samples) > len(episodes)  # advantages compare episodes: one row for each, whatever its samples
         whole = join_samples(batch, owners) if several else batch
         lengths = torch.from_numpy((whole["mask"] > 0).sum(axis=1))
@@ -83,12 +86,13 @@ class Learner:
             a.overlong_buffer,
             a.overlong_factor,
         ).numpy()
-        whole = add_advantages(whole, shaped, a, self.kl.coef, baselines)
+        taught = choose_taught(whole, shaped, comparable, a, self.kl.coef)
+        whole = add_advantages(whole, shaped, a, self.kl.coef, baselines, taught)
         for name in ("advantages", "returns"):
             batch[name] = split_samples(whole[name], batch, owners) if several else whole[name]
-        metrics = describe_rewards(whole, rewards, status) if samples[0].weight_versions is not None else {}
-        if "values" in batch:
-            mask = batch["mask"] > 0
+        metrics = describe_rewards(whole, rewards, status, known) if samples[0].weight_versions is not None else {}
+        if "values" in batch and taught.any():
+            mask = (batch["mask"] > 0) & taught[owners][:, None]
             metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
         if "rollout_logprobs" in batch and _has_all_old_logprobs(batch) and not self._trusts_sampler:
             metrics |= describe_agreement(batch)
@@ -96,7 +100,7 @@ class Learner:
         metrics |= corrected
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
-        kept = leave_out_rows(batch, shaped[owners], [status[i] for i in owners], a)
+        kept = leave_out_rows(batch, shaped[owners], [status[i] for i in owners], a, taught[owners])
         return Experience(kept, metrics, batch["mask"])
 
     def _add_models_view(self, batch: Batch, step: int) -> Batch:

@@ -26,11 +26,11 @@ METRICS: dict[str, Metric] = {
         "reward",
     ),
     "reward/failures": Metric(
-        "Completions whose reward, or a part of it, failed (see docs/rewards.md); what failed counts as 0.",
+        "Completions whose reward, or a part of it, failed. `reward.on_failure` says what becomes of them.",
         "completions",
     ),
     "environment/failures": Metric(
-        "Episodes whose environment failed (see docs/environments.md); their reward is 0.", "episodes"
+        "Episodes whose environment failed. `environment.on_failure` says what becomes of them.", "episodes"
     ),
     "episode/turns/mean": Metric("Mean number of replies in the step's episodes.", "turns"),
     "episode/tokens/mean": Metric("Mean number of tokens that the policy sampled in an episode.", "tokens"),
@@ -77,6 +77,10 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
+    "val/failures": Metric(
+        "Greedy completions of the held-out prompts whose reward or environment failed (see `reward/failures`).",
+        "completions",
+    ),
     "val/reward/<name>/mean": Metric("Mean of one part of that reward (see `reward/<name>/mean`).", "reward"),
     "val/accuracy": Metric(
         "Held-out prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
@@ -181,8 +185,9 @@ def reference() -> str:
         "With `logger.validation`, `{run_dir}/validation/step_N.jsonl` holds all completions of a validation, one JSON "
         "object a line: `step`, `uid` (`val:` and the place of the row in the data), `number` (0: greedy; from 1 on: "
         "those of `val/pass@<k>`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
-        "completion of an environment's episode goes from the first reply to the end), `answer`, `reward`, `rewards` "
-        "(its parts) and `finish_reason`. A step that is replayed after a kill writes the same file again.",
+        "completion of an environment's episode goes from the first reply to the end), `answer`, `reward` (null if it "
+        "failed and is left out), `rewards` (its parts), `finish_reason`, and `failure` (why the reward failed, else "
+        "null). A step that is replayed after a kill writes the same file again.",
     ]
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from trainer.durable import write_file
 Message = Mapping[str, Any]
 """`role` and `content`."""
 VALIDATION_FOLDER = "validation"
-COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish_reason")
+COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish_reason", "failure")
 """Of a table of transcripts."""
 _WIDTH = 100
 _FIRST, _LAST = 4, 3
@@ -37,20 +37,24 @@ class Transcript:
     """The reply; with an environment, the first reply and all messages after it."""
     answer: str
     """The reference answer; empty if the data has none."""
-    reward: float
+    reward: float | None
+    """None: it failed, and is left out."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"
     """See `trainer.episodes.Episode.status`."""
+    failure: str = ""
+    """See `trainer.episodes.Episode.failure`."""
 
     @property
     def name(self) -> str:
         return f"{self.uid}:{self.number}"
 
-    def row(self) -> tuple[str, str, str, str, float, str, str]:
+    def row(self) -> tuple[str, str, str, str, float | None, str, str, str]:
         """Return the values of `COLUMNS`."""
         prompt, answer, completion = self._texts()
-        return self.name, prompt, answer, completion, float(self.reward), self._parts(), self.status
+        reward, failure = self.reward, printable(self.failure)
+        return self.name, prompt, answer, completion, reward, self._parts(), self.status, failure
 
     def block(self, brief: bool = False) -> str:
         """Return several readable lines, without control characters.
@@ -60,8 +64,11 @@ class Transcript:
         """
         prompt, answer, completion = self._texts()
         parts = f" ({self._parts()})" if len(self.rewards) > 1 else ""
-        reward = f"{self.reward:.4g}{parts}" + ("" if self.status == "stop" else f", ended by: {self.status}")
+        reward = "none" if self.reward is None else f"{self.reward:.4g}"
+        reward += parts + ("" if self.status == "stop" else f", ended by: {self.status}")
         texts = {"prompt": prompt, "completion": completion, "answer": answer, "reward": reward}
+        texts |= {"failure": printable(self.failure)}
+        texts = {label: text for label, text in texts.items() if text or label not in ("answer", "failure")}
         lines = []
         for label, text in texts.items():
             shown = _shorten(text) if brief else text.split("\n")
@@ -112,9 +119,10 @@ def write_validation(
                 "prompt": list(one.prompt),
                 "completion": list(one.completion),
                 "answer": one.answer,
-                "reward": float(one.reward),
+                "reward": one.reward,
                 "rewards": dict(one.rewards),
                 "finish_reason": one.status,
+                "failure": one.failure or None,
             }
         )
         for one in transcripts

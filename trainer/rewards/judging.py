@@ -91,7 +91,7 @@ class Judging:
         }
 
     def scores(self) -> Scores:
-        """Wait for the rewards of all completions. A reward that raises, hangs or is not a number counts as 0.
+        """Wait for the rewards of all completions. One that raises, hangs or is no number has failed.
 
         Raises:
             UserError: more than `reward.max_failure_frac` of the rewards have failed.

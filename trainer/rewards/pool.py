@@ -115,12 +115,14 @@ class RewardPool:
             UserError: more than `reward.max_failure_frac` of the rewards have failed.
         """
         scores = add_up(results, total)
-        for line in [*self._printed.take(), *scores.failures.lines(LOST_LIMITS)]:
+        for line in self._printed.take():
             LOG.info(line)
         problem = scores.failures.problem(total, self._config.max_failure_frac, step)
         self._keep(results, step, failures=problem is None)
         if problem is not None:
             raise UserError(problem)
+        for line in scores.failures.lines(total, self._config.on_failure, LOST_LIMITS, step):
+            LOG.warning(line)
         return scores
 
     def _keep(self, results: dict[Component, dict[Call, Result]], step: str, failures: bool) -> None:

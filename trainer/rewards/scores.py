@@ -11,11 +11,13 @@ from trainer.rewards.values import LARGEST, Parts
 from trainer.signals import CONTINUES
 
 NOT_TRIED = "was not tried"
+OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
+"""What becomes of rewards that failed, by `reward.on_failure` or `environment.on_failure`."""
 
 
 @dataclass
 class RewardFailures:
-    """Completions whose reward, or a part of it, could not be computed. What failed counts as 0."""
+    """Completions whose reward, or a part of it, could not be computed."""
 
     count: int = 0
     first: str = ""
@@ -27,15 +29,18 @@ class RewardFailures:
         self.count += 1
         self.skipped += skipped
 
-    def lines(self, limits: int) -> list[str]:
+    def lines(self, total: int, on_failure: str, limits: int, step: str) -> list[str]:
         """Return messages for the user.
 
         Args:
+            total: the completions that were judged.
+            on_failure: `reward.on_failure`.
             limits: failed rewards may take this many time limits.
+            step: what they were judged for.
         """
         lines = []
         if self.count:
-            lines.append(f"{self.count} rewards failed and count as 0; the first: {self.first}")
+            lines.append(f"{self._share(total, step)} failed and {OUTCOMES[on_failure]}; the first: {self.first}")
         if self.skipped:
             lines.append(
                 f"{self.skipped} of them were not tried: failed rewards had already taken {limits} times "
@@ -54,9 +59,12 @@ class RewardFailures:
         if self.count <= most * total:
             return None
         return (
-            f"reward.max_failure_frac={most:g}: {self.count} of {total} rewards of {step or 'a step'} failed (the "
-            f"first: {self.first}); nothing was trained on them, and once the reward works, {CONTINUES}"
+            f"reward.max_failure_frac={most:g}: {self._share(total, step)} failed (the first: {self.first}); nothing "
+            f"was trained on them, and once the reward works, {CONTINUES}"
         )
+
+    def _share(self, total: int, step: str) -> str:
+        return f"{self.count} of {total} rewards of {step or 'a step'} ({self.count / total:.1%})"
 
 
 @dataclass
@@ -64,8 +72,11 @@ class Scores:
     """The rewards of completions, in their order."""
 
     rewards: list[float]
+    """Where a reward failed: 0, or the sum of the parts that did not fail."""
     parts: list[Parts]
     """What each reward consists of, by name and before it is weighed."""
+    reasons: list[str]
+    """Why each reward failed; empty for one that did not."""
     failures: RewardFailures = field(default_factory=RewardFailures)
 
 
@@ -87,11 +98,11 @@ def add_up(results: Mapping[Component, Mapping[Call, Result]], total: int) -> Sc
                     rewards[index] += component.weight * sum(named.values())
     failures = RewardFailures()
     for index, reward in enumerate(rewards):
-        if abs(reward) > LARGEST:
+        if not abs(reward) <= LARGEST:  # infinite weights make it NaN
             reasons[index], rewards[index] = reasons[index] or f"is {reward:g}, beyond {LARGEST:g}", 0.0
         if reasons[index]:
             failures.add(reasons[index], skipped=reasons[index].endswith(NOT_TRIED))
-    return Scores(rewards, parts, failures)
+    return Scores(rewards, parts, reasons, failures)
 
 
 def _named(component: Component, value: Parts | str, others: Parts) -> Parts | str:

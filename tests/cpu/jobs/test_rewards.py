@@ -93,8 +93,11 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
     monkeypatch.setenv("FAILS_AFTER", str(6 + 16 + 8 + 8 + 16))  # two trials, two validations, two steps
     ended = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    (line,) = [line for line in ended.stderr.splitlines() if "reward.max_failure_frac=0.9: " in line]
-    assert "32 of 32 rewards of step 3 failed (the first: rank: raised ConnectionError: the judge is down in " in line
+    (line,) = [line for line in ended.stderr.splitlines() if "reward.max_failure_frac=0.2: " in line]
+    assert (
+        "32 of 32 rewards of step 3 (100.0%) failed (the first: rank: raised ConnectionError: the judge is down in "
+        in line
+    )
     run = directory / "outputs" / "ended"
     assert [row["step"] for row in metrics(run)] == [0, 1, 2]
     assert (run / "checkpoints" / "global_step_2" / "manifest.json").exists()

@@ -145,13 +145,15 @@ def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
 
 
 @pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2)])
-def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, at, turns, length):
+def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, caplog, at, turns, length):
     policy = Policy(tokenizer, "a", "bb")
     failed, good = play(player, policy, attempts({"do": "raise", "at": at}, {"prompt": "y"}))
     assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
     assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
     assert (good.status, good.reward) == ("stop", 3.0)
-    assert report_failures([failed, good]) == 1
+    assert report_failures([failed, good], "zero", "step 5") == 1
+    said = "1 of 2 environments of step 5 (50.0%) failed and their episodes count as 0; the first: "
+    assert said in caplog.text
 
 
 def test_a_lost_environment_leaves_no_trace_in_its_episode(player, tokenizer, tmp_path):

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tests.support.config_keys import ALLOWED, EXPERIENCE
-from trainer.algorithms import shape_rewards
+from trainer.algorithms import ADVANTAGES, shape_rewards
 from trainer.config import AlgorithmConfig
 from trainer.episodes import Sample
 from trainer.learner.experience import (
     add_advantages,
     build_batch,
+    choose_taught,
     correct_rollouts,
     describe_agreement,
     describe_rewards,
@@ -144,6 +145,72 @@ def test_rows_that_are_left_out_have_no_mask():
     assert kept.any(axis=1).tolist() == [False, False, True, True]
     kept = leave_out_rows(batch(), rewards, status, AlgorithmConfig(overlong_masking=True))["mask"]
     assert kept.any(axis=1).tolist() == [True, True, False, True]
+
+
+SOME_FAIL = np.array([True, False, True, True, True, False, True, False, False])
+"""Of three groups of three, two good rows, all three, one."""
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+def test_rows_whose_reward_failed_change_nothing_for_the_others(estimator):
+    """What the others learn is, to the last bit, what they learn in a batch without the rows that failed."""
+    rng = np.random.default_rng(3)
+    mask = (np.arange(6) < rng.integers(1, 7, 9)[:, None]).astype(np.float32)
+    values = rng.normal(size=mask.shape).astype(np.float32) * mask
+    given = {"mask": mask, "values": values, "group_ids": np.repeat([4, 1, 2], 3)}
+    rewards, baselines = rng.integers(0, 2, 9).astype(np.float64), rng.normal(size=9)
+    a = AlgorithmConfig(advantage_estimator=estimator)
+
+    def learnt(batch: dict, rewards: np.ndarray, baselines: np.ndarray, known: np.ndarray) -> tuple:
+        taught = choose_taught(batch, rewards, known, a, 0.0)
+        done = leave_out_rows(
+            add_advantages(batch, rewards, a, 0.0, baselines, taught), rewards, ["stop"] * len(rewards), a, taught
+        )
+        return taught, done
+
+    taught, found = learnt(given, rewards, baselines, SOME_FAIL)
+    alone = taught.copy()  # a group of which one row is left teaches nothing if its rows are compared
+    alone[6:] = False
+    compares = estimator not in ("gae", "reward", "reinforce_plus_plus", "remax")
+    assert taught.tolist() == (alone if compares else SOME_FAIL).tolist()
+    _, expected = learnt(
+        {name: array[taught] for name, array in given.items()}, rewards[taught], baselines[taught], taught[taught]
+    )
+    for name in ("mask", "advantages", "returns"):
+        assert np.array_equal(found[name][taught], expected[name]), name
+        assert not found[name][~taught].any()
+    everything, done = learnt(given, rewards, baselines, np.ones(9, bool))
+    plain = leave_out_rows(add_advantages(given, rewards, a, 0.0, baselines), rewards, ["stop"] * 9, a)
+    assert everything.all() and all(np.array_equal(done[name], plain[name]) for name in plain)
+    nothing, done = learnt(given, rewards, baselines, np.zeros(9, bool))
+    assert not nothing.any() and not any(done[name].any() for name in ("mask", "advantages", "returns"))
+
+
+def test_rows_that_failed_count_in_no_metric_of_the_rewards_and_hide_no_equal_group():
+    rewards, known = np.array([1.0, 0.0, 1.0, 0.25]), np.array([True, False, True, True])
+    found = describe_rewards(batch(), rewards, ["stop"] * 4, known)
+    assert found["reward/mean"] == 0.75 and found["reward/zero_std_frac"] == 0.5
+    assert found["reward/std"] == pytest.approx(np.std([1.0, 1.0, 0.25]))
+    none = describe_rewards(batch(), rewards, ["stop"] * 4, np.zeros(4, bool))
+    assert none["reward/zero_std_frac"] == 1.0 and not {"reward/mean", "reward/std"} & set(none)
+    equal = np.array([1.0, 0.0, 1.0, 1.0])
+    a = AlgorithmConfig(filter_zero_variance=True, advantage_estimator="reinforce_plus_plus")
+    assert not leave_out_rows(batch(), equal, ["stop"] * 4, a, known)["mask"].any(), "a failed reward is no 0"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_reward_that_its_penalties_take_out_of_the_range_is_left_out(caplog, sign):
+    rewards = np.array([-1e12 - 5e5, 0.0, 1.0, 0.0])
+    a = AlgorithmConfig(overlong_buffer=2, overlong_factor=5e5, advantage_estimator="reward")
+    assert choose_taught(batch(), rewards, np.ones(4, bool), a, 0.0).tolist() == [False, True, True, True]
+    assert "1 rewards are left out: with the penalties" in caplog.text
+    far = np.zeros((4, 5), np.float32)
+    far[2, 1:] = -1e6 * sign
+    a = AlgorithmConfig(kl_in="reward", kl_estimator="k1", advantage_estimator="reward")
+    taught = choose_taught(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7)
+    assert taught.tolist() == [True, True, False, True]
+    far[2, 1] = np.nan
+    assert choose_taught(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7).all(), "the loss ends the run"
 
 
 def test_explained_variance_is_that_of_scikit_learn():

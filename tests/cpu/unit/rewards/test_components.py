@@ -138,7 +138,9 @@ def test_functions_of_the_same_name_are_told_apart():
 
 def test_too_many_failures_end_the_run_and_fewer_do_not():
     judged("odd_group", "one bad", "x", n=2, max_failure_frac=0.5)
-    sentence = r"^reward.max_failure_frac=0.9: 2 of 2 rewards of a step failed \(the first: raised RuntimeError: no"
+    sentence = (
+        r"^reward.max_failure_frac=0.9: 2 of 2 rewards of a step \(100.0%\) failed \(the first: raised RuntimeError: no"
+    )
     with pytest.raises(UserError, match=sentence):
         judged("broken", "a", "b", max_failure_frac=0.9)
 

@@ -114,7 +114,9 @@ def test_a_server_that_hangs_or_is_not_there_is_given_up_at_the_deadline():
 def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
     with serving(lambda *_: rewards([1.0, None, 3.0])) as server:
         assert judged(server, "x", "y", "z").rewards == [1.0, 0.0, 3.0]
-    with pytest.raises(UserError, match=r"^reward.max_failure_frac=0.5: 2 of 2 rewards of step 7 failed \(the first"):
+    with pytest.raises(
+        UserError, match=r"^reward.max_failure_frac=0.5: 2 of 2 rewards of step 7 \(100.0%\) failed \(the"
+    ):
         judged(server, "x", "y", deadline_s=1, max_failure_frac=0.5, step="step 7")
     config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=3))
     with pytest.raises(UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError"):

@@ -80,8 +80,8 @@ def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name, c
     assert (failures.count, failures.skipped) == (1, 0)
     assert failures.first.startswith(BAD[name][1])
     (line,) = [line for line in caplog.messages if not line.startswith("[reward]")]
-    assert line.startswith("1 rewards failed and count as 0; the first: ")
-    assert len(line) < 300
+    assert line.startswith("1 of 4 rewards of a step (25.0%) failed and are left out; the first: ")
+    assert len(line) < 350
     assert line.isprintable()
     left = children_of(directory)
     assert bool(left) == name.startswith("leaves")

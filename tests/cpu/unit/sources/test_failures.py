@@ -1,0 +1,199 @@
+"""Rewards and environments that fail: what a step and an evaluation make of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.runs import configured
+from trainer.config import DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
+from trainer.episodes import Episode
+from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request
+from trainer.metrics.samples import Transcript
+from trainer.metrics.timing import Timer
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.sources.rollouts import RolloutSource, choose_groups
+
+REWARD = """
+def half(completion):
+    # The place of the completion is its text.
+    if FAILS and int(completion) in FAILS:
+        raise TimeoutError("the judge is down")
+    return int(completion) % 2 + int(completion) / 100
+"""
+
+
+class Engines:
+    """Completions of two digits, the place of the request."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.awake = contextlib.nullcontext
+
+    def stream(self, requests: Sequence[Request], sampling: Any) -> Iterator[dict[int, Completion]]:
+        for place in range(len(requests)):
+            tokens = self._tokenizer.encode(f"{place:02}", add_special_tokens=False)
+            yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Step:
+    """A step of three prompts with three completions each, of which those at the places `fails` have no reward."""
+
+    def __init__(self, root: Path, model: str, fails: Sequence[int], estimator: str = "grpo", **reward: Any):
+        root.mkdir()
+        cfg = configured(root / "run", train_batch_size=3, mini_batch_size=3, val_interval=1)
+        cfg.rollout.n, cfg.rollout.val_n = 3, 2
+        cfg.logger.rollouts = cfg.logger.validation = True
+        cfg.algorithm.advantage_estimator = estimator
+        cfg.data = DataConfig(generator="arithmetic", generator_args={"max_value": 9}, train_size=9, val_size=4)
+        if reward.pop("environment", False):
+            options = {"fails": list(fails)}
+            cfg.environment = EnvironmentConfig(name="failing_world:World", options=options, **reward)
+        else:
+            cfg.reward = RewardConfig(name="failing_rewards:half", **{"max_failure_frac": 1.0, **reward})
+        (root / "failing_rewards.py").write_text(f"FAILS = {list(fails)}\n" + REWARD)
+        (root / "failing_world.py").write_text(WORLD)
+        tokenizer = load_tokenizer(model)
+        with RolloutSource(cfg, Engines(tokenizer), model, tokenizer, Timer(), lambda: None) as source:
+            self.episodes: list[Episode] = source.next(1)
+            self.metrics = source.describe({})
+            source.commit(1)
+            self.shown = [one.block() for one in source.samples().get("training", [])]
+            last = source._last
+            assert last is not None
+            self.row_rewards = last.rewards
+            self.validation = source.evaluate(1)
+        self.lines, self.held_out = (
+            [json.loads(line) for line in (root / "run" / folder / "step_1.jsonl").read_text().splitlines()]
+            for folder in ("rollouts", "validation")
+        )
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [episode.reward for episode in self.episodes]
+
+
+WORLD = """
+from trainer.environments import Step
+
+class World:
+    def __init__(self, fails):
+        self.fails = fails
+
+    def start(self, row, seed):
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, reply):
+        if int(reply["content"]) in self.fails:
+            raise RuntimeError("it broke")
+        return Step(reward=int(reply["content"]) % 2 + int(reply["content"]) / 100, done=True)
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    return path
+
+
+@pytest.fixture
+def step(tmp_path, model, monkeypatch):
+    """Returns a function that makes a `Step`."""
+    count = iter(range(100))
+
+    def make(*fails: int, **settings: Any) -> Step:
+        root = tmp_path / str(next(count))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(root))
+            return Step(root, model, fails, **settings)
+
+    return make
+
+
+ALL = [place % 2 + place / 100 for place in range(9)]
+
+
+@pytest.mark.parametrize("environment", [False, True])
+def test_failed_rewards_are_left_out_or_count_as_0(step, caplog, environment):
+    """With `zero` a failure is a reward of 0; with `leave_out`, the default, it is none, and counts in no mean."""
+    failed, kind = [1, 3, 4, 5], "environment" if environment else "reward"
+    left_out = step(*failed, environment=environment)
+    zero = step(*failed, environment=environment, on_failure="zero")
+    assert left_out.rewards == [None if place in failed else ALL[place] for place in range(9)]
+    assert zero.rewards == [0.0 if place in failed else ALL[place] for place in range(9)]
+    for found in (left_out, zero):
+        reasons = [episode.failure for episode in found.episodes]
+        assert [bool(reason) for reason in reasons] == [place in failed for place in range(9)]
+        assert all("the judge is down" in reason or "it broke" in reason for reason in reasons if reason)
+        assert [line["failure"] for line in found.lines] == [reason or None for reason in reasons]
+        assert [line["reward"] for line in found.lines] == found.rewards
+        assert found.metrics[f"{kind}/failures"] == 4
+        assert found.validation["val/failures"] == 2
+    assert left_out.row_rewards == [pytest.approx(np.mean([0, 0.02])), None, pytest.approx(np.mean([0.06, 1.07, 0.08]))]
+    assert zero.row_rewards == [pytest.approx(np.mean([0, 0, 0.02])), 0.0, pytest.approx(np.mean([0.06, 1.07, 0.08]))]
+    if not environment:
+        assert left_out.metrics["reward/half/mean"] == pytest.approx(np.mean([0, 0.02, 0.06, 1.07, 0.08]))
+        said = "4 of 9 rewards of step 1 (44.4%) failed and are left out; the first: raised TimeoutError: the judge is"
+    else:
+        said = "4 of 9 environments of step 1 (44.4%) failed and their episodes are left out; the first: step raised"
+    assert said in caplog.text
+    # Held out: four prompts, of which the greedy completions at the places 1 and 3 fail.
+    assert left_out.validation["val/reward/mean"] == pytest.approx(0.01) and left_out.validation["val/accuracy"] == 0
+    assert zero.validation["val/reward/mean"] == pytest.approx(0.005)
+    # Two samples of each: (0, 1), (2, 3), (4, 5), (6, 7). Nothing is known of the third prompt.
+    assert left_out.validation["val/pass@2"] == pytest.approx(1 / 3) and zero.validation["val/pass@2"] == 0.25
+    held_out = {(line["uid"], line["number"]): line for line in left_out.held_out}
+    assert held_out["val:1", 0]["reward"] is None and held_out["val:1", 0]["failure"]
+    assert held_out["val:0", 0]["reward"] == 0 and held_out["val:0", 0]["failure"] is None
+
+
+def test_a_baseline_that_failed_is_no_baseline(step):
+    """The greedy completions of `remax` have the places 0 to 2."""
+    left_out, zero = (step(1, estimator="remax", on_failure=value) for value in ("leave_out", "zero"))
+    assert [episode.baseline for episode in left_out.episodes] == [0.0] * 3 + [None] * 3 + [0.02] * 3
+    assert [episode.baseline for episode in zero.episodes] == [0.0] * 6 + [0.02] * 3
+
+
+def test_an_evaluation_of_which_all_failed_has_no_mean(step, caplog):
+    left_out = step(*range(9))
+    assert left_out.validation == {"val/failures": 4.0}
+    assert "the evaluation of step 1: no reward is known, so there is no val/reward/mean" in caplog.text
+    assert not any(name.startswith("reward/half") for name in left_out.metrics)
+
+
+def test_too_many_failures_end_the_run_before_it_trains_on_them(step):
+    assert step(8, max_failure_frac=0.2).rewards[8] is None
+    sentence = r"reward.max_failure_frac=0.2: 2 of 9 rewards of step 1 \(22.2%\) failed \(the first: raised TimeoutErr"
+    with pytest.raises(UserError, match=sentence):
+        step(1, 8, max_failure_frac=RewardConfig().max_failure_frac)
+
+
+def test_a_failure_makes_no_group_worth_training_on():
+    failed = np.nan
+    mixed, hidden, alone, none = [0.0, 1.0, failed], [1.0, 1.0, failed], [1.0, failed, failed], [failed] * 3
+    assert choose_groups(np.array([hidden, alone, none, mixed]), 1, complete=False) == ([3], 4)
+    assert choose_groups(np.array([hidden, alone, none]), 1, complete=False) is None
+    assert choose_groups(np.array([hidden, mixed]), 2, complete=True) == ([0, 1], 2)
+
+
+def test_samples_show_why_a_reward_failed():
+    given = ("val:0", 0, [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "1"}], "")
+    assert Transcript(*given, None, failure="raised TimeoutError: x\x1b").block() == (
+        "prompt      ?\ncompletion  1\nreward      none\nfailure     raised TimeoutError: x\\x1b"
+    )
+    assert Transcript(*given, 0.0, failure="is nan").row()[4:] == (0.0, "", "stop", "is nan")
