@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.parts import CONFIG_FILE, read_config
 from trainer.checkpoint.store import open_store
@@ -19,7 +20,6 @@ from trainer.errors import UserError
 from trainer.metrics.best import Best, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import guard_output
-from trainer.run import record
 
 _PER_RUN = (
     "trainer.run_name",

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.store import open_store
@@ -23,7 +24,6 @@ from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import guard_output
 from trainer.places import inside
-from trainer.run import record
 from trainer.run.aftermath import compare_since
 from trainer.run.starts import LOG_NAME, STARTS_FILE
 

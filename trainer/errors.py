@@ -1,10 +1,12 @@
 """Exceptions of the project, and errors as one line of text."""
 
 import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LONGEST_TEXT = 200
+_NO_ACCESS = (errno.EACCES, errno.EPERM)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 AGAIN = "restart the job with the same command"
 
@@ -116,6 +118,14 @@ def sentences_of(error: UserError) -> list[str]:
     """Return the sentences of a list (see `as_list`), without its headline; or the only sentence."""
     headline, *sentences = str(error).split("\n  ")
     return sentences or [headline]
+
+
+def sentence_of(error: UserError | OSError) -> str:
+    """Return what a command line prints about an error of its input."""
+    if isinstance(error, UserError) or error.filename is None:
+        return str(error)
+    remedy = "give the command as its owner, or ask for access" if error.errno in _NO_ACCESS else "correct that path"
+    return f"{os.fspath(error.filename)}: {error.strerror}; {remedy}"
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from typing import Any
 
+from trainer.checkpoint import record
 from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.manifest import Checkpoint, read_object
@@ -35,7 +36,6 @@ from trainer.plugins import import_function
 from trainer.rewards.components import RewardInput, components_of
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.trial import try_rewards
-from trainer.run import record
 from trainer.run.compatibility import ConfigRefused
 from trainer.run.directory import RunDirectory
 from trainer.run.starts import record_start

@@ -330,6 +330,7 @@ class Trainer:
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
             "score_metric": metric,
+            "score_mode": t.best_mode,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.directory.lineage or None,
             "metrics_from": first_step(self.directory.metrics_file),

@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.store import is_there, open_store
 from trainer.errors import UserError
-from trainer.run import record
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,43 +8,48 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import posixpath
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.exports import is_exported, place_for
+from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, list_steps
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint, DamagedError
 from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import files_at, is_there, open_store
-from trainer.errors import UserError
+from trainer.checkpoint.store import is_there, open_store
+from trainer.errors import UserError, sentence_of
 from trainer.output import guard_output
-from trainer.places import is_url
+from trainer.places import is_url, problem_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 success, 1 a checkpoint is damaged, 2 bad input."""
+    """Run one command; returns the exit status (see `_STATUS`)."""
     guard_output()
     args = _parser().parse_args(argv)
     try:
-        for path in (getattr(args, name, None) for name in ("checkpoint", "a", "b")):
-            if path is not None and not is_there(path):
-                raise UserError(f"{path}: no such directory")
+        for path in (getattr(args, name, None) for name in ("root", "path", "checkpoint", "a", "b", "out")):
+            if path is not None and is_url(path) and (problem := problem_of(path)) is not None:
+                raise UserError(f"{path}: {problem}")
+            if path is not None and path != getattr(args, "out", None) and not is_there(path):
+                what = "is a file" if os.path.exists(path) else "no such directory"
+                raise UserError(f"{path}: {what}; name a run, or a directory or URL with global_step_N in it")
         result, lines, status = _COMMANDS[args.command](args)
     except (UserError, OSError) as error:
-        print(f"error: {_printable(str(error))}", file=sys.stderr)
+        print(f"error: {_printable(sentence_of(error))}", file=sys.stderr)
         return 1 if isinstance(error, DamagedError) else 2
     print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trainer checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="trainer checkpoint", description=__doc__, epilog=_STATUS)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, help: str, *arguments: tuple[str, str]) -> argparse.ArgumentParser:
@@ -56,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 
     root = ("root", "directory or URL with global_step_N in it, or a run directory")
     one = ("checkpoint", "global_step_N with its path or URL, or a run: its newest valid checkpoint")
-    listing = command("ls", "list the checkpoints of a run: step, age, size, ranks and their axes, valid or not", root)
-    listing.add_argument("--hash", action="store_true", help="read every byte to check that they are valid")
+    listing = command("ls", "list the checkpoints of a run: step, age, size, ranks and their axes, score, damage", root)
+    listing.add_argument("--verify", "--hash", action="store_true", help="read every byte, not only the sizes of files")
     command(
         "verify",
         "check every byte of a checkpoint, or of all checkpoints of a run",
@@ -66,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     command("show", "show the content of a checkpoint", one)
     command("diff", "compare two checkpoints: config, counters, tensors", ("a", one[1]), ("b", one[1]))
     export = command("export", "write the policy in Hugging Face format", one, ("out", "directory or URL to create"))
+    chosen = export.add_mutually_exclusive_group()
+    chosen.add_argument("--best", action="store_true", help="of a run: the checkpoint with the best score (see ls)")
+    chosen.add_argument("--step", type=int, help="of a run: the checkpoint of this step")
     export.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -85,39 +93,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 Result = tuple[Any, list[str], int]
+_STATUS = "Exit status: 0 success (also if two checkpoints differ), 1 a checkpoint is damaged, 2 bad input."
 _LOCK_TIMEOUT_S = 60  # the default of trainer.lock_timeout_s
 
 
 def _ls(args: argparse.Namespace) -> Result:
-    checkpoints = _open(args.root)
-    rows = [_describe(checkpoints, step, "hash" if args.hash else "size") for step in checkpoints.steps()]
-    width = max([len(_axes(row["axes"])) for row in rows], default=0)
-    lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  {'axes':{width}}  valid"]
-    for row in rows:
-        problem = "yes" if row["valid"] else f"NO: {row['problem']}"
-        lines.append(
-            f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  {row['ranks'] or '?':>5}  "
-            f"{_axes(row['axes']):{width}}  {problem}"
-        )
-    hidden = [name for name in checkpoints.store.names() if name.startswith(".")]
+    store = _open(args.root).store
+    rows = describe_all(store, "hash" if args.verify else "size")
+    lines = _table(rows)
+    metrics = sorted({row["score_metric"] for row in rows if row["score"] is not None and row["score_metric"]})
+    lines += [f"score: {' or '.join(metrics)} at that step"] if metrics else []
+    if not args.verify and any(row["valid"] for row in rows):
+        lines.append("sizes agree: the content was not read; `trainer checkpoint ls --verify` reads every byte")
+    hidden = [name for name in store.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(BOOKKEEPING)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
-    return {"root": checkpoints.store.root, "checkpoints": rows, "others": others}, lines, 0
+    return {"root": store.root, "checkpoints": rows, "others": others}, lines, 0
 
 
-def _describe(checkpoints: CheckpointManager, step: int, level: str) -> dict[str, Any]:
-    path = checkpoints.store.path(step)
-    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "axes": None}
-    row |= {"score": None, "bytes": sum(files_at(path).sizes().values()), "valid": True, "problem": None}
-    try:
-        checkpoint = manifests.read(path)
-        manifest = checkpoint.manifest
-        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score")}
-        row["age"] = _age(manifest["saved_at"])
-        manifests.check_files(checkpoint, level)
-    except DamagedError as error:
-        row |= {"valid": False, "problem": str(error).removeprefix(f"{path}: ")}
-    return row
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    width = max([len(axes_of(row["axes"])) for row in rows], default=0)
+    lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  {'axes':{width}}  {'score':>9}  check"]
+    for row in rows:
+        check = CHECKED[row["checked"]] if row["valid"] else f"NO: {row['problem']}"
+        score = "" if row["score"] is None else f"{row['score']:.4g}"
+        marks = [mark for mark in ("best", "latest") if row[mark]]
+        lines.append(
+            f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  {row['ranks'] or '?':>5}  "
+            f"{axes_of(row['axes']):{width}}  {score:>9}  {'  '.join([check, ', '.join(marks)]).rstrip()}"
+        )
+    return lines
 
 
 def _verify(args: argparse.Namespace) -> Result:
@@ -132,7 +137,7 @@ def _verify(args: argparse.Namespace) -> Result:
         problem = None
         try:
             checkpoint = manifests.verify(path, "hash")
-            files, axes = checkpoint.entries, _axes(checkpoint.manifest.get("axes"))
+            files, axes = checkpoint.entries, axes_of(checkpoint.manifest.get("axes"))
             size = sum(entry.bytes for entry in files)
             of_ranks = f"{len(files)} files of {checkpoint.manifest.get('ranks', '?')} ranks ({axes})"
             lines.append(f"{path}: every byte is as it was saved; {of_ranks}, {size / 1e6:.1f} MB")
@@ -141,13 +146,6 @@ def _verify(args: argparse.Namespace) -> Result:
             lines.append(f"{path}: DAMAGED: {problem}")
         rows.append({"path": path, "valid": problem is None, "problem": problem})
     return rows, lines, 0 if all(row["valid"] for row in rows) else 1
-
-
-def _axes(sizes: dict[str, int] | None) -> str:
-    """Return the axes along which several ranks were arranged, with their sizes. Older checkpoints do not have them."""
-    if sizes is None:
-        return "axes unknown"
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def _show(args: argparse.Namespace) -> Result:
@@ -167,7 +165,7 @@ def _show(args: argparse.Namespace) -> Result:
 def _diff(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles, compare
 
-    checkpoints = [_one(path, "size") for path in (args.a, args.b)]
+    checkpoints = [_one(path, "hash") for path in (args.a, args.b)]
     config = _differences(*(_flat(read_config(checkpoint)) for checkpoint in checkpoints))
     states = (
         _flat({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
@@ -175,15 +173,42 @@ def _diff(args: argparse.Namespace) -> Result:
     )
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
     tensors = compare(*map(NamedFiles, checkpoints))
-    lines = ["config:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in config)]
-    lines += ["counters:", *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in counters)]
-    lines.append("tensors (relative change, largest change of one number):")
-    for row in tensors:
+    changed = [row for row in tensors if row["note"] is not None or row["largest"] != 0]
+    lines = _summary(checkpoints, config, counters, tensors, changed)
+    for title, rows in (("config:", config), ("counters:", counters)):
+        lines += [title, *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in rows)] if rows else []
+    lines += ["tensors (relative change, largest change of one number):"] if changed else []
+    for row in changed:
         if row["relative"] is None:
             lines.append(f"  {row['note']}: {row['name']}")
         else:
             lines.append(f"  {row['relative']:>9.2e}  {row['largest']:>9.2e}  {row['name']}")
-    return {"config": config, "counters": counters, "tensors": tensors}, lines, 0
+    equal = not (config or counters or changed)
+    return {"equal": equal, "config": config, "counters": counters, "tensors": tensors}, lines, 0
+
+
+def _summary(
+    checkpoints: list[Checkpoint],
+    config: list[dict[str, Any]],
+    counters: list[dict[str, Any]],
+    tensors: list[dict[str, Any]],
+    changed: list[dict[str, Any]],
+) -> list[str]:
+    """Return lines that say what kinds of things differ, and by how much."""
+    lines = [f"{name}: {one.path}, step {one.step}" for name, one in zip("ab", checkpoints, strict=True)]
+    if not (config or counters or changed):
+        return [*lines, f"no difference: config, counters and {len(tensors)} tensors are equal"]
+    kinds = [f"{len(config)} config keys", f"{len(counters)} counters", f"{len(changed)} of {len(tensors)} tensors"]
+    lines.append(f"different: {', '.join(kinds)}")
+    measured = [row for row in changed if row["relative"] is not None]
+    for kind, rows in (
+        ("weights", [row for row in measured if row["name"].partition("/")[2].startswith("model.")]),
+        ("optimizer's state", [row for row in measured if not row["name"].partition("/")[2].startswith("model.")]),
+    ):
+        if rows:
+            most = max(rows, key=lambda row: row["relative"])
+            lines.append(f"largest relative change of the {kind}: {most['relative']:.2e} in {most['name']}")
+    return lines
 
 
 def _export(args: argparse.Namespace) -> Result:
@@ -192,13 +217,38 @@ def _export(args: argparse.Namespace) -> Result:
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
-    checkpoint, limit = _one(args.checkpoint, "hash"), int(args.max_file_gb * 1e9)
+    checkpoint, why = chosen(args.checkpoint, args.step, args.best)
+    limit = int(args.max_file_gb * 1e9)
     if is_url(args.out) and is_exported(args.out):
         raise UserError(f"{args.out}: exists already; name another place")
     with place_for(args.out) as place:
         files = export(NamedFiles(checkpoint), place, args.dtype, limit, args.adapter, args.base)
-    lines = [f"exported {checkpoint.path} to {args.out}: {', '.join(files)}"]
+    lines = [f"exported {checkpoint.path}{why} to {args.out}: {', '.join(files)}"]
     return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
+
+
+def chosen(path: str, step: int | None, best: bool) -> tuple[Checkpoint, str]:
+    """Return the checkpoint that a command line names, after reading all of it, and why it was chosen, in words.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    if step is None and not best:
+        return _one(path, "hash"), ""
+    if _is_checkpoint(path):
+        raise UserError(f"{path}: is one checkpoint, and --best and --step choose one of a run; name the run")
+    store = _open(path).store
+    if step is not None:
+        check_step(store, step, "--step")
+        return manifests.verify(store.path(step), "hash"), ""
+    rows = describe_all(store, "size")
+    row = next((row for row in rows if row["best"]), None)
+    if row is None:
+        steps = list_steps(store.steps())
+        raise UserError(f"--best: no checkpoint of {store.root} has a score; name one with --step, of {steps}")
+    scored = sum(1 for row in rows if row["score"] is not None)
+    why = f" (the best of {scored}: {row['score_metric'] or 'score'} {row['score']:.4g})"
+    return manifests.verify(row["path"], "hash"), why
 
 
 def _prune(args: argparse.Namespace) -> Result:
@@ -206,10 +256,12 @@ def _prune(args: argparse.Namespace) -> Result:
         raise UserError(f"--keep={args.keep}: must be at least 1")
     checkpoints = _open(args.root)
     with contextlib.nullcontext() if args.dry_run else _locked(checkpoints):
-        valid = [step for step in checkpoints.steps() if _describe(checkpoints, step, "size")["valid"]]
-        if not valid:
+        steps = checkpoints.steps()
+        # Every byte of the newest one is read, because older ones are about to be deleted.
+        valid = next((step for step in reversed(steps) if describe(checkpoints.store, step, "hash")["valid"]), None)
+        if valid is None:
             raise UserError(f"{checkpoints.store.root}: no checkpoint is valid, so none is deleted")
-        old = Retention(args.keep, args.every).disposable(dict.fromkeys(checkpoints.steps()), protected=valid[-1:])
+        old = Retention(args.keep, args.every).disposable(dict.fromkeys(steps), protected=[valid])
         if not args.dry_run:
             checkpoints.delete(old)
     verb = "would delete" if args.dry_run else "deleted"
@@ -219,6 +271,7 @@ def _prune(args: argparse.Namespace) -> Result:
 
 def _rollback(args: argparse.Namespace) -> Result:
     checkpoints = _open(args.root)
+    check_step(checkpoints.store, args.to, "--to")
     manifests.verify(checkpoints.store.path(args.to), "hash")
     with _locked(checkpoints):
         moved = checkpoints.set_aside(after=args.to)
@@ -238,11 +291,26 @@ _COMMANDS = {
 
 
 def _open(root: str) -> CheckpointManager:
-    for directory in (posixpath.join(root, "checkpoints"), root):
-        store = open_store(directory)
-        if any("global_step_" in name for name in store.names()):
-            return CheckpointManager(store)
-    raise UserError(f"{root}: no checkpoint is there or in its checkpoints directory")
+    """Return the checkpoints of a run, or those in a directory or at a URL.
+
+    Raises:
+        UserError: there are none.
+    """
+    elsewhere = None if is_url(root) else record.read(root)
+    for directory in (posixpath.join(root, "checkpoints"), root, elsewhere):
+        if directory is not None and is_there(directory):
+            store = open_store(directory)
+            if any("global_step_" in name for name in store.names()):
+                return CheckpointManager(store)
+    if _is_checkpoint(root):
+        raise UserError(f"{root}: is one checkpoint; name its run, or the directory that it is in")
+    places = f"{root}, in its checkpoints directory, or in {elsewhere}" if elsewhere else f"{root} or its checkpoints"
+    raise UserError(f"{root}: no checkpoint is there; looked in {places}")
+
+
+def _is_checkpoint(path: str) -> bool:
+    path = path.rstrip("/")
+    return step_in(path) is not None or MANIFEST in open_store(path).names()
 
 
 def _one(path: str, level: str) -> Checkpoint:
@@ -252,7 +320,7 @@ def _one(path: str, level: str) -> Checkpoint:
         UserError: there is none.
     """
     path = path.rstrip("/")
-    if step_in(path) is not None or MANIFEST in open_store(path).names():
+    if _is_checkpoint(path):
         return manifests.verify(path, level)
     checkpoints = _open(path)
     for step in reversed(checkpoints.steps()):
@@ -294,14 +362,6 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
-
-
-def _age(saved_at: str) -> str:
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(saved_at)).total_seconds()
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s" if seconds > -1 else "in the future"  # by this machine's clock
 
 
 if __name__ == "__main__":

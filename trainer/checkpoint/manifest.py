@@ -119,6 +119,7 @@ _RUN_FIELDS: dict[Any, Shape] = {
 _LATER_FIELDS: dict[Any, Shape] = {
     "folder": _is_name,
     "score_metric": str,
+    "score_mode": lambda mode: mode in ("max", "min"),
     "metrics_from": (is_count, NoneType),
     "axes": {str: is_count},
     "nodes": {str: [_is_path]},
@@ -240,12 +241,18 @@ def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) 
             if size != entry.bytes:
                 raise DamagedError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
         if level == "hash":
-            for entry, digest in zip(entries, pool.map(lambda e: _digest_or_error(files, e), entries), strict=True):
-                if digest != entry.hash:
-                    raise DamagedError(
-                        f"{path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
-                        f"of {entry.hash})"
-                    )
+            for _ in pool.map(lambda entry: check_digest(checkpoint, entry), entries):
+                pass
+
+
+def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
+    """Check the content of one file of a checkpoint against its manifest (see `verify`)."""
+    digest = _digest_or_error(checkpoint.files, entry)
+    if digest != entry.hash:
+        raise DamagedError(
+            f"{checkpoint.path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
+            f"of {entry.hash})"
+        )
 
 
 def _size_or_none(files: CheckpointFiles, entry: FileEntry) -> int | None:

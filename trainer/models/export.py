@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def whole_directory(target: str, before_publishing: Callable[[str], None] = lamb
     os.mkdir(writing)
     try:
         yield writing
+        _let_umask_decide(writing)
         sync_tree(writing)
         before_publishing(target)
         os.rename(writing, target)
@@ -101,6 +103,18 @@ def whole_directory(target: str, before_publishing: Callable[[str], None] = lamb
         shutil.rmtree(writing, ignore_errors=True)
         raise
     sync_directory(os.path.dirname(target))
+
+
+def _let_umask_decide(directory: str) -> None:
+    """Give the files the mode of a file that is made with `open`: safetensors makes its files readable by one user."""
+    with open(os.path.join(directory, ".mode"), "xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    os.remove(os.path.join(directory, ".mode"))
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)
+            if stat.S_IMODE(os.stat(path).st_mode) != mode:
+                os.chmod(path, mode)
 
 
 def place_in_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:

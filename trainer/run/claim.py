@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 
+from trainer.checkpoint import record
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import UserError
 from trainer.places import is_same, is_url
-from trainer.run import record
 
 LOG = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.nodes import AskedRanks
@@ -22,7 +23,7 @@ from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.metrics.best import compared_by
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.output import LOG_FILE
-from trainer.run import lineage, record
+from trainer.run import lineage
 from trainer.run.best import instead_of
 from trainer.run.carried import CarriedFiles
 from trainer.run.claim import Claim

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
@@ -19,7 +20,7 @@ from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.places import absolute, is_same, is_url
 from trainer.redaction import redact
-from trainer.run import compatibility, lineage, record
+from trainer.run import compatibility, lineage
 
 LOG = logging.getLogger(__name__)
 

@@ -198,7 +198,7 @@ def test_an_export_is_the_trained_policy(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "by_tool").chat_template == tokenizer.chat_template
     assert tool("export", second, str(tmp_path / "by_tool"), status=2) == ""
     assert tool("rollback", str(run), "--to", "1", "--json")["step"] == 1
-    assert tool("rollback", str(run), "--to", "2", status=1) == ""
+    assert tool("rollback", str(run), "--to", "2", status=2) == ""
     assert tool("ls", str(tmp_path), status=2) == ""
     assert tool("show", str(tmp_path / "global_step_9"), status=2) == ""
     back = run_forked_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)

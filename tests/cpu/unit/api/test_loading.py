@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.checkpoints import manager, save
 from trainer import UserError, load_checkpoint
-from trainer.run import record
+from trainer.checkpoint import record
 
 
 def test_the_newest_valid_checkpoint_of_a_run_is_loaded(tmp_path):

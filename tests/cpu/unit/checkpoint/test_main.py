@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import manager, save
-from trainer.checkpoint.__main__ import main
+from trainer.checkpoint import record
+from trainer.checkpoint.__main__ import chosen, main
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import DamagedError
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize(("hours", "age"), [(-50, "2 d"), (-3, "3 h"), (1, "in the future"), (10**5, "in the future")])
@@ -51,8 +62,9 @@ def test_the_axes_of_the_ranks_that_wrote_a_checkpoint_are_shown(tmp_path, capsy
     save(manager(tmp_path), 3, **description)
     ranks = description["ranks"]
     assert main(["ls", str(tmp_path)]) == 0
-    heading, line = capsys.readouterr().out.splitlines()
-    assert line.endswith(f"  {ranks}  {said}  yes") and line.index(said) == heading.index("axes")
+    heading, line, explanation = capsys.readouterr().out.splitlines()
+    assert f"  {ranks}  {said}  " in line and line.index(said) == heading.index("axes")
+    assert line.endswith("  sizes agree  latest") and explanation.startswith("sizes agree: the content was not read")
     assert main(["verify", str(tmp_path)]) == 0
     assert f"of {ranks} ranks ({said}), " in capsys.readouterr().out
     assert main(["show", str(tmp_path)]) == 0
@@ -65,3 +77,133 @@ def test_axes_that_are_no_sizes_are_damage(tmp_path, capsys):
     save(manager(tmp_path), 3, axes={"tensor": -1})
     assert main(["verify", str(tmp_path)]) == 1
     assert "manifest.json is damaged" in capsys.readouterr().out
+
+
+def scored(root: Path, scores: dict[int, float | None], mode: str = "max") -> CheckpointManager:
+    """Checkpoints with these scores by step."""
+    checkpoints = manager(root)
+    for step, score in scores.items():
+        save(checkpoints, step, score=score, score_metric="val/accuracy", score_mode=mode)
+    return checkpoints
+
+
+def flip_a_byte(root: Path, step: int) -> None:
+    shard = root / f"global_step_{step}/weights/shard"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+
+
+def listed(capsys, *arguments: str) -> list[dict[str, Any]]:
+    assert main(["ls", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["checkpoints"]
+
+
+def test_a_flipped_byte_is_seen_when_bytes_are_read_and_not_denied_before(tmp_path, capsys):
+    scored(tmp_path, {1: None, 2: None})
+    flip_a_byte(tmp_path, 2)
+    assert main(["ls", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("sizes agree") == 3 and "yes" not in out and "ls --verify` reads every byte" in out
+    assert main(["ls", "--verify", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.endswith("all bytes agree  latest") and "NO: weights/shard does not have the content" in second
+    assert [row["valid"] for row in listed(capsys, str(tmp_path), "--hash")] == [True, False]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 4)])
+def test_the_best_and_the_latest_checkpoint_are_marked(mode, best, tmp_path, capsys):
+    scored(tmp_path, {1: 0.5, 2: 0.75, 3: 0.75, 4: 0.25, 5: None}, mode)
+    rows = listed(capsys, str(tmp_path))
+    assert [row["step"] for row in rows if row["best"]] == [best]
+    assert [row["step"] for row in rows if row["latest"]] == [5]
+    assert main(["ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[best].endswith("  sizes agree  best") and lines[5].endswith("latest")
+    assert "     0.75  sizes" in lines[2] and lines[6] == "score: val/accuracy at that step"
+    assert chosen(str(tmp_path), None, best=True)[0].step == best and chosen(str(tmp_path), 3, best=False)[0].step == 3
+    flip_a_byte(tmp_path, best)
+    with pytest.raises(DamagedError, match=f"global_step_{best}: weights/shard does not have the content"):
+        chosen(str(tmp_path), None, best=True)
+
+
+def test_scores_of_another_metric_do_not_count_for_the_best(tmp_path, capsys):
+    """A run is compared by its mean reward until it has a success."""
+    checkpoints = manager(tmp_path)
+    for step, metric, score in ((1, "val/reward/mean", 0.9), (2, "val/accuracy", 0.1), (3, "val/accuracy", 0.2)):
+        save(checkpoints, step, score=score, score_metric=metric, score_mode="max")
+    assert [row["step"] for row in listed(capsys, str(tmp_path)) if row["best"]] == [3]
+
+
+def test_a_step_that_is_not_there_is_refused_with_the_steps_there_are(tmp_path, capsys):
+    scored(tmp_path, {10: None, 20: None})
+    before = sorted(os.listdir(tmp_path))
+    for command, option in (("rollback", "--to"), ("export", "--step")):
+        out = [str(tmp_path / "out")] if command == "export" else []
+        assert main([command, str(tmp_path), *out, option, "15"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"error: {option}=15: {tmp_path} has no checkpoint of that step; it has 10, 20"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_no_checkpoint_with_a_score_is_no_best_one(tmp_path, capsys):
+    scored(tmp_path, {10: None, 20: None})
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--best"]) == 2
+    assert "--best: no checkpoint of " in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "global_step_10"), str(tmp_path / "out"), "--best"]) == 2
+    assert "is one checkpoint, and --best and --step choose one of a run" in capsys.readouterr().err
+
+
+def test_pruning_never_leaves_damaged_checkpoints_alone(tmp_path, capsys):
+    scored(tmp_path, {1: None, 2: None, 3: None})
+    flip_a_byte(tmp_path, 3)
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+
+
+def test_the_checkpoints_of_a_run_are_found_where_the_run_keeps_them(tmp_path, capsys):
+    scored(tmp_path / "elsewhere", {3: None})
+    (tmp_path / "run").mkdir()
+    record.write(str(tmp_path / "run"), 3, str(tmp_path / "elsewhere"))
+    assert [row["step"] for row in listed(capsys, str(tmp_path / "run"))] == [3]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("none", "none: no such directory; name a run"),
+        ("file", "file: is a file; name a run"),
+        ("empty", "empty: no checkpoint is there; looked in "),
+        ("global_step_1", "global_step_1: is one checkpoint; name its run"),
+        ("s3://", "must be a bucket and a prefix"),
+        ("ftp://host/run", "must be a directory that all ranks see, or begin with"),
+    ],
+)
+@pytest.mark.parametrize("command", [["ls"], ["prune", "--keep", "1"], ["rollback", "--to", "1"]])
+def test_what_holds_no_checkpoints_is_refused_with_one_sentence(command, path, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    scored(tmp_path, {1: None})
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    assert main([*command, path]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
+    """Root may read everything, so another user asks."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with tempfile.TemporaryDirectory() as folder:  # below `tmp_path` nobody may enter
+        os.chmod(folder, 0o755)
+        scored(Path(folder, "run/checkpoints"), {1: None, 2: None})
+        Path(folder, "run/checkpoints/global_step_2").chmod(0)
+        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-m"]
+
+        def asked(*arguments: str) -> subprocess.CompletedProcess:
+            command = [*as_nobody, "trainer.checkpoint", *arguments]
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+        rows = json.loads(asked("ls", f"{folder}/run", "--json").stdout)["checkpoints"]
+        assert [row["problem"] for row in rows] == [None, "manifest.json cannot be read (Permission denied)"]
+        done = asked("rollback", f"{folder}/run", "--to", "1")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "Permission denied; give the command as its owner, or ask for access" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 
 import pytest
@@ -39,12 +40,15 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
     model = tmp_path_factory.mktemp("start")
     toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=4), model)
     status, listed = run(capsys, "ls", root)
-    assert status == 0 and listed.count(" yes") == 4 and "also there" not in listed
+    assert status == 0 and listed.count("  sizes agree") == 4 and "also there" not in listed
     assert run(capsys, "verify", root)[0] == 0
     status, shown = run(capsys, "show", "--json", f"{root}/global_step_2")
     assert json.loads(shown)["state"]["step"] == 2
     status, differences = run(capsys, "diff", f"{root}/global_step_2", f"{root}/global_step_3")
     assert status == 0 and "state.step: 2 -> 3" in differences
+    assert re.search(r"^different: 0 config keys, \d+ counters, \d+ of \d+ tensors$", differences, re.MULTILINE)
+    status, differences = run(capsys, "diff", f"{root}/global_step_2", f"{root}/global_step_2")
+    assert status == 0 and re.search(r"\nno difference: config, counters and \d+ tensors are equal\n", differences)
     assert run(capsys, "prune", root, "--keep", "3")[0] == 0
     assert run(capsys, "rollback", root, "--to", "3")[0] == 0
     assert open_store(root).steps() == [2, 3]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer.checkpoint.lock import RunLock
 from trainer.config import TinyConfig
@@ -115,3 +119,17 @@ def test_an_export_makes_its_files_durable_before_it_is_published(model, tmp_pat
     monkeypatch.setattr(os, "rename", record_rename)
     exporter(Ranks(model)).export(str(tmp_path / "policy"), "float32")
     assert "model.safetensors" in done[: done.index("rename")] and done[-1] == tmp_path.name
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_umask_decides_who_reads_an_export(mask, mode, tmp_path):
+    before = os.umask(mask)
+    try:
+        with whole_directory(str(tmp_path / "out")) as writing:
+            save_file({"w": torch.zeros(2)}, os.path.join(writing, "model.safetensors"))
+            Path(writing, "config.json").write_text("{}")
+            os.chmod(os.path.join(writing, "config.json"), 0o400)
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE(os.stat(tmp_path / "out" / name).st_mode) for name in os.listdir(tmp_path / "out")}
+    assert modes == {"model.safetensors": mode, "config.json": mode}

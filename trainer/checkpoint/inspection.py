@@ -1,0 +1,145 @@
+"""What is known about the checkpoints of a run, for people."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.manifest import Checkpoint, DamagedError
+from trainer.checkpoint.parts import read_config
+from trainer.checkpoint.store import CheckpointStore, files_at
+from trainer.errors import UserError
+
+CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked"}
+"""What is known of a checkpoint after a check of each level, in words."""
+
+
+def describe(store: CheckpointStore, step: int, level: str) -> dict[str, Any]:
+    """Return what is known about a checkpoint, after a check of `level`."""
+    path = store.path(step)
+    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "axes": None}
+    row |= {"score": None, "score_metric": None, "bytes": 0, "valid": True, "checked": level, "problem": None}
+    try:
+        row["bytes"] = sum(files_at(path).sizes().values())
+        checkpoint = manifests.read(path)
+        manifest = checkpoint.manifest
+        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
+        row["age"] = age(manifest["saved_at"])
+        manifests.check_files(checkpoint, level)
+    except DamagedError as error:
+        row |= {"valid": False, "problem": str(error).removeprefix(f"{path}: ")}
+    return row
+
+
+def describe_all(store: CheckpointStore, level: str) -> list[dict[str, Any]]:
+    """Return what is known about the checkpoints of a run, oldest first; `best` and `latest` mark one each."""
+    rows = [describe(store, step, level) for step in store.steps()]
+    valid = [row["step"] for row in rows if row["valid"]]
+    best = find_best(rows)
+    return [row | {"best": row["step"] == best, "latest": row["step"] == max(valid, default=None)} for row in rows]
+
+
+def find_best(rows: list[dict[str, Any]]) -> int | None:
+    """Return the valid step with the best score; None: no checkpoint has a score.
+
+    Scores are those of the metric by which the newest of them was compared: a run without a success is compared by
+    another one (see `trainer.run.best`).
+    """
+    scored = [row for row in rows if row["valid"] and row["score"] is not None]
+    if not scored:
+        return None
+    newest = scored[-1]
+    alike = [row for row in scored if row["score_metric"] == newest["score_metric"]]
+    sign = -1 if _mode(newest["path"]) == "min" else 1
+    return max(alike, key=lambda row: sign * row["score"])["step"]  # of equal scores the first
+
+
+def _mode(path: str) -> str:
+    """Return whether the score of a checkpoint is better if it is higher (`max`) or lower (`min`)."""
+    checkpoint = manifests.read(path)
+    if "score_mode" in checkpoint.manifest:
+        return checkpoint.manifest["score_mode"]
+    try:  # a checkpoint of an earlier version
+        return read_config(checkpoint)["trainer"]["best_mode"]
+    except (DamagedError, KeyError):
+        return "max"
+
+
+def check_content(
+    checkpoint: Checkpoint, seconds: float, tell: Callable[[int, int], None] = lambda read, total: None
+) -> tuple[int, int]:
+    """Read the files of a checkpoint, small ones first, until the time is over.
+
+    Shards on the disks of other nodes are left out.
+
+    Args:
+        tell: called about once a second with the bytes that were read, and those of all files.
+
+    Returns:
+        the bytes of the files that were read, and of all files.
+
+    Raises:
+        DamagedError: a file differs from what was saved.
+    """
+    manifests.check_files(checkpoint, "size", whole=False)
+    away = {path for paths in checkpoint.nodes.values() for path in paths}
+    entries = sorted((entry for entry in checkpoint.entries if entry.path not in away), key=lambda entry: entry.bytes)
+    total, read = sum(entry.bytes for entry in entries), 0
+    problems: list[Exception] = []
+
+    def work() -> None:
+        nonlocal read
+        try:
+            for entry in entries:
+                manifests.check_digest(checkpoint, entry)
+                read += entry.bytes
+        except Exception as error:
+            problems.append(error)
+
+    # A thread that nobody waits for at the end of the process: a large file takes longer than the time that is left.
+    thread = threading.Thread(target=work, name="verify", daemon=True)
+    thread.start()
+    end = time.monotonic() + seconds
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(min(1.0, left))
+        tell(read, total)
+    if problems:
+        raise problems[0]
+    return read, total
+
+
+def axes_of(sizes: dict[str, int] | None) -> str:
+    """Return the axes along which several ranks were arranged, with their sizes. Older checkpoints do not have them."""
+    if sizes is None:
+        return "axes unknown"
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def age(saved_at: str) -> str:
+    """Return how long ago a checkpoint was saved."""
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(saved_at)).total_seconds()
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds > -1 else "in the future"  # by this machine's clock
+
+
+def list_steps(steps: list[int], most: int = 20) -> str:
+    """Return steps as text: all of them, or the newest ones."""
+    shown = ", ".join(map(str, steps[-most:]))
+    return f"{shown} and {len(steps) - most} older ones" if len(steps) > most else shown
+
+
+def check_step(store: CheckpointStore, step: int, option: str) -> None:
+    """Check that there is a checkpoint of `step`.
+
+    Raises:
+        UserError: there is none; the message lists the steps there are.
+    """
+    steps = store.steps()
+    if step not in steps:
+        raise UserError(f"{option}={step}: {store.root} has no checkpoint of that step; it has {list_steps(steps)}")
