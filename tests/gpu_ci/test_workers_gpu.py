@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,8 @@ from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
 GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
+TRIED_ON_CPU = os.environ.get("TRAINER_GPU_CI_DEVICE") == "cpu"
+pytestmark = pytest.mark.skipif(GPUS == 0 and not TRIED_ON_CPU, reason="needs a CUDA device")
 WORLDS = [n for n in (1, 2, 4) if n <= max(GPUS, 1)]
 
 
@@ -194,9 +197,33 @@ def test_compiled_blocks_agree_in_bfloat16(model_path, mode):
     expected, _ = run_ranks(1, update_compiled, model_path, cfg=cfg)[0]
     cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=mode)  # compile: null
     ours, graphs = run_ranks(1, update_compiled, model_path, cfg=cfg)[0]
-    assert graphs == 1
+    assert graphs == (0 if TRIED_ON_CPU else 1)
     assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
     assert ours["loss"] == pytest.approx(expected["loss"], abs=0.01)
+
+
+def operators_of_an_update(rank: Rank, path: str) -> set[str]:
+    """Return the names of the operators that ran on this rank, those of compiled graphs included."""
+    rank.build(["policy"], path)
+    update(rank, "policy", make_batch(), 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        update(rank, "policy", make_batch(), 2)
+    return {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("compiled", [False, None], ids=["eager", "default"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_half_precision_takes_the_variable_length_kernel(model_path, dtype, compiled):
+    cfg = config(mini_batch_size=6)
+    cfg.trainer.policy.fsdp = FSDPConfig(param_dtype=dtype, compile=compiled)
+    (found,) = run_ranks(1, operators_of_an_update, model_path, cfg=cfg)
+    kernels = {"torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"}
+    if dtype == "bfloat16" and not TRIED_ON_CPU:
+        assert kernels <= found
+        assert not any("scaled_dot_product" in name for name in found)
+    else:
+        assert not kernels & found
+        assert any("scaled_dot_product" in name for name in found)
 
 
 def allocated_while_parked(rank: Rank, path: str, directory: str) -> tuple[dict, int]:
@@ -216,6 +243,7 @@ def test_states_leave_the_gpu_while_engines_generate(model_path, tmp_path):
         for ours, theirs in zip(resumed, result["metrics"][2:], strict=True):
             assert_close(ours, dict(theirs))
     (plain, most, _), (_, less, _), (parked, least, held) = (results[name] for name in ("none", "optimizer", "all"))
-    assert most > less > least and held == 0
+    assert held == 0
+    assert most > less > least or TRIED_ON_CPU
     for ours, theirs in zip(parked["metrics"], plain["metrics"], strict=True):
         assert_close(ours, theirs)

@@ -25,9 +25,14 @@ from trainer.parallel.packing import Packing, take
 try:
     from torch.nn.attention.varlen import varlen_attn
 
-    _VARLEN = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
 except ImportError:  # before torch 2.10
-    _VARLEN = False
+    _VARLEN_PARAMETERS = frozenset()
+
+_VARLEN = {"scale", "window_size"} <= _VARLEN_PARAMETERS
+_ASKS_FOR_GQA = "enable_gqa" in _VARLEN_PARAMETERS
+"""Whether the kernel refuses fewer key heads than query heads unless it is told of them, as since torch 2.12. Earlier
+versions pass both numbers of heads to the same kernel unchecked."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -179,12 +184,17 @@ def _attend_row(
 ) -> Tensor:
     """Compute the attention of all tokens of the row: `(1, N, H, D)`."""
     assert query.shape[2] == packing.tokens, (query.shape, packing.tokens)
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and _VARLEN and softcap is None and query.shape[-1] in _VARLEN_WIDTHS:
+    if uses_varlen(query.device.type, query.dtype, query.shape[-1], softcap):
         return _varlen(query, key, value, packing, scaling, sliding_window)
     if torch.compiler.is_compiling():
         return opaque_attention(query, key, value, packing.sizes, scaling, sliding_window, softcap)
     return attend_buckets(query, key, value, packing, scaling, sliding_window, softcap)
+
+
+def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
+    """Return whether torch's variable-length kernel computes the attention of heads of `width` dimensions."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return _VARLEN and device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
 
 
 def _varlen(
@@ -197,6 +207,7 @@ def _varlen(
         key_boundaries = packing.key_boundaries
     longest = packing.longest
     sight = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GQA else {}
     out = varlen_attn(  # the last query of a sequence belongs to its last key
         rows.contiguous(),
         keys.contiguous(),
@@ -207,7 +218,7 @@ def _varlen(
         longest,
         scale=scaling,
         window_size=sight,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[None]
 

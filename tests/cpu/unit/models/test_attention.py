@@ -8,17 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FalconConfig, Llama4TextConfig, RecurrentGemmaConfig
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, WINDOW, random_model
 from trainer.errors import UserError
 from trainer.models.attention import (
     PACKED,
+    _varlen,
     can_pack,
     packed_attention,
     packing_arguments,
     quadratic_cost,
     set_attention,
+    uses_varlen,
 )
 from trainer.models.bucket_attention import attend_buckets
 from trainer.models.critic import CriticModel
@@ -237,3 +240,48 @@ def test_packed_rows_in_bfloat16_are_near_padded_rows():
     for row, ids, expected in zip(packed, sequences(), alone, strict=True):
         assert row[: len(ids)] == pytest.approx(expected[0], abs=0.05)
     assert packed.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
+@pytest.mark.parametrize("heads", [1, 2, 4], ids="{} key heads".format)
+def test_the_variable_length_kernel_takes_what_it_is_given(heads, shared):
+    """Tensors without values, for which the kernel checks its arguments and says what it would return."""
+    with OperatorNames() as names:
+        packing = Packing(LENGTHS, "meta", shared=None if shared == ALONE else shared)
+        query, key, value = (
+            torch.empty(1, n, packing.tokens, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for n in (4, heads, heads)
+        )
+        out = _varlen(query, key, value, packing, None, WINDOW)
+        out.sum().backward()
+    assert out.shape == (1, packing.tokens, 4, 16)
+    assert key.grad is not None and key.grad.shape == key.shape
+    assert {"torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"} <= names.found
+
+
+@pytest.mark.parametrize(
+    "device, dtype, width, softcap, taken",
+    [
+        ("cuda", torch.bfloat16, 128, None, True),
+        ("cuda", torch.float16, 8, None, True),
+        ("cuda", torch.float32, 128, None, False),
+        ("cpu", torch.bfloat16, 128, None, False),
+        ("cuda", torch.bfloat16, 288, None, False),
+        ("cuda", torch.bfloat16, 20, None, False),
+        ("cuda", torch.bfloat16, 128, 50.0, False),
+    ],
+)
+def test_the_variable_length_kernel_is_taken_where_it_can_be(device, dtype, width, softcap, taken):
+    assert uses_varlen(device, dtype, width, softcap) == taken
+
+
+class OperatorNames(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
