@@ -190,7 +190,8 @@ class Trainer:
                 self._wait_for_saves()
 
     def _update(self, experience: Experience, step: int) -> dict[str, float]:
-        saving = self.checkpoints.saving  # then the first optimizer step may have to wait until its state is copied
+        # Ranks may have waited until the state of the step before was copied: now, or when they made room for engines.
+        saving = self.checkpoints.saving or self.saves.begun == self.state.step
         metrics = self.learner.update(experience, step)
         if saving:
             blocked = self.learner.ranks.take_blocked()

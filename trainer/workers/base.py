@@ -135,6 +135,7 @@ class ModelWorker:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
         # A share of the data that did not exist at the save keeps its start RNG, which is keyed by its number.
         state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.data_rank < saved["data_size"])
+        self.before_weights_change()  # reading fills the tensors in place
         # A checkpoint of CPU ranks has no state of a CUDA generator, which then keeps its start state.
         files.read(self.role, state, optional=(f"{self._rng}.cuda",))
         self._restore(state)
@@ -143,7 +144,7 @@ class ModelWorker:
         state: dict[str, Any] = {}
         if "weights" in kinds:
             state["model"] = get_model_state_dict(self.module)
-            if self._adapted:  # the other parameters are frozen
+            if self.has_frozen_weights:  # the other parameters are frozen
                 trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
                 state["model"] = {name: tensor for name, tensor in state["model"].items() if name in trained}
         if with_rng:
@@ -151,9 +152,10 @@ class ModelWorker:
         return state
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.before_weights_change()
         if "model" in state:
-            set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=not self._adapted))
+            set_model_state_dict(
+                self.module, state["model"], options=StateDictOptions(strict=not self.has_frozen_weights)
+            )
         rng = state.get(self._rng)
         if rng is not None:
             restore_rng(rng)
@@ -164,8 +166,8 @@ class ModelWorker:
         return f"rng_rank{self.layout.data_rank}"
 
     @property
-    def _adapted(self) -> bool:
-        """Whether some weights are trained and some are frozen."""
+    def has_frozen_weights(self) -> bool:
+        """Whether some weights are trained and some are frozen, as with adapters."""
         return len({parameter.requires_grad for parameter in self.module.parameters()}) > 1
 
 

@@ -5,54 +5,73 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, UntypedStorage
+
+from trainer.workers.host_memory import HostCopy, HostMemory, bytes_of, storages_of
 
 
 class ParkingPlace:
-    """Holds the contents of tensors whose memory on the device is freed meanwhile.
+    """Holds the contents of a role's tensors whose memory on the device is freed meanwhile.
 
-    Only the memory goes: tensors, storages and everything that refers to them stay the same objects, so that FSDP, the
-    optimizer and a checkpoint's stager notice nothing. The host memory is kept for the next time.
+    Only the memory goes: tensors, storages and everything that refers to them stay the same objects, so that FSDP and
+    the optimizer notice nothing. A copy that a save has made of the tensors as they are now serves as the contents.
+
+    Args:
+        memory: of the role. The tensors may change only after `memory.forget`.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        self._parked: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+    def __init__(self, memory: HostMemory):
+        self.memory = memory
+        self._parked: dict[int, UntypedStorage] = {}
+        self._optimizer: set[int] = set()
+        self._copy: HostCopy | None = None
 
-    @property
-    def parked_bytes(self) -> int:
-        """Bytes that `restore` will take on the device."""
-        return sum(host.numel() for _, host in self._parked.values())
+    def parked_bytes(self, optimizer: bool = True) -> int:
+        """Return the bytes that `restore` will take on the device."""
+        return sum(self._copied(number).numel() for number in self._chosen(optimizer))
 
     @torch.no_grad()
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy `tensors` to host memory (of DTensors, the local shards), and free their memory on the device."""
-        copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            number = storage._cdata
-            if storage.nbytes() == 0 or number in copies:
-                continue
-            host = self._kept[number][1] if number in self._kept else None
-            if host is None or host.numel() != storage.nbytes():
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            copies[number] = storage, host.copy_(_bytes_of(storage), non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        for storage, _ in copies.values():
+    def park(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor] = ()) -> None:
+        """Copy tensors to host memory (of DTensors, the local shards), and free their memory on the device.
+
+        Those that stay parked from an earlier call may be among them.
+        """
+        states = storages_of(list(optimizer))
+        here = {number: s for number, s in (storages_of(list(weights)) | states).items() if s.nbytes()}
+        if not here:
+            return
+        copy = self.memory.current
+        if copy is None or not copy.covers(here):
+            assert not self._parked, "tensors that are parked cannot be copied again"
+            copy = self.memory.copy(here)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        if self._copy is None:
+            self._copy = self.memory.hold(copy)
+        assert self._copy is copy, "tensors have changed while others of the role were parked"
+        for storage in here.values():
             storage.resize_(0)
-        self._kept.update(copies)
-        self._parked.update(copies)
+        self._parked |= here
+        self._optimizer |= states.keys()
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Give all parked tensors their contents back."""
-        for storage, host in self._parked.values():
+    def restore(self, optimizer: bool = True) -> None:
+        """Give parked tensors their contents back.
+
+        Args:
+            optimizer: also those of the optimizer.
+        """
+        for number in self._chosen(optimizer):
+            storage, host = self._parked.pop(number), self._copied(number)
             storage.resize_(host.numel())
-            _bytes_of(storage).copy_(host, non_blocking=True)
-        self._parked.clear()
+            bytes_of(storage).copy_(host, non_blocking=True)
+        if self._copy is not None and not self._parked:
+            self.memory.release(self._copy)
+            self._copy, self._optimizer = None, set()
 
+    def _chosen(self, optimizer: bool) -> list[int]:
+        return [number for number in self._parked if optimizer or number not in self._optimizer]
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    def _copied(self, number: int) -> Tensor:
+        assert self._copy is not None
+        return self._copy.part(number)

@@ -6,10 +6,11 @@ import glob
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config import Config, FSDPConfig
 from trainer.errors import AGAIN, UserError, WorkerError
@@ -50,7 +51,7 @@ class Rank:
         self.roles: dict[str, ModelWorker] = {}
         self.layout: Layout | None = None
         self.saver: BackgroundSaver | None = None
-        self._weights, self._optimizers = ParkingPlace(), ParkingPlace()
+        self._parking: dict[str, ParkingPlace] = {}
         self._engine_has_fit = False  # beside this rank at its full size
 
     def find_address(self, host: str, port: int = 0) -> str:
@@ -86,15 +87,14 @@ class Rank:
         assert self.layout is not None and self.saver is not None, "connect first"
         cfg, t, layout = self.cfg, self.cfg.trainer, self.layout
         path = resolve_model_path(model_path)
-        common = (self.layout, cfg, self.saver.wait_until_staged)
         policy: nn.Module | None = None
         if "policy" in roles:
             policy = load_causal_lm(cfg.model, path, layout, t.policy.fsdp, t.policy.lora, t.seed)
-            self.roles["policy"] = PolicyWorker(policy, *common)
+            self.roles["policy"] = PolicyWorker(policy, layout, cfg, partial(self._before_change, "policy"))
         if "critic" in roles:
             start = resolve_model_path(critic_path or path)
             critic = load_critic(cfg.model, start, layout, t.critic.fsdp, t.critic.lora, t.seed)
-            self.roles["critic"] = CriticWorker(critic, *common)
+            self.roles["critic"] = CriticWorker(critic, layout, cfg, partial(self._before_change, "critic"))
         if "reference" in roles:
             assert policy is not None or not cfg.reference_is_base, "they share ranks"
             if cfg.reference_is_base:
@@ -102,7 +102,8 @@ class Rank:
             else:
                 frozen = FSDPConfig(**vars(t.reference.fsdp))
                 module = load_causal_lm(cfg.model, path, layout, frozen, frozen=True)
-            self.roles["reference"] = ReferenceWorker(module, *common, policy=policy)
+            hook = partial(self._before_change, "reference")
+            self.roles["reference"] = ReferenceWorker(module, layout, cfg, hook, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
@@ -166,13 +167,21 @@ class Rank:
         if self.roles and self.cfg.trainer.offload != "none":
             assert self.saver is not None, "connect first"
             self.saver.wait_until_staged()
-            workers = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
-            self._optimizers.park(tensor for worker in workers for tensor in worker.optimizer_tensors())
-            if self.cfg.trainer.offload == "all":
-                self._weights.park(tensor for worker in self.roles.values() for tensor in worker.weight_tensors())
+            for role, worker in self.roles.items():
+                weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
+                states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
+                self._park(role, weights, states)
         torch.cuda.empty_cache()
         if needed and self.rank in beside:
             self._check_engine(needed)
+
+    def parked_bytes(self, optimizer: bool = True) -> int:
+        """Return the bytes that this rank has moved from its GPU to host memory. Not a collective.
+
+        Args:
+            optimizer: count the states of the optimizers, too.
+        """
+        return sum(place.parked_bytes(optimizer) for place in self._parking.values())
 
     def _check_engine(self, needed: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
@@ -185,16 +194,35 @@ class Rank:
         else:
             raise UserError(problem)
 
+    def _park(self, role: str, weights: list[Tensor], states: list[Tensor]) -> None:
+        assert self.saver is not None
+        if role not in self._parking:
+            # A save holds all that is trained. Frozen weights beside it need memory of their own.
+            is_saved = not self.roles[role].has_frozen_weights
+            self._parking[role] = ParkingPlace(self.saver.memory(role) if is_saved else self.saver.more_memory())
+        try:
+            self._parking[role].park(weights, states)
+        except OSError as error:
+            raise UserError(
+                f"trainer.offload={self.cfg.trainer.offload}: {error}; use a machine with more host memory, or offload "
+                "less"
+            ) from error
+
+    def _before_change(self, role: str) -> None:
+        assert self.saver is not None
+        self.saver.before_change(role)
+        if role in self._parking:
+            self._parking[role].memory.forget()
+
     def _restore(self, optimizer: bool) -> None:
-        places = [self._weights, self._optimizers] if optimizer else [self._weights]
-        parked = sum(place.parked_bytes for place in places)
+        parked = self.parked_bytes(optimizer)
         if parked and self.device == "cuda":
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             problem = rank_problem(parked, torch.cuda.mem_get_info()[0] + cached, self.cfg)
             if problem is not None:
                 raise WorkerError(problem, AGAIN, "occupied")
-        for place in places:
-            place.restore()
+        for place in self._parking.values():
+            place.restore(optimizer)
 
     def measure_peak(self) -> float:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""

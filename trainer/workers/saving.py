@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer.failpoints import failpoint
 from trainer.parallel.mesh import SideGroup
+from trainer.workers.host_memory import HostCopy, HostMemory, copy_bytes, storages_of
 
 LOG = logging.getLogger(__name__)
 
@@ -26,25 +27,18 @@ class StateFiles(Protocol):
 
 
 class BackgroundSaver:
-    """Runs at most one save at a time. It keeps one copy of this rank's shards in host memory for the next save.
+    """Runs at most one save at a time. It copies this rank's shards to host memory first (see `HostMemory`).
 
     Args:
         group: a group without other users, so that the writers can communicate while the ranks train.
-        device: device of the state; a state on `cuda` is copied to pinned memory.
+        device: device of the state; a state on `cuda` is copied to pinned memory, on a stream of its own.
     """
 
     def __init__(self, group: SideGroup, device: str):
-        cuda = device == "cuda"
         self._group = group
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=cuda,
-            )
-        )
-        self._device = torch.cuda.current_device() if cuda else None
+        self._gpu = torch.cuda.current_device() if device == "cuda" else None
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._memory: dict[str, HostMemory] = {}
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
         self._staged = threading.Event()
@@ -53,33 +47,47 @@ class BackgroundSaver:
         self._problem: str | None = None
         self._blocked = 0.0
 
+    def memory(self, role: str) -> HostMemory:
+        """Return the host memory for copies of the state of `role`."""
+        return self._memory.setdefault(role, HostMemory(self._gpu))
+
+    def more_memory(self) -> HostMemory:
+        """Return host memory for copies of tensors that are not saved."""
+        return HostMemory(self._gpu)
+
     def reserve(self, states: dict[str, dict[str, Any]]) -> None:
         """Take the host memory of later saves of `states` on a thread, so that the first save need not wait for it.
 
-        To pin memory for the copies of a GPU takes many times as long as the copies. The tensors must not change until
-        `wait_until_staged` returns. Does nothing if it has been called before.
+        Does nothing if it has been called before.
         """
         if self._reserving is None:
-            self._staged.clear()
-            self._reserving = threading.Thread(target=self._reserve, args=(states,), daemon=True)
+            needed = {self.memory(name): copy_bytes(state) for name, state in states.items()}
+            self._reserving = threading.Thread(target=self._reserve, args=(needed,), daemon=True)
             self._reserving.start()
 
     def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
-        """Start a save. The tensors in `states` must not change until `wait_until_staged` returns.
+        """Start a save. The tensors in `states` must not change until `before_change` or `wait_until_staged` returns.
 
         Args:
             states: tensors of this rank and plain values, by name.
             extras: small files that rank 0 adds to each state, by name.
         """
         assert self._thread is None, "finish the save before beginning another"
-        self.wait_until_staged()  # a thread may still reserve memory
+        memory = {name: self.memory(name) for name in states}  # made on this thread alone
         self._entries, self._problem = [], None
         self._staged.clear()
-        self._thread = threading.Thread(target=self._run, args=(states, extras, files), daemon=True)
+        # The copies wait for the kernels that have been queued, and for no others.
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._thread = threading.Thread(target=self._run, args=(states, extras, files, memory, ready), daemon=True)
         self._thread.start()
 
+    def before_change(self, role: str) -> None:
+        """Wait until the tensors of `role` may change, and note that they do."""
+        self.wait_until_staged()
+        self.memory(role).forget()
+
     def wait_until_staged(self) -> None:
-        """Wait until the tensors given to `begin` are copied and may change."""
+        """Wait until the tensors given to `begin` are copied."""
         if not self._staged.is_set():
             started = time.monotonic()
             self._staged.wait()
@@ -103,26 +111,55 @@ class BackgroundSaver:
         blocked, self._blocked = self._blocked, 0.0
         return blocked
 
-    def _reserve(self, states: dict[str, dict[str, Any]]) -> None:
+    def _reserve(self, needed: dict[HostMemory, int]) -> None:
         try:
-            self._stage(states)
+            for memory, size in needed.items():
+                memory.reserve(size)
         except Exception as error:  # a save will fail in the same way, and say so on all ranks
             LOG.info("rank %d could not reserve memory for saves: %s", self._group.rank, error)
-        finally:
-            self._staged.set()
 
-    def _stage(self, states: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # each thread has its own current device
-        return {name: self._stager.stage(state) for name, state in states.items()}
+    def _stage(
+        self, states: dict[str, dict[str, Any]], memory: dict[str, HostMemory], ready: torch.cuda.Event | None
+    ) -> dict[str, HostCopy]:
+        """Copy the states; returns the copies, which are held for the caller."""
+        copies: dict[str, HostCopy] = {}
+        try:
+            with self._on_own_stream():
+                if self._stream is not None and ready is not None:
+                    self._stream.wait_event(ready)
+                for name, state in states.items():
+                    copies[name] = memory[name].hold(memory[name].copy(storages_of(state)))
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except BaseException:
+            for name, copy in copies.items():
+                memory[name].release(copy)
+                memory[name].forget()
+            raise
+        return copies
 
-    def _run(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        if self._gpu is None:
+            return nullcontext()
+        torch.cuda.set_device(self._gpu)  # each thread has its own current device
+        return torch.cuda.stream(self._stream)
+
+    def _run(
+        self,
+        states: dict[str, dict[str, Any]],
+        extras: dict[str, dict[str, str]],
+        files: StateFiles,
+        memory: dict[str, HostMemory],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        copies: dict[str, HostCopy] = {}
+        staged: dict[str, dict[str, Any]] = {}
         try:
             try:
                 failpoint("save:staging")
-                staged = self._stage(states)
+                copies = self._stage(states, memory, ready)
+                staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
-                staged = {}
                 self._agree(f"rank {self._group.rank} could not copy its state: {error}")
             else:
                 self._agree(None)
@@ -140,6 +177,9 @@ class BackgroundSaver:
                     self._agree(None)
         except Exception as error:  # a rank is dead; its own error ends the job and gives the reason
             self._problem = f"the ranks could not agree on the save: {error}"
+        finally:
+            for name, copy in copies.items():
+                memory[name].release(copy)
 
     def _agree(self, problem: str | None) -> None:
         """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""

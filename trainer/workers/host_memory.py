@@ -1,0 +1,236 @@
+"""Copies of a role's tensors in host memory: for saves, and while engines use the memory of the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import name_size
+
+LOG = logging.getLogger(__name__)
+
+Storages = Mapping[int, UntypedStorage]
+"""The memory of tensors on their device, by its number (see `storages_of`)."""
+
+_ALIGNMENT = 64
+
+
+def buffer_bytes(sizes: Iterable[int]) -> int:
+    """Return the size of a buffer for copies of tensors of these sizes, in bytes."""
+    return sum(_aligned(size) for size in sizes)
+
+
+def copy_bytes(state: Any) -> int:
+    """Return the size of a buffer for copies of the tensors in a nested value, in bytes."""
+    return buffer_bytes(storage.nbytes() for storage in storages_of(state).values())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def storages_of(value: Any) -> dict[int, UntypedStorage]:
+    """Return the memory of all tensors in a nested value; of DTensors, that of the local shards. Views share one."""
+    if isinstance(value, Tensor):
+        storage = local_part(value).untyped_storage()
+        return {storage._cdata: storage}
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return {}
+    return {number: storage for part in value for number, storage in storages_of(part).items()}
+
+
+class HostBuffer:
+    """Flat host memory. It is pinned if it is for a GPU, so that copies run beside kernels, and at full speed.
+
+    The pages belong to this buffer alone: CUDA refuses to pin a page twice, and torch's own allocator of pinned memory
+    would round the size up to a power of two.
+
+    Args:
+        size: number of bytes.
+        gpu: number of the GPU; None: do not pin.
+
+    Raises:
+        OSError: the machine does not have so much memory.
+    """
+
+    def __init__(self, size: int, gpu: int | None):
+        free = available_bytes()
+        if free is not None and size > free:
+            needed = f"{name_size(size)} of host memory are needed for copies of a rank's state"
+            raise OSError(f"{needed}, and {name_size(free)} are available")
+        self.size = size
+        self.users = 0
+        self._memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes its time by page
+        if gpu is not None:
+            self._pin(gpu)
+
+    def part(self, start: int, size: int) -> Tensor:
+        """Return `size` bytes, at least one, as a tensor whose storage is these bytes."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=size)
+
+    def _pin(self, gpu: int) -> None:
+        address = self.part(0, 1).data_ptr()
+        with torch.cuda.device(gpu):
+            result = int(torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 1))  # portable
+            if result != 0:
+                LOG.warning(
+                    "CUDA does not pin %s of host memory (error %d): copies of a rank's state are slower, and training "
+                    "waits for them",
+                    name_size(self.size),
+                    result,
+                )
+                with contextlib.suppress(RuntimeError):  # else the next kernel would report the error
+                    torch.zeros(1, device="cuda")
+                return
+        # `self` lives as long as its memory is used for copies, and ends before the memory.
+        weakref.finalize(self, _unpin, address, gpu).atexit = False
+
+
+def _unpin(address: int, gpu: int) -> None:
+    with torch.cuda.device(gpu):
+        torch.cuda.synchronize()  # a copy from it may still run
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class HostCopy:
+    """Copies of tensors in a buffer."""
+
+    def __init__(self, buffer: HostBuffer, storages: Storages):
+        self.buffer = buffer
+        self._storages = dict(storages)  # kept alive, so that no other gets their numbers
+        self._parts: dict[int, Tensor] = {}
+        start = 0
+        for number, storage in storages.items():
+            size = storage.nbytes()
+            if size:
+                self._parts[number] = buffer.part(start, size).copy_(bytes_of(storage), non_blocking=True)
+            start += _aligned(size)
+
+    def covers(self, storages: Storages) -> bool:
+        """Return whether this has copies of all of these."""
+        return self._storages.keys() >= storages.keys()
+
+    def part(self, number: int) -> Tensor:
+        """Return the copied bytes of the memory with this number."""
+        return self._parts[number]
+
+    @torch.no_grad()
+    def state(self, value: Any) -> Any:
+        """Return the same nested value with the copies of its tensors. DTensors keep their layout."""
+        if isinstance(value, DTensor):
+            return DTensor(self._view(value.to_local()), value._spec, requires_grad=False)
+        if isinstance(value, Tensor):
+            return self._view(value)
+        if isinstance(value, Mapping):
+            return {name: self.state(part) for name, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.state(part) for part in value)
+        return value
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        part = self._parts.get(tensor.untyped_storage()._cdata)
+        view = torch.empty(0, dtype=tensor.dtype)
+        if part is None:
+            return view.new_empty(tensor.shape)
+        return view.set_(part.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class HostMemory:
+    """The host memory for copies of one role's tensors.
+
+    A copy stays in its buffer while somebody uses it: a save that writes it, or tensors whose memory on the GPU is
+    freed. It is the `current` one until the tensors change, and then serves both. So there is one buffer, and a second
+    only if a save is still being written when the changed tensors must leave the GPU, or are saved again.
+    """
+
+    def __init__(self, gpu: int | None):
+        self.current: HostCopy | None = None
+        """A copy of the tensors as they are now, if there is one."""
+        self._gpu = gpu
+        self._buffers: list[HostBuffer] = []
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes that the buffers take."""
+        return sum(buffer.size for buffer in self._buffers)
+
+    def reserve(self, size: int) -> None:
+        """Take the memory for a copy of `size` bytes now. To pin it takes many times as long as the copy."""
+        with self._lock:
+            self._find(size)
+
+    @torch.no_grad()
+    def copy(self, storages: Storages) -> HostCopy:
+        """Begin to copy tensors on the current stream, as the `current` copy. The caller waits for the stream."""
+        self.forget()
+        with self._lock:
+            buffer = self._find(buffer_bytes(storage.nbytes() for storage in storages.values()))
+            buffer.users += 1
+        try:
+            self.current = HostCopy(buffer, storages)
+        except BaseException:
+            buffer.users -= 1
+            raise
+        return self.current
+
+    def forget(self) -> None:
+        """Note that the tensors change: no copy is current."""
+        if self.current is not None:
+            self.release(self.current)
+            self.current = None
+
+    def hold(self, copy: HostCopy) -> HostCopy:
+        """Keep `copy` as it is until `release`."""
+        with self._lock:
+            copy.buffer.users += 1
+        return copy
+
+    def release(self, copy: HostCopy) -> None:
+        """Note that one user of `copy` needs it no more."""
+        with self._lock:
+            copy.buffer.users -= 1
+
+    def _find(self, size: int) -> HostBuffer:
+        free = [buffer for buffer in self._buffers if buffer.users == 0]
+        fitting = [buffer for buffer in free if buffer.size >= size]
+        if fitting:
+            return min(fitting, key=lambda buffer: buffer.size)
+        self._buffers = [buffer for buffer in self._buffers if buffer.users]
+        del free  # their memory goes before more is taken
+        self._buffers.append(HostBuffer(size, self._gpu))
+        return self._buffers[-1]
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """Return the memory of a tensor as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def available_bytes() -> int | None:
+    """Return the host memory that programs can take without swapping; None: the kernel does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
