@@ -39,6 +39,8 @@ def test_a_group_for_weights_opens_and_sends(device, tmp_path):
 def send_versions(source: Ipc, versions: tuple[int, ...]) -> None:
     for version in versions:
         source.send(iter(make_weights(version, source.device).items()), rank=0)
+        if source.device == "cuda":  # not even the buffers stay, which an engine may need
+            assert torch.cuda.memory_allocated() == 0
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "expandable_segments:False"])

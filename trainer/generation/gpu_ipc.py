@@ -105,6 +105,15 @@ def import_buffer(handle: bytes, device: str) -> Tensor:
     return rebuild(*arguments)
 
 
+def collect(device: str) -> None:
+    """Free the memory of buffers that no process uses any more.
+
+    torch keeps a buffer that it has exported until the other process has let it go, and does not look by itself.
+    """
+    if device == "cuda":
+        torch.cuda.ipc_collect()
+
+
 def _address(token: str, device: str) -> str:
     """Return the address of the connection on this process's GPU, in Linux' abstract namespace: it leaves no file."""
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else device

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.generation.gpu_ipc import connect, export_buffer, import_buffer, link_of
+from trainer.generation.gpu_ipc import collect, connect, export_buffer, import_buffer, link_of
 from trainer.parallel.mesh import open_store
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -110,6 +110,10 @@ class Ipc:
             link.send(None)
             while any(unread):
                 unread[link.receive()] -= 1
+            released = link.receive()
+            assert released is None, released
+            buffers.clear()
+            collect(self.device)
 
     def receive(self) -> Weights:
         """Yield every tensor of one `send` as it arrives. The tensors are the caller's."""
@@ -125,6 +129,9 @@ class Ipc:
                 _finish_kernels(self.device)
                 link.send(slot)
                 yield from tensors
+            buffers.clear()
+            collect(self.device)
+            link.send(None)  # only now can the sender free them
 
 
 @dataclass(frozen=True)
