@@ -11,16 +11,17 @@ from tests.support.ranks import run_ranks
 from tests.support.training import config, make_batch, update
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config, FSDPConfig
-from trainer.models.head import Head, _ChunkedScores
+from trainer.models.head import _ADDS_IN_PLACE, Head, _add_product, _ChunkedScores
 from trainer.workers.rank import Rank
 
-TOKENS, VOCABULARY, WIDTH = 16384, 32768, 64
+VOCABULARY, WIDTH = 32768, 64
 
 
 def test_log_probs_take_a_small_part_of_the_memory_of_all_logits(device):
-    hidden = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+    tokens = 65536 if device == "cuda" else 16384
+    hidden = torch.randn(tokens, WIDTH, device=device, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, device=device, requires_grad=True)
-    targets = torch.zeros(TOKENS, dtype=torch.long, device=device)
+    targets = torch.zeros(tokens, dtype=torch.long, device=device)
 
     def run() -> None:
         logprobs, entropy = _ChunkedScores.apply(hidden, weight, targets, Head(), 1.0, "grad")
@@ -28,7 +29,23 @@ def test_log_probs_take_a_small_part_of_the_memory_of_all_logits(device):
 
     run()  # kernels and their workspaces are loaded
     hidden.grad = weight.grad = None
-    assert peak_bytes(run, device) < 0.3 * 4 * TOKENS * VOCABULARY
+    assert peak_bytes(run, device) < 0.3 * 4 * tokens * VOCABULARY
+
+
+def test_gradients_of_the_output_layer_are_added_in_place(device):
+    """In half precision, a product of a chunk is not a tensor of its own, which would be as large as the sum."""
+    total = torch.randn(VOCABULARY, 512, device=device)
+    a = torch.randn(VOCABULARY, 64, device=device, dtype=torch.bfloat16)
+    b = torch.randn(64, 512, device=device, dtype=torch.bfloat16)
+    expected = total.double() + a.double() @ b.double()
+    if device == "cuda":
+        assert _ADDS_IN_PLACE
+        _add_product(total.clone(), a, b)  # the workspace of the kernel is there
+        assert peak_bytes(lambda: _add_product(total, a, b), device) < 0.1 * total.nbytes
+        torch.testing.assert_close(total.double(), expected, atol=1e-3, rtol=1e-4)
+    else:
+        _add_product(total, a, b)
+        torch.testing.assert_close(total.double(), expected, atol=0.3, rtol=0.02)
 
 
 def in_bfloat16(cfg: Config) -> Config:

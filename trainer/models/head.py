@@ -25,11 +25,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from trainer.parallel.collectives import Peers
 from trainer.parallel.packing import take
 
-_CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
+_CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 """Tokens whose logits exist at the same time: enough for fast matrix products."""
 _CHUNK_LOGITS = 1 << 22
 """With a small vocabulary, the logits of more tokens exist at the same time, up to this many logits. On CPU, no more
 exist with a large vocabulary either: 16 MB stay in the cache between one pass over them and the next."""
+
+_ADDS_IN_PLACE = "dtype_out" in torch.ops.aten.addmm.overloads()
+"""Whether a product of half precision can be added to a float32 tensor without a tensor for the product. CUDA only."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,7 @@ class _ChunkedScores(torch.autograd.Function):
                 z *= of_entropies[chunk, None]
                 z += of_logprobs[chunk, None]
                 z *= p
+                del p
             else:
                 z.exp_()
                 z *= of_logprobs[chunk, None]
@@ -332,6 +336,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to `total`, which may be more precise."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and _ADDS_IN_PLACE:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.is_cuda:
         total += torch.mm(a, b, out_dtype=total.dtype)
     else:
