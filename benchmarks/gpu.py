@@ -3,7 +3,8 @@
 For Qwen3 models with random weights, on one rank, without Ray, Hydra and vLLM: the seconds, tokens per second, model
 FLOPs utilisation (MFU) and peak memory of the log-prob pass and of the update, at micro-batches of 4,096 and 16,384
 packed tokens; the speed at which weights go to shared memory, beside a plain copy to the host; and the seconds until a
-checkpoint is copied. A model for which no time is left, or that needs more memory, is named and left out.
+checkpoint is copied. What does not fit the GPU's memory is tried again with recomputed activations; if that does not
+fit either, or no time is left, it is named and left out.
 
 On a machine without a GPU, `--device cpu --models tiny` tries the program itself.
 """
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config
 from trainer.metrics.throughput import peak_flops
-from trainer.models.attention import quadratic_cost
+from trainer.models.attention import quadratic_cost, uses_varlen
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group
 from trainer.workers.policy import PolicyWorker
@@ -185,6 +186,42 @@ def measure_staging(rank: Rank, name: str, directory: str) -> None:
     )
 
 
+def fits(rank: Rank, name: str, micro_tokens: int, device: str, peak: float) -> bool:
+    """Return whether the passes fit the memory of the GPU, and print how fast they are.
+
+    The caller goes on after the `except` block: the traceback of the error holds the worker and all that it has.
+    """
+    try:
+        measure_passes(rank, name, micro_tokens, device, peak)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def build_again(rank: Rank, path: str, recompute: str) -> None:
+    """Build the policy anew, because its passes were cut off in the middle, with this kind of recomputation."""
+    rank.roles.clear()
+    gc.collect()
+    if rank.device == "cuda":
+        torch.cuda.empty_cache()
+    rank.cfg.trainer.policy.fsdp.activation_checkpointing = recompute
+    rank.build(["policy"], path)
+
+
+def measure_micro_batches(rank: Rank, name: str, path: str, args: argparse.Namespace, peak: float) -> None:
+    """Print how fast the passes are at each size of the micro-batches, with recomputation where it must be."""
+    for micro_tokens in args.tokens:
+        if fits(rank, name, micro_tokens, args.device, peak):
+            continue
+        if rank.cfg.trainer.policy.fsdp.activation_checkpointing != "full":
+            print(f"| {name} | out of memory, so activations are recomputed now | {micro_tokens:,} |", flush=True)
+            build_again(rank, path, "full")
+            if fits(rank, name, micro_tokens, args.device, peak):
+                continue
+        print(f"| {name} | out of memory, left out | {micro_tokens:,} |", flush=True)
+        build_again(rank, path, "full")
+
+
 def measure(name: str, args: argparse.Namespace, directory: str, peak: float) -> None:
     path = make_model(name, directory, args.device)
     cfg = Config()
@@ -198,33 +235,41 @@ def measure(name: str, args: argparse.Namespace, directory: str, peak: float) ->
         begin = time.perf_counter()
         rank.build(["policy"], path)
         print(f"{name}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
-        for micro_tokens in args.tokens:
-            try:
-                measure_passes(rank, name, micro_tokens, args.device, peak)
-            except torch.OutOfMemoryError:
-                print(f"| {name} | out of memory, so activations are recomputed now | {micro_tokens:,} |", flush=True)
-                rank.roles.clear()  # its passes were cut off in the middle
-                gc.collect()
-                torch.cuda.empty_cache()
-                cfg.trainer.policy.fsdp.activation_checkpointing = "full"
-                rank.build(["policy"], path)
-                measure_passes(rank, name, micro_tokens, args.device, peak)
+        measure_micro_batches(rank, name, path, args, peak)
         measure_sync(rank, name, args.device, directory)
-        measure_staging(rank, name, directory)
+        if name in args.no_staging:
+            pass
+        elif shutil.disk_usage(directory).free < 1.1 * 12 * count_parameters(name):
+            print(f"{name}: no checkpoint, {directory} has no room for it", flush=True)
+        else:
+            measure_staging(rank, name, directory)
     finally:
         rank.roles.clear()
         destroy_process_group()
         shutil.rmtree(path)
 
 
-def place_for(name: str) -> str | None:
+def count_parameters(name: str) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(name)).num_parameters()
+
+
+def problem_of(name: str, memory: int) -> str | None:
+    """Return why a GPU of `memory` bytes cannot train the model; None: it may.
+
+    Weights, gradients and two moments of AdamW in float32 take 16 bytes a parameter, without any activations.
+    """
+    needed = 16 * count_parameters(name)
+    return None if needed < memory else f"it needs {needed / 1e9:.0f} GB, and the GPU has {memory / 1e9:.0f} GB"
+
+
+def place_for(name: str, saves: bool = True) -> str | None:
     """Return `/dev/shm` if it has room for the files of a model; None: a temporary directory on a disk.
 
-    They take 16 bytes a parameter: weights and one sync in bfloat16, a checkpoint of three float32 tensors.
+    They take 4 bytes a parameter for weights and one sync in bfloat16, and 12 for a checkpoint.
     """
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config_of(name)).num_parameters()
-    has_room = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * 16 * parameters
+    size = 16 if saves else 4
+    has_room = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1.1 * size * count_parameters(name)
     return "/dev/shm" if has_room else None
 
 
@@ -233,6 +278,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.6B", "1.7B", "4B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens of a micro-batch")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--no-staging", nargs="*", choices=list(SHAPES), default=[], help="write no checkpoint of these"
+    )
     modes = ["none", "selective", "full"]
     parser.add_argument("--recompute", choices=modes, default="none", help="activation checkpointing")
     parser.add_argument("--minutes", type=float, default=8, help="begin no further model after this time")
@@ -240,13 +288,18 @@ def main() -> None:
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     peak = peak_flops(device_name) or float("nan")
     began = time.perf_counter()
-    print(f"{device_name}, torch {torch.__version__}\n")
+    kernel = uses_varlen(args.device, torch.bfloat16, COMMON["head_dim"], None)
+    print(f"{device_name}, torch {torch.__version__}, attention by the variable-length kernel: {kernel}\n")
     print("| model | phase | micro-batch | time | tokens/s | MFU | peak memory |\n" + "|---" * 7 + "|", flush=True)
     for name in args.models:
         if time.perf_counter() - began > args.minutes * 60:
             print(f"{name}: left out, the time is over")
             continue
-        with tempfile.TemporaryDirectory(dir=place_for(name)) as directory:
+        memory = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else None
+        if memory is not None and (problem := problem_of(name, memory)) is not None:
+            print(f"{name}: left out, {problem}")
+            continue
+        with tempfile.TemporaryDirectory(dir=place_for(name, name not in args.no_staging)) as directory:
             measure(name, args, directory, peak)
         gc.collect()
         if args.device == "cuda":
