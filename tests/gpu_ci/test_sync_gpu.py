@@ -106,7 +106,8 @@ def disagreement(worker: PolicyWorker, requests, completions) -> float:
     prompts = np.asarray([len(r.prompt_token_ids) for r in requests])
     columns = np.arange(lengths.max())
     mask = ((columns >= prompts[:, None]) & (columns < lengths[:, None])).astype(np.float32)
-    batch = {"input_ids": stack_padded(rows, np.int64, lengths.max()), "mask": mask, "lengths": lengths}
+    ids = stack_padded(rows, np.int64, lengths.max())
+    batch = {"input_ids": ids, "mask": mask, "lengths": lengths, "group_ids": np.arange(len(rows))}
     order, found = worker.logprobs(batch)
     logprobs = np.zeros_like(found)
     logprobs[order] = found
