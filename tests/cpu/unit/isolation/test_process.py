@@ -24,6 +24,11 @@ def echo(pipe: Connection, greeting: str, options: dict) -> None:
             case ["print", text]:
                 print(text, flush=True)
                 send(pipe, "printed")
+            case ["raw", text]:
+                pipe.send_bytes(text.encode())
+            case ["memory"]:
+                with open("/proc/self/oom_score_adj") as file:
+                    send(pipe, int(file.read()))
             case ["exit", code]:
                 os._exit(code)
             case ["daemon"]:
@@ -54,6 +59,20 @@ def test_a_message_that_is_too_long_means_that_the_process_died(process):
     process.send("x" * 100_000)
     with pytest.raises(ProcessDied):
         process.receive()
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, "9" * 5000, "{"])
+def test_a_message_that_cannot_be_read_means_that_the_process_died(process, text):
+    process.send(["raw", text])
+    with pytest.raises(ProcessDied):
+        process.receive()
+
+
+def test_when_memory_runs_out_the_kernel_takes_user_code_first(process):
+    process.send(["memory"])
+    assert process.receive() == 1000
+    with open("/proc/self/oom_score_adj") as file:
+        assert int(file.read()) < 1000, "the driver is worth more"
 
 
 def test_the_end_of_a_process_says_how_it_ended(process):
