@@ -12,12 +12,18 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-PASS, ERROR, SLOW_DOWN, CUT, LOST, SLOW = "pass", "500", "503", "cut", "lost", "slow"
-"""Answer as the store does; an error; throttling; close before the store sees the request; let the store do it and
-close without an answer; answer late."""
+PASS, ERROR, SLOW_DOWN, FULL, CUT, LOST, SLOW = "pass", "500", "503", "507", "cut", "lost", "slow"
+"""Answer as the store does; an error; throttling; the disks of the store are full (in the words of MinIO); close before
+the store sees the request; let the store do it and close without an answer; answer late."""
 
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _BROKEN = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We met an internal error.</Message></Error>"
+
+_FULL = (
+    b"<?xml version='1.0'?><Error><Code>XMinioStorageFull</Code><Message>Storage backend has reached its minimum free "
+    b"drive threshold. Please delete a few objects to proceed.</Message></Error>"
+)
+_ANSWERS = {ERROR: _BROKEN, SLOW_DOWN: _BUSY, FULL: _FULL}
 
 
 @dataclass
@@ -49,8 +55,8 @@ def fault_proxy(upstream: str, faults: Faults) -> Iterator[str]:
                 faults.seen.append((self.command, self.path, fault))
             if fault == CUT:
                 return self._close()
-            if fault in (ERROR, SLOW_DOWN):
-                return self._answer(int(fault), [], _BROKEN if fault == ERROR else _BUSY)
+            if fault in _ANSWERS:
+                return self._answer(int(fault), [], _ANSWERS[fault])
             answer = self._ask(body)
             if fault == SLOW:
                 time.sleep(0.5)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import parts_of, save
-from tests.support.fault_proxy import CUT, ERROR, PASS
+from tests.support.checkpoints import hidden, parts_of, save
+from tests.support.fault_proxy import CUT, ERROR, FULL, PASS
+from tests.support.namespaces import small_disk
 from tests.support.runs import OpenRun, settings
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.bucket import bucket_of
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
@@ -88,6 +91,55 @@ def test_what_was_not_uploaded_is_uploaded_at_the_next_start(root, tmp_path, fau
     again = tiers(root, tmp_path)
     again.finish(60)
     assert open_store(root).steps() == [5]
+
+
+def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_alone(root):
+    """The disk has room for none, some or all of the files of a save in two tiers."""
+    state = {"n": 1, "bytes": b"x" * 500_000}
+    with small_disk("3m") as disk:
+        folder, ballast = Path(disk, "checkpoints"), Path(disk, "ballast")
+        store = tiers(root, folder)
+        checkpoints = CheckpointManager(store)
+        save(checkpoints, 1, parts_of(state))
+        errors = []
+        for step, left in enumerate([0, 4096, 8192, 100_000, 490_000, 504_000, 508_000, 512_000, 520_000], start=2):
+            ballast.write_bytes(bytes(shutil.disk_usage(disk).free - left))
+            checkpoints.save(step, parts_of(state), {})
+            checkpoints.wait()
+            errors += [outcome.error or "" for outcome in checkpoints.outcomes()]
+            assert (step in checkpoints.steps()) == (not errors[-1])
+            ballast.unlink()
+            assert not [name for name in hidden(folder) if "writing" in name]
+        assert errors[0] and not errors[-1] and all("No space left" in error for error in errors if error)
+        save(checkpoints, 50, parts_of(state))
+        store.finish(60)
+        assert open_store(root).steps()[-1] == 50
+        for step in checkpoints.steps():
+            verify(store.path(step))
+
+
+def test_an_object_store_that_is_full_holds_up_uploads_and_no_save(root, tmp_path, faults):
+    faults.plan = lambda method, path: FULL if method in ("PUT", "POST") else PASS
+    store = tiers(root, tmp_path / "disk")
+    checkpoints = CheckpointManager(store)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    assert store.lag() > 0 and open_store(root).steps() == []
+    faults.plan = lambda method, path: PASS
+    store.finish(60)
+    assert open_store(root).steps()[-1] == 2
+
+
+def test_an_object_store_that_is_full_fails_a_save_with_its_reason(root, faults):
+    checkpoints = CheckpointManager(open_store(root))
+    faults.plan = lambda method, path: FULL if method in ("PUT", "POST") else PASS
+    checkpoints.save(1, parts_of({"n": 1, "bytes": b"abc"}), {})
+    checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert "minimum free drive threshold" in outcome.error
+    faults.plan = lambda method, path: PASS
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [2]
 
 
 def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults):
