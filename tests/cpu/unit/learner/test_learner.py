@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -165,3 +167,100 @@ def test_an_episode_of_two_samples_is_scored_as_one(model):
     assert found.batch["advantages"][2:] == pytest.approx(expected.batch["advantages"][1:])
     names = ("reward/mean", "reward/std", "response_length/mean", "response_length/max")
     assert [found.metrics[name] for name in names] == [expected.metrics[name] for name in names]
+
+
+@contextlib.contextmanager
+def learner_of(model: str, **algorithm: Any) -> Iterator[Learner]:
+    """A learner on one rank, whose steps have two optimizer steps of one prompt each."""
+    cfg = Config()
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, 1, 4
+    cfg.trainer.policy.optimizer.lr = 1e-2
+    for name, value in {"advantage_estimator": "reinforce_plus_plus", **algorithm}.items():
+        setattr(cfg.algorithm, name, value)
+    with local_cluster(1, cfg) as cluster:
+        learner = Learner(cluster.cfg, cluster, Timer())
+        learner.build(model)
+        yield learner
+
+
+def test_a_kl_in_the_reward_reads_the_old_log_probs_of_all_rows(model):
+    """The policy is still the reference: the KL is 0 for every row, also for those of the first optimizer step."""
+    with learner_of(model) as learner:
+        plain = learner.score(episodes(), 1)
+    with learner_of(model, kl_in="reward", kl_coef=0.5) as learner:
+        found = learner.score(episodes(), 1)
+        assert "has_old_logprobs" not in found.batch
+        assert (found.batch["old_logprobs"] == found.batch["ref_logprobs"]).all()
+        np.testing.assert_array_equal(found.batch["advantages"], plain.batch["advantages"])
+        learner.update(found, 1)
+        moved = learner.score(episodes(), 2)
+        assert not np.allclose(moved.batch["old_logprobs"], moved.batch["ref_logprobs"])
+        assert not np.allclose(moved.batch["advantages"], plain.batch["advantages"]), "the KL is paid"
+
+
+def test_an_adaptive_kl_weight_acts_on_the_next_step_s_rewards(model):
+    settings = {"kl_in": "reward", "kl_coef": 0.5, "kl_controller": "adaptive", "kl_target": 1e-9, "kl_horizon": 8}
+    with learner_of(model, **settings) as learner:
+        learner.update(learner.score(episodes(), 1), 1)
+        assert learner.kl.coef == pytest.approx(0.5 * 1.2), "the update saw 8 completions of 8"
+        adapted = learner.score(episodes(), 2)
+        assert adapted.metrics["policy/kl_coef"] == learner.kl.coef
+        learner.kl.coef = 0.0
+        free = learner.score(episodes(), 2)
+        assert not np.allclose(adapted.batch["advantages"], free.batch["advantages"])
+
+
+def test_the_weight_of_the_kl_reaches_the_loss(model):
+    losses = []
+    for coef in (0.5, 50.0):
+        with learner_of(model, kl_coef=0.5, kl_estimator="k3") as learner:
+            learner.kl.coef = coef
+            losses.append(learner.update(learner.score(episodes(), 1), 1)["policy/loss"])
+    assert losses[0] != losses[1]
+
+
+def test_rows_are_filtered_by_the_rewards_that_are_trained_on(model):
+    """Equal rewards, of which the penalty of long completions makes different ones."""
+    equal = [replace(episode, reward=1.0) for episode in episodes()]
+    longest = int(equal[3].samples[0].mask.sum())
+    with learner_of(model, filter_zero_variance=True) as learner:
+        assert not learner.score(equal, 1).batch["mask"].any()
+        learner.cfg.algorithm.overlong_buffer = 2
+        learner.cfg.rollout.max_response_tokens = longest
+        assert learner.score(equal, 1).batch["mask"].any(axis=1).all()
+
+
+def test_a_row_that_is_left_out_is_the_row_of_its_own_episode(model):
+    """The first episode has two samples, so rows and episodes count differently."""
+    made = [replace(episode, status="length" if i == 1 else "stop") for i, episode in enumerate(episodes())]
+    made[0] = replace(made[0], samples=made[0].samples * 2)
+    equal_second = [replace(episode, reward=1.0) if episode.group == "0:1" else episode for episode in made]
+    with learner_of(model, overlong_masking=True) as learner:
+        kept = learner.score(made, 1).batch["mask"].any(axis=1)
+        assert kept.tolist() == [True, True, False, *[True] * 6]
+        learner.cfg.algorithm.overlong_masking = False
+        learner.cfg.algorithm.filter_zero_variance = True
+        kept = learner.score(equal_second, 1).batch["mask"].any(axis=1)
+        assert kept.tolist() == [True] * 5 + [False] * 4
+
+
+def test_the_baseline_of_each_episode_is_subtracted(model):
+    with learner_of(model, advantage_estimator="remax") as learner:
+        zero, half = (
+            learner.score([replace(episode, baseline=baseline) for episode in episodes()], 1).batch
+            for baseline in (0.0, 0.5)
+        )
+    np.testing.assert_allclose(half["advantages"], zero["advantages"] - 0.5 * zero["mask"], atol=1e-6)
+
+
+def test_the_reference_takes_the_policy_s_weights_at_its_interval_alone(model):
+    with learner_of(model, kl_coef=0.1, ref_update_interval=2) as learner:
+
+        def reference(step: int) -> np.ndarray:
+            experience = learner.score(episodes(), step)
+            learner.update(experience, step)
+            return experience.batch["ref_logprobs"]
+
+        seen = [reference(step) for step in (1, 2, 3, 4, 5)]
+    changes = [not np.array_equal(before, after) for before, after in zip(seen, seen[1:], strict=False)]
+    assert changes == [False, True, False, True], "after the steps 2 and 4"
