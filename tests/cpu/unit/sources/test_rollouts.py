@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.runs import configured
 from trainer.config import DataConfig, RewardConfig, TinyConfig
-from trainer.generation.engine import Completion, Request
+from trainer.data.ledger import Draw
+from trainer.generation.engine import Completion, Request, Sampling
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.rollouts import RolloutSource, choose_groups
+from trainer.sources.rollouts import RolloutSource, choose_groups, prompt_ledger
 
 
 def test_the_first_groups_that_teach_something_are_chosen():
@@ -102,3 +106,188 @@ def test_rewards_do_not_depend_on_the_order_of_completions(tmp_path, model, monk
             patch.syspath_prepend(str(root))
             results.append(rewards(root, model, order))
     assert results[0] == results[1]
+
+
+class Replies:
+    """Engines whose completions `reply` makes of the prompt, the number of the completion and the sampling."""
+
+    def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
+        self._tokenizer, self._reply = tokenizer, reply
+        self.awake = contextlib.nullcontext
+        self.seeds: list[int] = []
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
+        for place, request in enumerate(requests):
+            self.seeds.append(request.seed)
+            prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
+            tokens = self._tokenizer.encode(self._reply(prompt, place % 2, sampling), add_special_tokens=False)
+            yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
+
+    def shutdown(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def source_of(root: Path, model: str, reply: Callable[[str, int, Sampling], str]) -> Iterator[RolloutSource]:
+    """A source of the prompts `p0` to `p11`, whose reward is the length of a completion."""
+    root.mkdir(exist_ok=True)
+    lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)]
+    (root / "prompts.jsonl").write_text("\n".join(lines))
+    cfg = configured(root / "run", val_interval=-1)
+    cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
+    cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")])
+    cfg.reward = RewardConfig(name="tests.support.named_rewards:length", num_processes=1)
+    cfg.logger.samples_interval = 0
+    tokenizer = load_tokenizer(model)
+    engines: Any = Replies(tokenizer, reply)
+    with RolloutSource(cfg, engines, model, tokenizer, Timer(), lambda: None) as source:
+        yield source
+
+
+def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path, model):
+    """It is compared with shaped rewards. The penalty of 8 tokens of at most 8 is the whole factor."""
+
+    def reply(prompt: str, number: int, sampling: Sampling) -> str:
+        if sampling.temperature == 0.0:
+            return "a" * {"p0": 8, "p1": 7}.get(prompt, 2)
+        return "ab"
+
+    with source_of(tmp_path, model, reply) as source:
+        source.cfg.trainer.train_batch_size = 12
+        a = source.cfg.algorithm
+        a.advantage_estimator, a.overlong_buffer, a.overlong_factor = "remax", 2, 3.0
+        episodes = source.next(1)
+        assert len(set(source.fleet.seeds)) == 3 * 12, "the greedy episodes have seeds of their own"
+        assert {episode.reward for episode in episodes} == {2.0}
+        row = {episode.group: source.prompts[int(episode.group.split(":")[1])].text for episode in episodes}
+        baselines = {row[episode.group]: episode.baseline for episode in episodes}
+        assert baselines == {f"p{i}": {0: 8 - 3.0, 1: 7 - 1.5}.get(i, 2.0) for i in range(12)}
+        a.advantage_estimator = "grpo"
+        assert {episode.baseline for episode in source.next(1)} == {None}
+
+
+def test_each_prompt_has_its_own_baseline_when_others_are_left_out(tmp_path, model):
+    """Every second prompt teaches nothing, so that draws and episodes count differently."""
+
+    def reply(prompt: str, number: int, sampling: Sampling) -> str:
+        place = int(prompt[1:])
+        return "a" * (1 + place % 7 if sampling.temperature == 0.0 else 1 + number * (place % 2))
+
+    with source_of(tmp_path, model, reply) as source:
+        source.cfg.trainer.train_batch_size = 4
+        a = source.cfg.algorithm
+        a.advantage_estimator, a.dynamic_sampling, a.max_sample_batches = "remax", True, 3
+        episodes = source.next(1)
+        rows = [int(episode.group.split(":")[1]) for episode in episodes]
+        assert len(set(rows)) == 4 and all(row % 2 for row in rows)
+        assert [episode.baseline for episode in episodes] == [1 + row % 7 for row in rows]
+
+
+def test_prompts_completions_and_rewards_belong_together_when_others_are_left_out(tmp_path, model):
+    """In the recorded rollouts, and in what the curriculum is told of all prompts that the step has used up."""
+
+    def reply(prompt: str, number: int, sampling: Sampling) -> str:
+        place = int(prompt[1:])
+        return "abcdefghijkl"[place] * (1 + number * (place % 2))
+
+    with source_of(tmp_path, model, reply) as source:
+        cfg = source.cfg
+        cfg.trainer.train_batch_size, cfg.logger.rollouts = 4, True
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_sample_batches = True, 3
+        cfg.data.curriculum = "tests.support.curriculum:hardest_first"
+        source.ledger = prompt_ledger(cfg, source.prompts)
+        order = [draw.row for draw in source.ledger.take(12)]
+        rows = list(dict.fromkeys(int(episode.group.split(":")[1]) for episode in source.next(1)))
+        assert rows == [row for row in order if row % 2][:4]
+        source.commit(1)
+        used = order[: order.index(rows[-1]) + 1]
+        assert used != rows
+        told = [1.0 + row % 2 / 2 if row in used else None for row in range(12)]
+        assert source.state_dict()["curriculum"]["rewards"] == told
+    lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
+    assert [(line["prompt"], line["completion"]) for line in lines] == [
+        (f"p{row}", "abcdefghijkl"[row] * (1 + number)) for row in rows for number in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def shared_source(tmp_path_factory, model) -> Iterator[tuple[RolloutSource, set[str]]]:
+    """A source, and the prompts of which all completions are equal."""
+    dull: set[str] = set()
+    root = tmp_path_factory.mktemp("shared")
+    with source_of(root, model, lambda prompt, number, _: "a" if prompt in dull or number == 0 else "bb") as source:
+        yield source, dull
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    wanted=st.integers(1, 5),
+    batches=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    dull=st.sets(st.integers(0, 11)),
+    kills=st.sets(st.integers(1, 12), max_size=4),
+    is_dynamic=st.booleans(),
+)
+def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_killed(
+    shared_source, size, wanted, batches, steps, dull, kills, is_dynamic
+):
+    """The ledger counts what committed steps used up, and a step that is repeated has the same episodes."""
+    source, dull_prompts = shared_source
+    dull_prompts.clear()
+    dull_prompts.update(f"p{i}" for i in dull)
+    algorithm = source.cfg.algorithm
+    source.cfg.trainer.train_batch_size = wanted
+    algorithm.dynamic_sampling, algorithm.max_sample_batches = is_dynamic, batches
+
+    def begin() -> dict[str, Any]:
+        source.ledger = prompt_ledger(source.cfg, source.prompts[:size])
+        return source.state_dict()
+
+    def run(kills: set[int]) -> list[list[tuple[str, float, int]]]:
+        committed: list[list[tuple[str, float, int]]] = []
+        saved, saved_steps, moment = begin(), 0, 0
+        before = source.ledger.take(200)
+        while len(committed) < steps:
+            moment += 1
+            source.fleet.seeds.clear()
+            episodes = source.next(len(committed) + 1)
+            if moment in kills:  # dies before the commit; comes back from the last checkpoint
+                begin()
+                source.load_state_dict(json.loads(json.dumps(saved)))
+                del committed[saved_steps:]
+                before = source.ledger.take(200)
+                continue
+            assert source.ledger.take(200) == before, "drawing has moved the ledger"
+            source.commit(len(committed) + 1)
+            after = source.ledger.take(200)
+            used = before[: next(n for n in range(len(before)) if before[n:] == after[: len(before) - n])]
+            check_step(source, used, episodes, dull, wanted, batches if is_dynamic else 1, is_dynamic)
+            before = after
+            sampled = sorted(source.fleet.seeds)
+            committed.append([(e.uid, e.reward, seed) for e, seed in zip(episodes, sampled, strict=False)])
+            if len(committed) % 2 == 0:
+                saved, saved_steps = source.state_dict(), len(committed)
+        return committed
+
+    assert run(kills) == run(set())
+
+
+def check_step(
+    source: RolloutSource,
+    used: list[Draw],
+    episodes: Sequence[Any],
+    dull: set[int],
+    wanted: int,
+    batches: int,
+    is_dynamic: bool,
+) -> None:
+    """The step trains on the first prompts of those it has used up that teach something, as far as there are enough."""
+    trained = list(dict.fromkeys(episode.group for episode in episodes))
+    names = [f"{draw.epoch}:{draw.row}" for draw in used]
+    assert len(trained) == wanted and [name for name in names if name in set(trained)] == trained
+    telling = [name for name, draw in zip(names, used, strict=True) if draw.row not in dull or not is_dynamic]
+    if len(telling) >= wanted:
+        assert trained == telling[:wanted] and names[-1] == trained[-1], "no more is used up than was needed"
+    else:
+        assert set(telling) <= set(trained) and len(used) == wanted * batches

@@ -77,6 +77,8 @@ def test_data_sets_are_drawn_by_weight_and_a_restart_continues(sizes, weights, k
 
     straight = steps(source_of(parts, 4, weights=weights), 0, 8)
     drawn = [part for step in straight for _, part in step]
+    uids = [uid for step in straight for uid, _ in step]
+    assert len(set(uids)) == len(uids), "each data set has a first row in each epoch"
     for part, weight in enumerate(weights):
         share = weight / sum(weights)
         for count in range(1, len(drawn) + 1):  # never further from its share than rounding to whole examples takes
