@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.api.functions import describe_function
@@ -85,7 +85,15 @@ def train(
     given |= {"curriculum": curriculum, "environment": environment}
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
-    reports, status = _run(overrides, {"supervised": supervised, "pickles": pickles})
+    return _conclude(*_run(overrides, {"supervised": supervised, "pickles": pickles}))
+
+
+def _conclude(reports: Sequence[Mapping[str, Any]], status: int) -> RunResult:
+    """Return the result of a run whose process has ended with `status`, or raise what `train` raises.
+
+    Args:
+        reports: what the process has said of itself: its places first, the reason of its end last.
+    """
     places = reports[0] if reports and "run_dir" in reports[0] else None
     text = reports[-1].get("text", "") if reports else ""
     if status == 0 and places is not None:

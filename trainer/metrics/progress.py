@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -157,11 +157,8 @@ class Progress:
 
     def _left(self, label: str = "", unit: str = "") -> str:
         """The time left, from the mean of the last steps, whatever happened between them; empty before the first."""
-        if len(self._step_ends) < 2:
-            return ""
-        per_step = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
-        since = time.monotonic() - self._step_ends[-1]
-        return f"{label}{clock(max(0.0, per_step * (self._total - self._completed) - since))}{unit}"
+        seconds = seconds_left(self._step_ends, self._total - self._completed, time.monotonic())
+        return "" if seconds is None else f"{label}{clock(seconds)}{unit}"
 
     def _phase(self) -> str:
         running = self._timer.running()
@@ -182,6 +179,19 @@ class Progress:
             shares = {phase: metrics.get(f"time/{phase}", 0.0) / step for phase in PHASES}
             largest_first = sorted((phase for phase in PHASES if shares[phase] > 0), key=lambda phase: -shares[phase])
             yield Text("  ".join(f"{phase} {shares[phase]:.0%}" for phase in largest_first), style="dim")
+
+
+def seconds_left(ends: Sequence[float], steps: int, now: float) -> float | None:
+    """Return the seconds until `steps` more steps are done; None: no step has been measured.
+
+    Args:
+        ends: when the first of the last steps began, and when each of them ended.
+        now: on the same clock.
+    """
+    if len(ends) < 2:
+        return None
+    per_step = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return max(0.0, per_step * steps - (now - ends[-1]))
 
 
 class _Display(rich_progress.Progress):

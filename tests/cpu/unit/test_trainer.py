@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_run, toy_trainer
+from trainer.algorithms import AdaptiveKL
 from trainer.checkpoint.__main__ import main as checkpoint_command
 from trainer.checkpoint.manifest import verify
 from trainer.errors import (
@@ -30,6 +32,7 @@ from trainer.errors import (
     set_origin,
 )
 from trainer.incidents import INFRASTRUCTURE, JOB, read_incidents
+from trainer.metrics.tracker import Tracker
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.signals import Stopped
@@ -395,6 +398,73 @@ def test_a_run_that_stays_slow_names_the_phase_the_rank_and_its_node(tmp_path, m
         trainer.fit()
     (warning,) = [line for line in caplog.messages if "since the recovery" in line]
     assert "The slow phase is" in warning and warning.endswith("each measured by itself: rank 1 on 10.0.0.2 (25%)")
+
+
+@pytest.mark.parametrize("interval", [1, 2, 100])
+def test_a_restart_takes_back_the_weight_of_the_kl_and_what_user_code_drew(tmp_path, model, interval):
+    """From the last commit, and without one from the beginning."""
+
+    def run(name: str, failures: dict[int, list[Exception]]) -> tuple[float, dict[int, float]]:
+        drawn: dict[int, float] = {}
+        with failing(tmp_path / name, model, failures, ckpt_interval=interval) as trainer:
+            trainer.recovery.wait = lambda: None
+            trainer.learner.kl = AdaptiveKL(1.0, target=1.0, horizon=2.0)
+            update = trainer.learner.update
+
+            def adapt(experience, step):
+                drawn[step] = random.random()
+                trainer.learner.kl.update(2.0, samples=1)
+                return update(experience, step)
+
+            trainer.learner.update = adapt
+            trainer.fit()
+            return trainer.learner.kl.coef, drawn
+
+    assert run("undisturbed", {}) == run("disturbed", {4: [lost(), lost()]})
+
+
+def test_a_run_stops_while_there_is_time_for_a_save_as_long_as_the_last(tmp_path, model):
+    """Ten minutes are left. Steps take no time, and the last save took six minutes: twice that is too much."""
+    cfg = toy_config(tmp_path, ckpt_interval=100)
+    stop = StopRequest((datetime.now() + timedelta(minutes=10)).isoformat())
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        trainer = toy_trainer(cfg, directory, model, stop)
+        update = trainer.learner.update
+
+        def set_duration(experience, step):
+            trainer.saves.seconds = 360.0 if step == 3 else 1.0
+            return update(experience, step)
+
+        trainer.learner.update = set_duration
+        with pytest.raises(Stopped, match="stopped after step 3 of 5 .trainer.stop_at="):
+            trainer.fit()
+    assert (tmp_path / "checkpoints/global_step_3/manifest.json").exists()
+
+
+def test_lines_are_on_the_disk_before_the_checkpoint_of_their_step_begins(tmp_path, model, monkeypatch):
+    events: list[str] = []
+    flush = Tracker.flush
+    monkeypatch.setattr(Tracker, "flush", lambda tracker: (flush(tracker), events.append("flushed")))
+    with failing(tmp_path, model, {}, ckpt_interval=2) as trainer:
+        save = trainer.checkpoints.save
+        trainer.checkpoints.save = lambda step, *given: (events.append(f"save {step}"), save(step, *given))
+        trainer.fit()
+    assert events == ["flushed", "save 2", "flushed", "save 4", "flushed", "save 5"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_another_number_of_ranks_the_first_replayed_step_alone_is_compared(tmp_path, model, whole, caplog, ranks):
+    run_until(tmp_path, model, 5, ckpt_interval=2)
+    shutil.rmtree(tmp_path / "checkpoints/global_step_4")
+    caplog.set_level("INFO")
+    cfg = toy_config(tmp_path, ckpt_interval=2)
+    with RunDirectory(cfg, supervised=True).open() as directory:
+        trainer = toy_trainer(cfg, directory, model)
+        trainer.learner.ranks.count = ranks
+        trainer.fit()
+    (line,) = [line for line in caplog.messages if line.startswith("resume verified")]
+    shown = {1: "2 replayed steps identical", 2: "1 replayed step equal to 0.001 (the first step alone"}
+    assert shown[ranks] in line
 
 
 def diverge(trainer: Trainer, step: int) -> None:

@@ -14,9 +14,30 @@ import pytest
 import trainer
 from tests.support.jobs import environment
 from trainer import RunFailed, RunStopped, UserError, train
-from trainer.api.running import _with_functions
+from trainer.api.running import _conclude, _with_functions
 from trainer.rewards.functions import gsm8k
 from trainer.signals import HANDLED
+
+PLACES = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/exports"}
+
+
+@pytest.mark.parametrize(
+    "reports, status, kind, text",
+    [
+        ([{"text": "a key is wrong"}], 2, UserError, "^a key is wrong$"),
+        ([PLACES, {"text": "a key is wrong"}], 2, UserError, "^a key is wrong$"),
+        ([], 2, RunFailed, "^its process ended with status 2$"),
+        ([PLACES], 2, RunFailed, "^its process ended with status 2$"),
+        ([PLACES, {"text": "a rank died"}], 1, RunFailed, "^a rank died$"),
+        ([PLACES, {"text": "step 3 saved"}], -9, RunFailed, "was killed by SIGKILL, perhaps because memory ran out"),
+        ([], 0, RunFailed, "^its process ended with status 0$"),
+        ([{"text": "stopped early"}], 75, RunStopped, "^stopped early$"),
+        ([], 75, RunStopped, "^stopped by signals, without cleaning up$"),
+    ],
+)
+def test_the_end_of_the_process_says_how_the_run_ended(reports, status, kind, text):
+    with pytest.raises(kind, match=text):
+        _conclude(reports, status)
 
 
 @pytest.mark.parametrize(

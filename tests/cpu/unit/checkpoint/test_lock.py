@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import wait_until
 from tests.support.odd_files import ODD_JSON
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
@@ -125,6 +126,39 @@ def test_a_held_lock_has_a_heartbeat(tmp_path):
         while os.stat(tmp_path / ".lock").st_mtime_ns == first:
             assert time.monotonic() < deadline, "no heartbeat came"
             time.sleep(0.05)
+
+
+def test_a_heartbeat_finds_that_the_lock_is_another_s_and_does_not_keep_it_alive(tmp_path):
+    with RunLock(str(tmp_path), timeout_s=0.6) as lock:
+        lock.acquire()
+        lock.check_last_beat()
+        other = tmp_path / "other"  # replaced in one go, as the other job does
+        other.write_text(json.dumps({**json.loads((tmp_path / ".lock").read_text()), "token": "x", "pid": 7}))
+        os.utime(other, (1e9, 1e9))
+        os.replace(other, tmp_path / ".lock")
+
+        def is_lost() -> bool:
+            try:
+                lock.check_last_beat()
+            except UserError as error:
+                assert "lost the run directory to process 7" in str(error)
+                return True
+            return False
+
+        wait_until(is_lost)
+        assert os.stat(tmp_path / ".lock").st_mtime == 1e9
+
+
+def test_a_heartbeat_outlives_a_moment_without_its_lock_file(tmp_path):
+    with RunLock(str(tmp_path), timeout_s=0.6) as lock:
+        lock.acquire()
+        owner = (tmp_path / ".lock").read_text()
+        (tmp_path / ".lock").unlink()
+        time.sleep(0.3)  # beats without the file
+        (tmp_path / ".lock").write_text(owner)
+        os.utime(tmp_path / ".lock", (1e9, 1e9))
+        wait_until(lambda: os.stat(tmp_path / ".lock").st_mtime > 1e9)
+        lock.check()
 
 
 HOLDS = """

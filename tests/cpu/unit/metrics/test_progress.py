@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.jobs import wait_until
 from tests.support.metrics import step_metrics
-from trainer.metrics.progress import Progress
+from trainer.metrics.progress import Progress, seconds_left
 from trainer.metrics.timing import Timer
 
 ROOT = Path(__file__).parents[4]
@@ -141,3 +141,12 @@ def test_on_a_terminal_it_is_live_and_leaves_cleanly_when_the_run_fails():
     assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is still hidden"
     assert seen, "the clock of the running phase stands still"
     assert "2/60" in text[: text.index("saved")] and "2/60" in text[text.index("long text") :], "not above the display"
+
+
+def test_the_time_left_is_that_of_the_last_steps_and_goes_down_within_a_step():
+    ends = [100.0, 102.0, 110.0]  # a step of 2 s and one of 8 s
+    assert seconds_left(ends, steps=3, now=110.0) == 15.0
+    assert seconds_left(ends, steps=3, now=114.0) == 11.0
+    assert seconds_left(ends, steps=3, now=500.0) == 0.0
+    assert seconds_left(ends, steps=0, now=110.0) == 0.0
+    assert seconds_left(ends[:1], steps=3, now=110.0) is None

@@ -316,7 +316,7 @@ def test_lines_that_are_cut_are_kept_and_each_only_once(tmp_path):
         tracker = Tracker(str(tmp_path), LoggerConfig(), {})
         tracker.rewind(cut)
         for step in range(cut + 1, last + 1):
-            tracker.log(step, {"reward/mean": reward, "time/step": os.urandom(1)[0]})
+            tracker.log(step, {"reward/mean": reward, "time/step": os.urandom(1)[0], "perf/mfu": os.urandom(1)[0]})
         tracker.close()
 
     start(-1, 4, 0.5)

@@ -41,6 +41,34 @@ def test_the_first_metric_that_differs_is_named(tmp_path):
     assert first_difference({"x": 1.0}, {"x": float("nan")}, 1e-6) == "x is nan and was 1.0"
 
 
+def test_the_newest_line_of_a_step_counts(tmp_path):
+    """A replay that was accepted although it differed, and was then killed, has logged the step again."""
+    run_dir = logged(tmp_path, [{"step": 1, "reward/mean": 0.0}, {"step": 2, "reward/mean": 2.0}])
+    (tmp_path / "metrics.replay.jsonl").write_text("".join(
+        json.dumps({"step": step, "reward/mean": 1.0}) + "\n" for step in (1, 2, 3)
+    ))  # fmt: skip
+    audit = ReplayAudit(run_dir, 1, 0.0, same_layout=True)
+    assert audit.check(2, {"reward/mean": 2.0}) is None
+    assert "reward/mean is 2.0 and was 1.0" in audit.check(3, {"reward/mean": 2.0})
+
+
+def test_a_first_step_that_was_not_logged_is_not_compared_with_a_later_one(tmp_path):
+    run_dir = logged(tmp_path, [{"step": 1, "reward/mean": 1.0}, {"step": 3, "reward/mean": 3.0}])
+    audit = ReplayAudit(run_dir, 1, 0.0, same_layout=False)
+    assert [audit.check(step, {"reward/mean": 7.0}) for step in (2, 3)] == [None, None]
+
+
+def test_a_jump_is_one_from_the_last_steps_alone(tmp_path, caplog):
+    values = [100.0] * 20 + [1.0, 1.1] * 10
+    rows = [{"step": step, "policy/loss": value} for step, value in enumerate(values, start=1)]
+    audit = ReplayAudit(logged(tmp_path, rows), 40, 0.0, same_layout=True)
+    assert audit.check(41, {"policy/loss": 100.0}) is None
+    assert "over the 20 steps before it was 1.05" in caplog.text
+    caplog.clear()
+    audit.check(45, {"policy/loss": 100.0})
+    assert not caplog.messages, "three steps are watched"
+
+
 def test_on_other_ranks_the_first_step_is_compared_to_rounding(tmp_path, caplog):
     caplog.set_level("INFO")
     rows = [{"step": n, "policy/loss": 1.0} for n in (1, 2, 3)]
