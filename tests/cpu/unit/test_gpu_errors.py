@@ -60,6 +60,12 @@ BROKEN, MACHINE, PROGRAM = (True, True), (False, True), (False, False)
             MACHINE,
             "GPU error",
         ),
+        (
+            f"NVRM: Xid (PCI:0000:05:00): 31, pid=1, MMU Fault\n{OFF_THE_BUS}\nNVRM: Xid (PCI:0000:05:00): 94, pid=1",
+            BROKEN,
+            "GPU error (Xid 79)",  # the worst, wherever it stands
+        ),
+        ("NVRM: Xid (PCI:0000:05:00): 31\nNVRM: Xid (PCI:0000:05:00): 94", MACHINE, "GPU error (Xid 94)"),
         ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", MACHINE, "GPU error"),
         ("CUDA error: an illegal memory access was encountered", PROGRAM, "CUDA error"),
         ("CUDA error: device-side assert triggered", PROGRAM, "CUDA error"),

@@ -36,7 +36,15 @@ def test_correction_weights_are_their_formulas(kind, level, shape, spread, low, 
         weights, mask, reference.correction_weights(rows(ours, mask), rows(engine, mask), kind, level, low, high)
     )
     assert not bound[mask == 0].any()
-    assert torch.equal(bound & (mask > 0), (weights == (high if kind == "tis" else 0)) & (mask > 0)) or kind == "tis"
+    assert torch.equal(bound, (weights == (high if kind == "tis" else 0)) & (mask > 0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_ratio_at_a_bound_is_within_it(kind, level):
+    same, mask = torch.full((1, 2), -1.5), torch.ones(1, 2)
+    weights, bound = correction_weights(same, same, mask, kind=kind, level=level, low=1.0, high=1.0)
+    assert weights.tolist() == [[1.0, 1.0]] and not bound.any()
 
 
 def test_one_extreme_token_counts_fully_in_its_sequence():

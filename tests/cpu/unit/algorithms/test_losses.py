@@ -173,6 +173,15 @@ def test_clip_frac_counts_ratios_beyond_the_limit():
         assert POLICY_LOSSES[name](new, old, bad, torch.ones(1, 2), **options)[1]["clip_frac"] == 0.5
 
 
+def test_clip_frac_counts_tokens_that_the_dual_clip_holds_back():
+    """Ratios of 5 and 2 with a negative advantage: beyond the bound of 3, and below it."""
+    new, bad = torch.tensor([[5.0, 2.0]]).log(), torch.tensor([[-1.0, -1.0]])
+    found = POLICY_LOSSES["clip"](new, torch.zeros(1, 2), bad, torch.ones(1, 2), dual_clip=3.0)
+    assert (found[0], found[1]["clip_frac"]) == (pytest.approx((3 + 2) / 2), 0.5)
+    plain = POLICY_LOSSES["clip"](new, torch.zeros(1, 2), bad, torch.ones(1, 2))
+    assert (plain[0], plain[1]["clip_frac"]) == (pytest.approx((5 + 2) / 2), 0.0)
+
+
 def test_tensors_that_would_broadcast_are_refused():
     with pytest.raises(ValueError, match=r"of one shape \(B, T\), not of \[\(2,\), \(2, 2\)\]"):
         POLICY_LOSSES["clip"](torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(2), torch.ones(2, 2))

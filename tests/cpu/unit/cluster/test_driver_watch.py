@@ -39,3 +39,21 @@ def test_in_the_first_steps_and_while_it_waits_for_storage_a_driver_has_the_long
     stillness = known()
     assert pause(stillness, 999, step=8, moves=8, is_waiting=True) is None
     assert pause(stillness, 2000, step=9, moves=9) == HANG_S + 1, "the wait is not a measure"
+
+
+def test_a_pause_in_which_the_driver_has_waited_has_the_long_limit_to_its_end():
+    """It may still work on what the storage has returned."""
+    stillness = known()
+    assert pause(stillness, 30, step=8, moves=8, is_waiting=True) is None
+    assert pause(stillness, 300, step=8, moves=8) is None
+    assert pause(stillness, 2000, step=9, moves=9) == HANG_S + 1, "the next pause has its own limit"
+
+
+def test_a_driver_is_known_after_three_steps_since_its_start():
+    stillness = Stillness(HANG_S, CALL_S)
+    for step in (5, 6, 7):
+        assert pause(stillness, 100, step, moves=step) is None, "the first steps may compile"
+    stillness = Stillness(HANG_S, CALL_S)
+    for step in (5, 6, 7):
+        pause(stillness, 2, step, moves=step)
+    assert pause(stillness, 100, step=8, moves=8) == HANG_S + 1

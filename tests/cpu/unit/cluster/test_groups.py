@@ -245,3 +245,23 @@ def test_polling_gives_the_failure_of_one_member_and_the_results_of_the_others(g
     result, error = outcomes[1]
     assert result is None and error.cause == "killed" and origin_of(error).name == "rank 1"
     assert origin_of(error).role == "rank"
+
+
+def test_a_call_hangs_after_ten_times_as_long_as_before_and_a_save_does_not():
+    settings = patience.Patience(silence_s=10.0, call_s=1000.0, hang_s=60.0)
+    known = Group("rank", 0, lambda _: None, None, settings)
+    for kind, seconds in (
+        ("call quick", 1.0),
+        ("call slow", 20.0),
+        ("call slowest", 500.0),
+        ("aside finish_save", 1.0),
+    ):
+        known.took(kind, seconds)
+        known.took(kind, seconds / 2)
+        assert known.longest_s(kind) == 1000.0, "two calls are too few to know"
+        known.took(kind, seconds / 2)
+    assert known.longest_s("call quick") == 60.0
+    assert known.longest_s("call slow") == 200.0
+    assert known.longest_s("call slowest") == 1000.0
+    assert known.longest_s("aside finish_save") == 1000.0, "a save waits for the storage"
+    assert known.longest_s("call new") == 1000.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -149,6 +150,33 @@ def test_nodes_that_are_no_longer_watched_are_not_lost():
     watch.watch([])
     assert watch.lost() == {} and watch.losses("127.0.0.1") == 1
     watch.close()
+
+
+def unreachable(number: int) -> Node:
+    """A node to which no connection can be tried: its address is one of many machines."""
+    return Node(f"node {number}", f"224.0.0.{number}", 4711)
+
+
+def test_the_only_other_node_is_lost_and_not_this_machine():
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        own = Node("own", "127.0.0.1", raylet.getsockname()[1])
+        watch = NodeWatch(limit_s=0.5, own="127.0.0.1")
+        watch.watch([own, unreachable(1)])
+        wait_until(lambda: watch.lost())
+        assert set(watch.look()) == {unreachable(1)} and watch.losses("224.0.0.1") == 1
+        watch.close()
+
+
+def test_a_machine_that_hears_itself_alone_is_cut_off():
+    """The losses of the others do not count."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        own = Node("own", "127.0.0.1", raylet.getsockname()[1])
+        watch = NodeWatch(limit_s=0.5, own="127.0.0.1")
+        watch.watch([own, unreachable(1), unreachable(2)])
+        wait_until(lambda: len(watch.lost()) == 2)
+        assert set(watch.look()) == {unreachable(1), unreachable(2)}
+        assert [watch.losses(f"224.0.0.{number}") for number in (1, 2)] == [0, 0]
+        watch.close()
 
 
 @pytest.mark.timeout(300)

@@ -16,7 +16,12 @@ def test_settings_of_libraries_reach_the_processes_of_a_cluster_and_secrets_do_n
         "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
         "HF_HOME": "/models",
         "HF_TOKEN": "hf_secret",
+        "HF_TOKEN_PATH": "/home/me/token",
+        "HUGGING_FACE_HUB_TOKEN": "hf_secret",
         "VLLM_API_KEY": "secret",
+        "NCCL_SECRET_FILE": "/home/me/secret",
+        "TORCH_PASSWORDS": "secret",
+        "MY_HF_HOME": "/models",
         "PATH": "/bin",
     }
     assert forwarded_variables(given) == {name: given[name] for name in list(given)[:3]}

@@ -146,3 +146,19 @@ def test_messages_that_are_too_long_add_no_tokens(tokenizer, template):
     (sample,) = conversation.samples()
     assert sample.token_ids.tolist() == tokens and sample.token_ids.dtype == np.int32
     assert conversation.messages[-1]["content"] == "y" * 100
+
+
+@pytest.mark.parametrize("template", ["embedded", "last user"])
+def test_a_prompt_may_be_as_long_as_the_limit(tokenizer, template):
+    stop = with_template(tokenizer, "embedded")
+    if template == "last user":
+        tokenizer.chat_template, stop = LAST_USER, "<|im_end|>"
+
+    def next_prompt(limit: int) -> Conversation | None:
+        conversation = Conversation(tokenizer, user("x"))
+        conversation.add_reply(completion(tokenizer, f"one{stop}"))
+        return conversation if conversation.add_messages(user("yy"), limit) else None
+
+    length = len(next_prompt(LONG).token_ids)
+    assert len(next_prompt(length).token_ids) == length
+    assert next_prompt(length - 1) is None

@@ -10,6 +10,7 @@ import pytest
 
 from trainer.config import Config, EnvironmentConfig, TinyConfig
 from trainer.environments.play import Attempt, EnvironmentPlayer, Played, SingleTurn, report_failures
+from trainer.environments.tries import Tries
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.keyed import environment_seed, request_seed
@@ -107,6 +108,18 @@ def test_a_reply_that_is_cut_is_the_last_one(player, tokenizer):
     assert (one.status, one.turns, one.reward) == ("length", 2, 3.0)
 
 
+@pytest.mark.parametrize("reply, turns, status", [("a…", 1, "stop"), ("a…", 9, "length"), ("a", 1, "stop")])
+def test_an_episode_that_is_done_has_stopped_however_its_last_reply_ended(player, tokenizer, reply, turns, status):
+    (one,) = play(player, Policy(tokenizer, reply), attempts({"turns": turns}))
+    assert (one.status, one.turns, one.reward) == (status, 1, 1.0)
+
+
+@pytest.mark.parametrize("reply, turns, status", [("ccc", 3, "stop"), ("ccc…", 9, "length"), ("ccc", 9, "turns")])
+def test_the_last_turn_has_the_status_of_what_ended_it(player, tokenizer, reply, turns, status):
+    (one,) = play(player, Policy(tokenizer, "a", "bb", reply), attempts({"turns": turns}))
+    assert (one.status, one.turns, one.reward) == (status, 3, 6.0)
+
+
 def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer):
     with player_of(tokenizer, max_prompt_tokens=15) as player:
         policy = Policy(tokenizer, "abc", "defgh")
@@ -144,7 +157,7 @@ def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
             play(player, Policy(tokenizer), attempts({"start": [{"role": "user", "content": long}]}))
 
 
-@pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2)])
+@pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2), (2, 2, 5)])
 def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, caplog, at, turns, length):
     policy = Policy(tokenizer, "a", "bb")
     failed, good = play(player, policy, attempts({"do": "raise", "at": at}, {"prompt": "y"}))
@@ -184,3 +197,12 @@ def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokeniz
         assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)
         (worse,) = play(player, Policy(tokenizer, "cb", ""), attempts(rows[0]))
         assert (worse.turns, worse.reward) == (2, pytest.approx(0.8))
+
+
+def test_progress_is_paid_once():
+    """An answer that is as good as an earlier one earns nothing, whatever came between."""
+    environment = Tries(tries=4)
+    environment.start({"prompt": "abc", "answer": "cba"}, seed=0)
+    steps = [environment.step({"role": "assistant", "content": text}) for text in ("cb", "", "cb", "cba")]
+    assert [step.reward for step in steps] == pytest.approx([0.8, 0.0, 0.0, 0.2])
+    assert [step.done for step in steps] == [False, False, False, True]

@@ -8,6 +8,7 @@ import enum
 import json
 import re
 from collections.abc import Coroutine
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -35,6 +36,15 @@ async def look_up(word: str) -> dict:
     """
     await asyncio.sleep(0)
     return {"means": {"hé": "hello"}[word]}
+
+
+def on_day(day: int) -> Any:
+    """Return what is on a day.
+
+    Args:
+        day: The day; 0 for a plain text.
+    """
+    return [date(2026, 11, day)] if day else 'a "word"'
 
 
 class Calculator(ToolEnvironment):
@@ -92,6 +102,13 @@ def test_calls_are_answered_in_their_order(started):
 
 def call_of(a: str) -> str:
     return f'{{"name": "multiply", "arguments": {{"a": {a}, "b": 7}}}}'
+
+
+@pytest.mark.parametrize("day, answer", [(3, '["2026-11-03"]'), (0, 'a "word"')])
+def test_a_text_is_answered_as_it_is_and_other_values_as_json(started, day, answer):
+    started.tools = (on_day,)
+    (message,) = step(started, f'<tool_call>{{"name": "on_day", "arguments": {{"day": {day}}}}}</tool_call>').messages
+    assert message["content"] == answer
 
 
 @pytest.mark.parametrize(

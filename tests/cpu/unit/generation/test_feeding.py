@@ -61,6 +61,28 @@ def test_a_piece_larger_than_the_room_runs_alone():
     assert feed([[0, 1, 2], [3]], [1] * 4, engines=1, room=2).take([0]) == {0: [0, 1, 2]}
 
 
+def test_what_a_lost_engine_has_not_completed_comes_first_again():
+    """Completions that have come are not generated again, and the others keep their order."""
+    shared = feed([[0, 1, 2], [3], [4, 5], [6]], [1] * 7, room=4)
+    assert shared.take([0]) == {0: [0, 1, 2, 3]}
+    assert shared.complete(0, [1]) and shared.complete(0, [3])
+    shared.give_back(0)
+    assert shared.is_waiting and shared.take([1]) == {1: [0, 2, 4, 5]}
+    assert shared.take([0]) == {0: [6]}, "the lost engine has nothing left to do"
+    assert not shared.complete(1, [0, 2, 4, 5])
+    shared.give_back(1)
+    assert not shared.is_waiting, "all that it has begun is complete"
+
+
+def test_an_engine_that_is_lost_twice_gives_back_what_it_has_got_since():
+    lonely = feed([[0, 1], [2], [3, 4]], [1] * 5, engines=2)
+    assert lonely.take([0]) == {0: [0, 1, 2, 3, 4]}
+    lonely.give_back(0)
+    assert lonely.take([0, 1]) == {0: [0, 1], 1: [2, 3, 4]}, "pieces in their order, to the engine with less to do"
+    lonely.give_back(0)
+    assert lonely.take([0]) == {0: [0, 1]} and not lonely.is_waiting
+
+
 def test_completions_travel_as_arrays():
     """Their bytes are neither pickled number by number nor copied, where the transport can avoid that."""
     completion, buffers = Completion([7] * 1000, [-0.5] * 1000, "stop", 1), []

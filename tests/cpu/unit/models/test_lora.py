@@ -141,6 +141,26 @@ def test_adapters_resume_under_any_layout(model_path, tmp_path):
             assert_close(ours, theirs)
 
 
+def first_weights(rank: Rank, path: str) -> dict[str, torch.Tensor]:
+    rank.build(["policy"], path)
+    return {name: tensor.clone() for name, tensor in load(rank.call("policy", "adapter_weights")).items()}
+
+
+def test_every_adapter_starts_with_numbers_of_its_own_and_without_an_effect(model_path, monkeypatch):
+    starts = []
+    for seed in (1, 2):
+        cfg = lora_config(seed=seed)
+        starts += run_ranks(1, first_weights, model_path, cfg=cfg)
+    down = [tensor for start in starts for name, tensor in start.items() if "lora_A" in name]
+    up = [tensor for start in starts for name, tensor in start.items() if "lora_B" in name]
+    assert len(down) == len(up) == 2 * 2 * 7  # two seeds, two blocks of seven layers
+    assert len({tuple(tensor.flatten()[:8].tolist()) for tensor in down}) == len(down)
+    assert not any(tensor.any() for tensor in up)
+    for tensor in down:
+        bound = tensor.shape[1] ** -0.5
+        assert 0.9 * bound < tensor.abs().max() <= bound and abs(tensor.mean()) < 0.2 * bound
+
+
 def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
     rank.build(["policy"], path)
     kinds = {(p.requires_grad, p.dtype) for p in rank.roles["policy"].module.parameters()}

@@ -71,6 +71,16 @@ def test_a_server_that_fails_at_first_is_asked_again(status, headers):
     assert scores.rewards == [3.0] and scores.failures.count == 0
 
 
+def test_a_server_is_not_asked_again_before_the_time_that_it_asks_for():
+    def busy_once(server: Server, document):
+        return by_length(server, document) if len(server.requests) > 1 else (429, {"Retry-After": "30"}, b"busy")
+
+    with serving(busy_once) as server:
+        scores = judged(server, "abc", deadline_s=2.5)
+        assert len(server.requests) == 1, "the second request would have been answered"
+    assert scores.failures.first.startswith("no answer within reward.remote.deadline_s=2.5")
+
+
 LIES = {
     "not JSON": ((200, {}, b"<html>"), "answered what is not JSON (JSONDecodeError: Expecting value"),
     "too deep": ((200, {}, b"[" * 100_000), "answered what is not JSON (RecursionError: "),
@@ -234,6 +244,26 @@ def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
     again.add({"d": [{"": 3.0}]}, "step 2")
     assert RewardStore(str(tmp_path)).find("d", "") == [{"": 3.0}]
     assert [json.loads(line)["key"] for line in file.read_text(errors="replace").splitlines()[3:]] == ["a", "b", "d"]
+
+
+def test_a_store_changes_nothing_once_the_run_directory_is_another_s(tmp_path):
+    def lost() -> None:
+        raise UserError("another process holds it")
+
+    RewardStore(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
+    file = tmp_path / STORE_FILE
+    file.write_bytes(file.read_bytes() + b'{"key": "b", "rew')  # the other process is writing it
+    before = file.read_bytes()
+    with pytest.raises(UserError, match="another process"):
+        RewardStore(str(tmp_path), lost).find("a", "step 1")
+    held = [True]
+    store = RewardStore(str(tmp_path / "other"), lambda: None if held else lost())
+    (tmp_path / "other").mkdir()
+    assert store.find("a", "step 1") is None
+    held.clear()
+    with pytest.raises(UserError, match="another process"):
+        store.add({"c": [{"": 1.0}]}, "step 1")
+    assert file.read_bytes() == before and not list((tmp_path / "other").iterdir())
 
 
 def test_functions_are_stored_on_request(tmp_path, monkeypatch):
