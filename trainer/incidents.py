@@ -8,8 +8,10 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
+from trainer.appended import AppendedFile
 from trainer.documents import is_count, is_number, parse_object
 from trainer.errors import (
     DivergedError,
@@ -118,29 +120,34 @@ class IncidentLog:
     """Appends to `incidents.jsonl` of the run that is open. One object serves the process: `INCIDENTS`."""
 
     def __init__(self) -> None:
-        self._path: str | None = None
+        self._file: AppendedFile | None = None
         self.step = 0
         """The step that is under way, for incidents of rooms that do not know it."""
 
-    def open(self, run_dir: str) -> str | None:
-        """Append to the file in `run_dir` from now on; returns the file before, for `close`."""
-        before, self._path = self._path, os.path.join(run_dir, INCIDENTS_FILE)
+    def open(self, run_dir: str, fence: Callable[[], None] = lambda: None) -> AppendedFile | None:
+        """Append to the file in `run_dir` from now on; returns the file before, for `close`.
+
+        Args:
+            fence: raises when this process no longer holds the run directory.
+        """
+        before, self._file = self._file, AppendedFile(os.path.join(run_dir, INCIDENTS_FILE), fence)
         return before
 
-    def close(self, before: str | None) -> None:
+    def close(self, before: AppendedFile | None) -> None:
         """Append to the file `before` again, that of an outer run; None: drop later incidents."""
-        self._path = before
+        if self._file is not None:
+            with contextlib.suppress(OSError, UserError):
+                self._file.check()
+        self._file = before
 
     def record(self, incident: Incident) -> None:
         """Append a line. A file that cannot be written does not disturb training."""
-        if self._path is None:
+        if self._file is None:
             return
         content = {"time": incident.time, **asdict(incident), "text": redact_text(incident.text)}  # the time first
         content["class"] = content.pop("kind")
-        with contextlib.suppress(OSError):
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            with open(handle, "ab", buffering=0) as file:
-                file.write(json.dumps(content).encode() + b"\n")
+        with contextlib.suppress(OSError, UserError):
+            self._file.append(json.dumps(content).encode() + b"\n")
 
 
 INCIDENTS = IncidentLog()

@@ -17,7 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from trainer.appended import open_appended
 from trainer.redaction import hide_known
+
+_CHUNK = 1 << 20
 
 
 class _Messages(logging.Handler):
@@ -54,6 +57,7 @@ class LogFile(logging.Handler):
         super().__init__(logging.INFO)
         self.is_used = False
         self._file: int | None = None
+        self._path = ""
         self._waiting: list[bytes] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -74,7 +78,22 @@ class LogFile(logging.Handler):
             self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]
         else:
             with contextlib.suppress(OSError):
+                self._follow()
                 os.write(self._file, data)
+
+    def _follow(self) -> None:
+        """Open the file again if it was moved, deleted or replaced. The lines of a deleted file are written again."""
+        assert self._file is not None
+        own = os.fstat(self._file)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), own):
+                return
+        before, self._file = self._file, open_appended(self._path)
+        if own.st_nlink == 0 and os.fstat(self._file).st_size == 0:
+            offset = 0
+            while chunk := os.pread(before, _CHUNK, offset):
+                offset += os.write(self._file, chunk)
+        os.close(before)
 
     def open(self, path: str) -> None:
         """Write to the file at `path`, beginning with the lines that wait.
@@ -84,7 +103,7 @@ class LogFile(logging.Handler):
         if not self.is_used or self._file is not None:
             return
         with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            self._file, self._path = open_appended(path), path
             os.write(self._file, b"".join(self._waiting))
         self._waiting = []
 

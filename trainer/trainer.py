@@ -34,7 +34,7 @@ from trainer.metrics.divergence import DivergenceCheck
 from trainer.metrics.health import Health
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
-from trainer.metrics.tracker import Tracker, first_step, read_metrics
+from trainer.metrics.tracker import Tracker, read_metrics
 from trainer.models.export import PolicyExporter, export_target
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.redaction import redact
@@ -334,7 +334,7 @@ class Trainer:
             "score_mode": t.best_mode,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.directory.lineage or None,
-            "metrics_from": first_step(self.directory.metrics_file),
+            "metrics_from": self.tracker.first_step,
         }
         self.checkpoints.save(step, self.parts, description)
         if not t.ckpt_async:
@@ -467,7 +467,8 @@ class Trainer:
 
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg
-        tracker = Tracker(cfg.trainer.run_dir, cfg.logger, redact(dataclasses.asdict(cfg)), self._wandb_run_id)
+        run_dir, config = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg))
+        tracker = Tracker(run_dir, cfg.logger, config, self._wandb_run_id, self.directory.check)
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)

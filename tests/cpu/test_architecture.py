@@ -11,6 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "trainer"
 LEAVES = {
+    "appended",
     "documents",
     "durable",
     "episodes",

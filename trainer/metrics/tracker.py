@@ -1,12 +1,13 @@
 """Where a run's metrics go: `metrics.jsonl`, Weights & Biases, TensorBoard.
 
 `metrics.jsonl` is the record that counts. A run that is killed and resumed continues it without a duplicate, missing or
-torn line, and corrects the other two to agree with it.
+torn line, and corrects the other two to agree with it. A file that somebody deletes or changes while the run appends to
+it is written again.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import logging
 import math
@@ -15,13 +16,14 @@ import os
 import secrets
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from trainer.appended import AppendedFile
 from trainer.config import LoggerConfig
 from trainer.documents import is_count, is_number, parse_object
-from trainer.durable import naming, write_file
+from trainer.durable import write_file
 from trainer.errors import UserError
 from trainer.metrics.samples import COLUMNS, Transcript
 from trainer.redaction import redact_text
@@ -50,12 +52,14 @@ class Tracker:
         logger: LoggerConfig,
         config: dict[str, Any],
         run_id: str | None = None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             run_dir: local directory; it is created if it is missing.
             config: the resolved config without secrets, for W&B.
             run_id: the W&B run to continue, from `state_dict`; None starts a new one.
+            fence: raises when this process no longer holds the run directory.
 
         Raises:
             UserError: the config asks for W&B, and W&B refuses or does not answer.
@@ -63,8 +67,12 @@ class Tracker:
         os.makedirs(run_dir, exist_ok=True)
         self._run_dir = run_dir
         self._path = os.path.join(run_dir, METRICS_FILE)
-        self._file = _open_append(self._path)
-        self._last_step: int | None = None if os.path.getsize(self._path) else -1
+        self._file = AppendedFile(self._path, fence)
+        is_new = not os.path.exists(self._path) or os.path.getsize(self._path) == 0
+        self._last_step: int | None = -1 if is_new else None
+        self.first_step: int | None = None
+        """The step of the first line; None: there is no line."""
+        self._is_closed = False
         self._with_tensorboard = logger.tensorboard
         self._tensorboard: SummaryWriter | None = None
         self._run_id = run_id
@@ -91,15 +99,12 @@ class Tracker:
         values = {name: _plain(metrics[name]) for name in sorted(metrics)}
         assert "step" not in values
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
-        # One write without a buffer: a kill leaves the whole line or nothing.
-        with naming(self._path):
-            if os.write(self._file, line) != len(line):
-                raise OSError(errno.ENOSPC, f"the line of step {step} was cut short; is the disk full?")
+        self._file.append(json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n")
         if self._with_tensorboard and self._tensorboard is None:
             # Not before `rewind`: events of earlier processes count up to the last kept step only.
             self._tensorboard = _open_tensorboard(self._run_dir, purge_step=self._last_step + 1)
         self._last_step = step
+        self.first_step = step if self.first_step is None else self.first_step
         self._log_tensorboard(step, values, samples or {})
         self._log_wandb(step, values, samples or {})
 
@@ -115,13 +120,14 @@ class Tracker:
         Raises:
             UserError: a line other than the last is not a JSON object.
         """
+        if self.first_step is not None:  # lines that this process has kept or logged
+            self._file.check()
         rows = read_metrics(self._path)
         kept = [row for row in rows if row["step"] <= step]
         self._keep_cut([row for row in rows if row["step"] > step])
-        write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        os.close(self._file)
-        self._file = _open_append(self._path)
+        self._file.rewrite("".join(json.dumps(row) + "\n" for row in kept).encode())
         self._last_step = step
+        self.first_step = kept[0]["step"] if kept else None
         if self._wandb is not None and self._wandb.step > step + 1:
             LOG.warning("W&B has this run's steps before %d; they are not sent again", self._wandb.step)
         for row in kept:
@@ -137,7 +143,7 @@ class Tracker:
 
     def flush(self) -> None:
         """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it."""
-        os.fsync(self._file)
+        self._file.sync()
 
     def state_dict(self) -> dict[str, str | None]:
         """Return the `run_id` for the next Tracker. It is kept while W&B is off, too."""
@@ -145,9 +151,10 @@ class Tracker:
 
     def close(self, exit_code: int = 0) -> None:
         """Finish W&B (as failed if `exit_code` is not 0) and TensorBoard, and end their processes."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(OSError, UserError):  # the run has ended, or says itself why it cannot write
+                self._file.check()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -230,13 +237,22 @@ def check_lines(path: str, first: int | None, last: int) -> None:
     """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
 
     Args:
-        first: None if the first step is not known; then only duplicate lines are found.
+        first: None if the checkpoint does not say which it was; then it is that of the first line.
 
     Raises:
         UserError: a line is missing or duplicated.
     """
     counts = Counter(row["step"] for row in read_metrics(path))
-    wanted = range(last + 1 if first is None else first, last + 1)
+    if first is None:
+        first = min(counts, default=last + 1)
+        if first > last:
+            LOG.warning(
+                "%s has no line up to step %d, and the checkpoint does not say which lines there were: what the run "
+                "logged before is lost, and nothing can be compared with it",
+                path,
+                last,
+            )
+    wanted = range(first, last + 1)
     doubled = sorted(step for step, count in counts.items() if count > 1 and step <= last)
     missing = next((step for step in wanted if step not in counts), None)  # the first: `last` may be any number
     if doubled or missing is not None:
@@ -260,10 +276,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _plain(value: float) -> float:
     """Return a number of NumPy or torch as a number of Python. Integers stay integers."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _open_append(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 
+from trainer.appended import AppendedFile
 from trainer.documents import is_number, parse_object
 from trainer.redaction import redact
 from trainer.rewards.values import Parts
@@ -42,6 +42,7 @@ class RewardStore:
     def __init__(self, run_dir: str, fence: Callable[[], None] = lambda: None):
         self._path = os.path.join(run_dir, STORE_FILE)
         self._fence = fence
+        self._file = AppendedFile(self._path, fence, mode=0o600)  # what a server has said is for the user alone
         self._known: dict[str, Result] | None = None
 
     def find(self, key: str, step: str) -> Result | None:
@@ -59,28 +60,15 @@ class RewardStore:
         if not lines:
             return
         self._fence()
-        # Private: what a server has said, and what completions are worth, is for the user alone.
-        with open(self._path, "ab", opener=_open_private) as file:
-            os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)  # earlier versions made it readable for everybody
-            file.write("".join(lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        self._file.append("".join(lines).encode(), durable=True)
 
     def _load(self) -> dict[str, Result]:
         if self._known is None:
             self._known = {}
             if os.path.exists(self._path):
                 self._fence()
-                with open(self._path, "r+b") as file:
-                    data = file.read()
-                    whole = data.rfind(b"\n") + 1
-                    file.truncate(whole)  # a kill may have torn the last line
-                self._known.update(filter(None, map(_read_line, data[:whole].splitlines())))
+                self._known.update(filter(None, map(_read_line, self._file.content().splitlines())))
         return self._known
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
 
 
 def _read_line(line: bytes) -> tuple[str, Result] | None:

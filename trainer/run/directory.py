@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.appended import AppendedFile, mend_last_line
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager
@@ -25,7 +26,7 @@ from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_s
 from trainer.output import LOG_FILE
 from trainer.run import lineage
 from trainer.run.best import instead_of
-from trainer.run.carried import CarriedFiles
+from trainer.run.carried import PATTERNS, CarriedFiles
 from trainer.run.claim import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
 from trainer.run.starts import LOG_NAME
@@ -59,7 +60,7 @@ class RunDirectory:
             fence=self.claim.check,
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
         )
-        self._incidents: str | None = None  # the file of an outer run
+        self._incidents: AppendedFile | None = None  # the file of an outer run
         self._checked = False  # that ranks can write checkpoints
         self.carried = CarriedFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
@@ -81,13 +82,14 @@ class RunDirectory:
         try:
             with stage("looking for a checkpoint to resume from"):
                 self.claim.acquire(wait)
+                self._mend_last_lines()
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_carried()
                 if self.checkpoints.store.keeps_record:
                     self.carried.remove_unused()
                 self.checkpoints.store.start(self.claim.check)
-                self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir)
+                self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
                     path = self.cfg.trainer.run_dir
@@ -102,6 +104,12 @@ class RunDirectory:
             self.close()
             raise
         return self
+
+    def _mend_last_lines(self) -> None:
+        """Mend the torn last lines that a kill has left, also if nothing will be appended any more."""
+        for name in (*(name for name in PATTERNS if name.endswith(".jsonl") and "/" not in name), LOG_NAME):
+            with contextlib.suppress(OSError):  # whoever needs the file says so
+                mend_last_line(os.path.join(self.cfg.trainer.run_dir, name))
 
     def _record_death(self, text: str) -> None:
         """Record that the driver of the last start died."""
@@ -192,6 +200,21 @@ class RunDirectory:
         elif not self.resume.restore.fork:
             checkpoint = self.resume.checkpoint
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
+            self._warn_of_missing_lines(checkpoint.step)
+
+    def _warn_of_missing_lines(self, resumed: int) -> None:
+        """Warn if lines are missing that a newer checkpoint, which cannot be used, proves."""
+        newest = max(self.checkpoints.steps(), default=resumed)
+        logged = {row["step"] for row in read_metrics(self.metrics_file)}
+        missing = [step for step in range(resumed + 1, newest + 1) if step not in logged]
+        if missing:
+            LOG.warning(
+                "%s has no line for step %d, which was logged before global_step_%d was saved: the steps that are "
+                "trained again cannot all be compared with the log",
+                self.metrics_file,
+                missing[0],
+                newest,
+            )
 
     def fall_back(self) -> Resume:
         """Resume from the checkpoint before the resumed one, and return it.

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from trainer import __version__
+from trainer.appended import append_line
 from trainer.config import Config
 from trainer.durable import write_file
 from trainer.output import LOG_FILE
@@ -75,9 +76,7 @@ def record_start(run_dir: str, cfg: Config) -> None:
         "config": config,
     }
     write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    handle = os.open(os.path.join(run_dir, STARTS_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    with open(handle, "ab", buffering=0) as file:
-        file.write(json.dumps(start).encode() + b"\n")
+    append_line(os.path.join(run_dir, STARTS_FILE), json.dumps(start).encode())
 
 
 def versions() -> dict[str, str]:

@@ -406,3 +406,31 @@ def test_missing_or_repeated_metric_lines_are_refused(tmp_path, lines, problem, 
         problem = " ".join([*words[:-1], str(begin + int(words[-1]))])
         with pytest.raises(UserError, match=f"metrics.jsonl: has {problem},.*restore the file"):
             RunDirectory(cfg).open()
+
+
+def test_lines_that_cannot_be_checked_are_named(tmp_path, caplog):
+    """A checkpoint that does not know its first line, and a newer one that is damaged but proves more lines."""
+    file = tmp_path / "metrics.jsonl"
+
+    def write(steps) -> None:
+        file.write_text("".join(json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in steps))
+
+    with OpenRun(settings(tmp_path), {"step": 2}) as run:
+        run.save(2)  # there are no lines
+        write([1, 2, 3, 4])
+        run.state["step"] = 4
+        run.save(4)
+    file.unlink()
+    (tmp_path / "checkpoints/global_step_4/trainer_state.json").write_bytes(b"{}")
+    cfg = settings(tmp_path, resume_mode="latest")
+    with OpenRun(cfg) as run:
+        assert run.resume.checkpoint.step == 2
+    assert any("has no line up to step 2" in text for text in caplog.messages)
+    assert any("has no line for step 3, which was logged before global_step_4" in text for text in caplog.messages)
+    caplog.clear()
+    write([1, 2, 3, 4])
+    with OpenRun(cfg):
+        assert not any("has no line" in text for text in caplog.messages)
+    write([0, 2])
+    with pytest.raises(UserError, match="has no line for step 1"):
+        RunDirectory(cfg).open()
