@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from trainer.redaction import redact_text
 
 T = TypeVar("T")
+
+_SNAPSHOT = re.compile(r"models--[^/]+/snapshots/([0-9a-f]{40})")
+_pinned: dict[str, str] = {}
+
+
+def pin(revisions: Mapping[str, str]) -> dict[str, str]:
+    """Use these commits of models, by their ids, in this process from now on; returns those before.
+
+    A run that continues uses the commits that it began with, although `main` of the Hub may have moved since.
+    """
+    before = dict(_pinned)
+    _pinned.clear()
+    _pinned.update(revisions)
+    return before
+
+
+def pinned(name: str) -> str | None:
+    """Return the commit that is pinned for the model `name`."""
+    return _pinned.get(name)
+
+
+def revision_of(path: str) -> str | None:
+    """Return the commit of a model directory in the cache of the Hub; None for any other directory."""
+    found = _SNAPSHOT.fullmatch("/".join(path.split(os.sep)[-3:]))
+    return None if found is None else found.group(1)
 
 
 def with_retries(call: Callable[[], T]) -> T:

@@ -15,7 +15,8 @@ from trainer.checkpoint import record
 from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.manifest import Checkpoint, read_object
-from trainer.checkpoint.parts import Restore, start_weights_part
+from trainer.checkpoint.parts import Restore
+from trainer.checkpoint.start_weights import read_revisions, start_weights_part
 from trainer.cluster.driver_watch import DriverWatch
 from trainer.cluster.groups import Cluster
 from trainer.config import Config, TrainerConfig
@@ -24,6 +25,7 @@ from trainer.data.datasets import as_messages, check_files, read_examples
 from trainer.data.examples import load_train, load_val
 from trainer.errors import UserError, WorkerError, as_list, sentences_of
 from trainer.generation.fleet import Fleet
+from trainer.hub import pin
 from trainer.keyed import key
 from trainer.learner.learner import Learner
 from trainer.metrics.report import final_report
@@ -156,6 +158,7 @@ def _open(cfg: Config, supervised: bool = False) -> RunDirectory:
     except ConfigRefused as refused:
         sentences = [*refused.sentences]
         # A change of these keys changes data or weights, too: then its own sentence is enough.
+        before = pin(read_revisions(refused.resume[0]))
         if not any(key.startswith(("data.", "model.", "trainer.seed")) for key in refused.keys):
             with stage("comparing the data with the checkpoint"):
                 sentences += _refused_inputs(cfg, supervised, *refused.resume)
@@ -163,6 +166,8 @@ def _open(cfg: Config, supervised: bool = False) -> RunDirectory:
             _check_inputs(cfg, supervised, asks_servers=False)
         except UserError as error:
             sentences += sentences_of(error)
+        finally:
+            pin(before)
         sentences = list(dict.fromkeys(sentences))  # data that cannot be read cannot be compared either
         raise UserError(as_list("the checkpoint cannot be used with this config:", sentences)) from None
 

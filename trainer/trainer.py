@@ -20,8 +20,8 @@ from trainer.checkpoint.parts import (
     config_part,
     json_part,
     models_part,
-    start_weights_part,
 )
+from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.documents import Shape, is_count, is_number
 from trainer.episodes import Episode

@@ -6,7 +6,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +16,8 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles
 from trainer.config import RESUME_LOAD, Config, with_new_names
 from trainer.documents import Shape, parse_yaml
-from trainer.durable import digest_bytes, digest_weights
-from trainer.errors import UserError, as_list
-from trainer.models.files import ADAPTER_CONFIG, resolve_model_path, write_assets
+from trainer.durable import digest_bytes
+from trainer.models.files import ADAPTER_CONFIG, write_assets
 from trainer.redaction import redact
 
 LOG = logging.getLogger(__name__)
@@ -193,43 +191,6 @@ def assets_part(
         return files
 
     return files_part("huggingface", content)
-
-
-def start_weights_part(cfg: Config, model_path: str) -> Part:
-    """Make the part that holds a fingerprint of the base weights.
-
-    Checkpoints of LoRA runs, and of runs with a frozen reference, do not contain these weights, so a resume must
-    find the same files. The files are read on a thread while the ranks start.
-    """
-    t = cfg.trainer
-    adapted = t.policy.lora.rank is not None or cfg.has_critic and t.critic.lora.rank is not None
-    needed = {}
-    if adapted or cfg.has_reference and not cfg.reference_moves:
-        needed["model.path"] = model_path
-        if adapted and cfg.has_critic and t.critic.path is not None:
-            needed["trainer.critic.path"] = resolve_model_path(t.critic.path)
-    threads = ThreadPoolExecutor(1)
-    digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
-    threads.shutdown(wait=False)
-
-    def content() -> dict[str, bytes]:
-        state = {name: digest.result() for name, digest in digests.items()}
-        return {"start_weights.json": json.dumps(state, indent=2, sort_keys=True).encode()}
-
-    def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        saved = read_object(checkpoint, "start_weights.json", {str: str})
-        refused = []
-        for name, digest in digests.items():
-            known = saved.get(name) if adapted or not restore.fork else None  # a fork may have another reference
-            if known not in (None, digest.result()) and not is_allowed(name, t.allow_config_change):
-                refused.append(
-                    f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
-                    f"depends on those; restore them, or allow others with trainer.allow_config_change=[{name}]"
-                )
-        if refused:
-            raise UserError(as_list(f"{checkpoint.path} cannot be used with these weights:", refused))
-
-    return files_part("start_weights", content, load)
 
 
 def is_allowed(key: str, allowed: Collection[str]) -> bool:

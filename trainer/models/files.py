@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
 from trainer.errors import UserError
-from trainer.hub import first_line, is_connection_error, with_retries
+from trainer.hub import first_line, is_connection_error, pinned, with_retries
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,6 +19,8 @@ _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.jinja", "tokenizer*"
 
 def resolve_model_path(path: str) -> str:
     """Return the absolute local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
+
+    The snapshot is that of the commit that the run began with (see `trainer.hub.pin`), else that of `main`.
 
     Raises:
         UserError: neither exists.
@@ -37,10 +39,13 @@ def resolve_model_path(path: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    commit = pinned(path)
     try:
-        return with_retries(lambda: snapshot_download(path, allow_patterns=_MODEL_FILES))
+        return with_retries(lambda: snapshot_download(path, revision=commit, allow_patterns=_MODEL_FILES))
     except (HFValidationError, OSError) as error:  # the Hub's HTTP errors are OSErrors
         problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
+        if commit is not None:
+            problem += f" at the commit {commit} that the run began with"
         raise UserError(f"model.path={path}: no such directory, and {problem} ({first_line(error)})") from error
 
 

@@ -17,9 +17,11 @@ from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.nodes import AskedRanks
 from trainer.checkpoint.reach import check_access, give_access
 from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.start_weights import read_revisions
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.hub import pin
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.metrics.best import compared_by
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
@@ -61,6 +63,7 @@ class RunDirectory:
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
         )
         self._incidents: AppendedFile | None = None  # the file of an outer run
+        self._revisions: dict[str, str] | None = None  # those that were pinned before
         self._checked = False  # that ranks can write checkpoints
         self.carried = CarriedFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
@@ -91,6 +94,7 @@ class RunDirectory:
                 self.checkpoints.store.start(self.claim.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
+                self._revisions = pin(self._revisions_of_models())
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
                     path = self.cfg.trainer.run_dir
                     LOG.info("%s holds no checkpoint to continue: training starts from the beginning", path)
@@ -104,6 +108,11 @@ class RunDirectory:
             self.close()
             raise
         return self
+
+    def _revisions_of_models(self) -> dict[str, str]:
+        """Return the commits of the Hub to use: those that the run, or the parent of a fork, began with."""
+        resume = self.resume
+        return read_revisions(resume.checkpoint) if resume and "weights" in resume.restore.kinds else {}
 
     def _mend_last_lines(self) -> None:
         """Mend the torn last lines that a kill has left, also if nothing will be appended any more."""
@@ -263,6 +272,8 @@ class RunDirectory:
         """Wait for uploads, and release the locks."""
         self.checkpoints.store.finish(self.cfg.trainer.ckpt_upload_timeout_s)
         INCIDENTS.close(self._incidents)
+        if self._revisions is not None:
+            pin(self._revisions)
         self.claim.release()
 
     def __enter__(self) -> RunDirectory:

@@ -1,0 +1,142 @@
+"""The model that a run began with: its files, and its commit on the Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.support.odd_files import rewrite
+from tests.support.runs import OpenRun, settings
+from trainer.checkpoint.parts import config_part, json_part
+from trainer.checkpoint.start_weights import FILES_FILE, start_weights_part
+from trainer.errors import UserError
+from trainer.hub import pinned, revision_of
+from trainer.models.files import resolve_model_path
+
+COMMITS = "a" * 40, "b" * 40
+
+
+def write_model(directory: Path, eps: float = 1e-6, template: str = "{{ messages }}") -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"rms_norm_eps": eps}))
+    (directory / "chat_template.jinja").write_text(template)
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return str(directory)
+
+
+@contextmanager
+def open_run(
+    root: Path, path: str, lora: bool = False, template: str | None = None, **trainer: object
+) -> Iterator[OpenRun]:
+    cfg = settings(root, **{"resume_mode": "latest", **trainer})
+    cfg.model.path, cfg.model.chat_template = path, template
+    cfg.trainer.policy.lora.rank = 4 if lora else None
+    cfg.algorithm.kl_coef = 0.0
+    with OpenRun(cfg) as run:
+        run.parts = [config_part(cfg), start_weights_part(cfg, resolve_model_path(path))]
+        run.parts += [json_part(name, dict, lambda _: None) for name in ("models", "data", "trainer_state")]
+        yield run
+
+
+def save_run(root: Path, path: str, **options) -> None:
+    with open_run(root, path, **options) as run:
+        run.save(1)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora):
+    model = write_model(tmp_path / "model")
+    template = tmp_path / "own.jinja"
+    template.write_text("one")
+    save_run(tmp_path / "run", model, lora=lora, template=str(template))
+    with open_run(tmp_path / "run", model, lora=lora, template=str(template)) as run:
+        run.load()
+    write_model(tmp_path / "model", eps=1e-5, template="{{ other }}")
+    template.write_text("two")
+    fork = "" if lora else r"fork the checkpoint \(trainer.resume_mode=from_path\), "
+    sentence = (
+        r"model.path=.*/model: its files are not those that the run began with \(chat_template.jinja has another "
+        r"content; config.json: rms_norm_eps was 1e-06, is 1e-05; model.chat_template has another content\); restore "
+        rf"them, {fork}or allow others with trainer.allow_config_change=\[model.path\]"
+    )
+    with open_run(tmp_path / "run", model, lora=lora, template=str(template)) as run:
+        with pytest.raises(UserError, match=sentence):
+            run.load()
+    allowed = {"allow_config_change": ["model.path"]}
+    with open_run(tmp_path / "run", model, lora=lora, template=str(template), **allowed) as run:
+        run.load()
+    write_model(tmp_path / "model")
+    template.write_text("one")
+    with open_run(tmp_path / "run", model, lora=lora, template=str(template)) as run:
+        run.load()
+
+    moved = str(shutil.move(model, tmp_path / "moved"))
+    with open_run(tmp_path / "run", moved, lora=lora, template=str(template), **allowed) as run:
+        run.load()
+
+
+def test_a_fork_of_a_full_run_may_begin_with_other_files_and_a_fork_with_adapters_may_not(tmp_path):
+    model = write_model(tmp_path / "model")
+    for lora in (False, True):
+        save_run(tmp_path / f"parent {lora}", model, lora=lora)
+    write_model(tmp_path / "model", eps=1e-5)
+    for lora in (False, True):
+        path = str(tmp_path / f"parent {lora}/checkpoints/global_step_1")
+        with open_run(tmp_path / f"fork {lora}", model, lora=lora, resume_mode="from_path", resume_path=path) as run:
+            if not lora:
+                run.load()
+                continue
+            with pytest.raises(UserError, match="rms_norm_eps was 1e-06, is 1e-05.; restore them, or allow"):
+                run.load()
+
+
+def test_a_checkpoint_of_an_earlier_version_names_no_files_and_is_accepted(tmp_path):
+    model = write_model(tmp_path / "model")
+    save_run(tmp_path / "run", model)
+    checkpoint = tmp_path / "run/checkpoints/global_step_1"
+    (checkpoint / FILES_FILE).unlink()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"] = [entry for entry in manifest["files"] if entry["path"] != FILES_FILE]
+    rewrite(checkpoint, manifest)
+    write_model(tmp_path / "model", eps=1e-5)
+    with open_run(tmp_path / "run", model) as run:
+        run.load()
+
+
+def move_main(cache: Path, commit: str, eps: float) -> None:
+    """Put a commit into the cache of the Hub, and let `main` point there."""
+    repository = cache / "models--own--model"
+    write_model(repository / "snapshots" / commit, eps)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs/main").write_text(commit)
+
+
+@pytest.mark.parametrize("mode", ["latest", "from_path"])
+def test_a_run_keeps_the_commit_of_the_hub_that_it_began_with(tmp_path, monkeypatch, mode):
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    move_main(cache, COMMITS[0], 1e-6)
+    assert revision_of(resolve_model_path("own/model")) == COMMITS[0]
+    save_run(tmp_path / "run", "own/model")
+    move_main(cache, COMMITS[1], 1e-5)
+    assert revision_of(resolve_model_path("own/model")) == COMMITS[1]
+    more = {}
+    if mode == "from_path":
+        more = {"resume_mode": mode, "resume_path": str(tmp_path / "run/checkpoints/global_step_1")}
+    with open_run(tmp_path / "run" if mode == "latest" else tmp_path / "fork", "own/model", **more) as run:
+        assert revision_of(resolve_model_path("own/model")) == COMMITS[0]
+        run.load()
+        run.save(2)
+        assert pinned("own/model") == COMMITS[0]
+    assert pinned("own/model") is None
+    shutil.rmtree(cache / "models--own--model/snapshots" / COMMITS[0])
+    with pytest.raises(UserError, match=f"at the commit {COMMITS[0]} that the run began with"):
+        with open_run(tmp_path / "run", "own/model"):
+            pass

@@ -1,0 +1,109 @@
+"""What a model directory gives to a run besides weights, and in what two of them differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.models.given import differences, read_given
+
+CONFIG = {
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "type": "default"},
+    "eos_token_id": [2, 3],
+    "transformers_version": "5.19.0",
+    "nan": float("nan"),
+    "text_config": {"_name_or_path": "/tmp/a", "hidden_size": 8},
+}
+
+
+def write(directory: Path, name: str, content: Any) -> None:
+    (directory / name).parent.mkdir(exist_ok=True, parents=True)
+    (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def changes(directory: Path, name: str, content: Any, with_code: bool = False) -> list[str]:
+    """Return in what the directory differs after `content` was written to the file `name`; None: it was removed."""
+    before = json.loads(json.dumps(read_given(str(directory), with_code)))
+    if content is None:
+        (directory / name).unlink()
+    else:
+        write(directory, name, content)
+    now = read_given(str(directory), with_code)
+    return [text for file in sorted({*before, *now}) if (text := differences(file, before.get(file), now.get(file)))]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    write(tmp_path, "config.json", CONFIG)
+    write(tmp_path, "generation_config.json", {"eos_token_id": 2})
+    write(tmp_path, "preprocessor_config.json", {"size": 224})
+    write(tmp_path, "chat_template.jinja", "{{ messages }}")
+    write(tmp_path, "additional_chat_templates/tools.jinja", "{{ tools }}")
+    write(tmp_path, "tokenizer.json", {"model": {"vocab": {f"token {i}": i for i in range(9000)}}, "added_tokens": []})
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "x" * 500, "model_max_length": 8})
+    write(tmp_path, "vocab.txt", "a\nb\n")
+    write(tmp_path, "code/modeling.py", "a = 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("config.json", CONFIG | {"rms_norm_eps": 1e-05}, "config.json: rms_norm_eps was 1e-06, is 1e-05"),
+        (
+            "config.json",
+            CONFIG | {"rope_parameters": {"rope_theta": 500000.0, "type": "default"}},
+            "config.json: rope_parameters.rope_theta was 10000.0, is 500000.0",
+        ),
+        ("config.json", CONFIG | {"bos\x1b[2J": 1}, "config.json: bos\\u001b[2J is new"),
+        ("config.json", "[1]", "config.json has another content"),
+        ("config.json", "not JSON", "config.json has another content"),
+        ("generation_config.json", {}, "generation_config.json: eos_token_id is missing"),
+        ("generation_config.json", None, "generation_config.json is missing"),
+        ("preprocessor_config.json", {"size": 256}, "preprocessor_config.json: size was 224, is 256"),
+        ("chat_template.jinja", "{{ other }}", "chat_template.jinja has another content"),
+        ("additional_chat_templates/tools.jinja", "", "additional_chat_templates/tools.jinja has another content"),
+        ("tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []}, "tokenizer.json: model has another value"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": "y" * 500, "model_max_length": 8},
+            "tokenizer_config.json: chat_template has another value",
+        ),
+        ("vocab.txt", "b\na\n", "vocab.txt has another content"),
+        ("merges.txt", "a b\n", "merges.txt is new"),
+        ("code/modeling.py", "a = 2\n", "code/modeling.py has another content"),
+        (
+            "config.json",
+            {f"key_{i}": i for i in range(3)},
+            "config.json: eos_token_id is missing, key_0 is new, key_1 is new, key_2 is new, 5 more",
+        ),
+    ],
+)
+def test_a_change_is_named(model, name, content, sentence):
+    (change,) = changes(model, name, content, with_code=name.endswith(".py"))
+    if "tokenizer.json: model" in sentence:
+        sentence = "tokenizer.json: model has another value"
+        assert change.startswith("tokenizer.json: model")
+    else:
+        assert change == sentence
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("config.json", json.dumps({key: CONFIG[key] for key in reversed(CONFIG)}, indent=8)),
+        ("config.json", CONFIG | {"transformers_version": "6.0", "_name_or_path": "/elsewhere"}),
+        ("config.json", CONFIG | {"text_config": {"_name_or_path": "/tmp/b", "hidden_size": 8}}),
+        ("README.md", "read me"),
+        (".git/HEAD", "ref"),
+        ("model.safetensors.index.json", {"weight_map": {}}),
+        ("eval_results.json", {"accuracy": 1}),
+        ("code/modeling.py", "a = 2\n"),  # nothing executes it
+    ],
+)
+def test_a_change_that_acts_on_nothing_is_none(model, name, content):
+    assert changes(model, name, content) == []
