@@ -49,7 +49,8 @@ class Ledger:
         parts: the data sets.
         seed: of the run.
         kind: `prompts` or `examples`: names the draws, and the rows in messages.
-        fingerprint: returns a digest of the rows' content; called at the first save or load.
+        fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load.
+        row_fingerprint: returns a digest of all that the rows hold; None: there is no more than that.
         weights: how often rows of each data set are drawn, relative to the others; empty for one data set.
         curriculum: chooses and orders the rows of an epoch; for one data set.
         curriculum_name: its import path. A run continues with no other.
@@ -64,6 +65,7 @@ class Ledger:
         weights: Sequence[float] = (),
         curriculum: Curriculum | None = None,
         curriculum_name: str = "",
+        row_fingerprint: Callable[[], str] | None = None,
     ):
         assert parts and all(parts) and len(weights) in (0, len(parts)), (len(parts), weights)
         assert len(parts) == 1 or (weights and curriculum is None)
@@ -72,6 +74,7 @@ class Ledger:
         self._seed = seed
         self._kind = kind
         self._compute_fingerprint = fingerprint
+        self._compute_row_fingerprint = row_fingerprint
         self._shares = [weight / total for weight in weights] or [1.0]
         self._curriculum = curriculum
         self._name = curriculum_name
@@ -169,6 +172,8 @@ class Ledger:
             "fingerprint": self._fingerprint,
             "places": [{"epoch": epoch, "position": position} for epoch, position in self._places],
         }
+        if self._row_fingerprint is not None:
+            state["row_fingerprint"] = self._row_fingerprint
         if self._curriculum is not None:
             epoch, position = self._places[0]
             state["curriculum"] = {
@@ -234,11 +239,15 @@ class Ledger:
                 f"data: the checkpoint's place in the data has format {state.get('format')}, this version reads "
                 f"{_FORMAT}; resume with the version that wrote it"
             )
-        for name, key, meaning, own in (
+        compared = [
             ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
             ("rows", "data", f"the number of {self._kind}", [len(part) for part in self._parts]),
             ("fingerprint", "data", f"the {self._kind}' content", self._fingerprint),
-        ):
+        ]
+        if "row_fingerprint" in state and self._row_fingerprint is not None:  # earlier versions saved none
+            meaning = "the content of the rows, of columns besides prompt and answer,"
+            compared.append(("row_fingerprint", "data", meaning, self._row_fingerprint))
+        for name, key, meaning, own in compared:
             if state.get(name) != own:
                 raise UserError(
                     f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {state.get(name)}); "
@@ -271,3 +280,7 @@ class Ledger:
     @cached_property
     def _fingerprint(self) -> str:
         return self._compute_fingerprint()
+
+    @cached_property
+    def _row_fingerprint(self) -> str | None:
+        return None if self._compute_row_fingerprint is None else self._compute_row_fingerprint()

@@ -18,6 +18,7 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
 from trainer.data.ledger import Draw, Ledger
 from trainer.data.rollouts import write_conversations, write_rollouts
+from trainer.data.row_digest import digest_rows
 from trainer.environments.play import Attempt
 from trainer.episodes import Episode
 from trainer.generation.fleet import Fleet
@@ -67,10 +68,21 @@ def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger:
             digest.update(repr(kept).encode() if row is None else json.dumps([prompt.index, row], default=str).encode())
         return digest.hexdigest()
 
+    def row_fingerprint() -> str:
+        """Return a digest of all that rewards, environments and curricula can read."""
+        system_prompt = None if cfg.environment.name else cfg.data.system_prompt  # a template may leave it out
+        return digest_rows((prompt.row for prompt in prompts), system_prompt)
+
     name = cfg.data.curriculum
     curriculum = import_function(name, "data.curriculum") if name else None
     return Ledger(
-        [prompts], cfg.trainer.seed, "prompts", fingerprint, curriculum=curriculum, curriculum_name=name or ""
+        [prompts],
+        cfg.trainer.seed,
+        "prompts",
+        fingerprint,
+        curriculum=curriculum,
+        curriculum_name=name or "",
+        row_fingerprint=row_fingerprint,
     )
 
 

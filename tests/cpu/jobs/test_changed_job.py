@@ -84,5 +84,6 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
         "seed",
         "rows",
         "fingerprint",
+        "row_fingerprint",
         "places",
     }

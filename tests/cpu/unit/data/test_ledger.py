@@ -94,6 +94,21 @@ def test_other_data_or_seed_is_refused(other, message):
     assert other.epoch == 0
 
 
+def test_other_columns_are_refused_and_an_older_state_knows_of_none():
+    def prompts(rows: str | None, content: str = "tokens") -> Ledger:
+        return Ledger([range(5)], 1, "prompts", lambda: content, row_fingerprint=None if rows is None else lambda: rows)
+
+    state = prompts("bonus 1").state_dict()
+    prompts("bonus 1").load_state_dict(state)
+    with pytest.raises(UserError, match="data: the content of the rows, of columns besides .*; restore the data"):
+        prompts("bonus 2").load_state_dict(state)
+    old = {name: value for name, value in state.items() if name != "row_fingerprint"}
+    prompts("bonus 2").load_state_dict(old)
+    prompts(None).load_state_dict(state)
+    with pytest.raises(UserError, match="data: the prompts' content"):
+        prompts("bonus 2", content="other tokens").load_state_dict(old)
+
+
 def test_another_format_is_refused():
     source = ledger(5, 1)
     with pytest.raises(UserError, match="data: .* has format 3, this version reads 2"):
