@@ -247,8 +247,8 @@ def check_lines(path: str, first: int | None, last: int) -> None:
         first = min(counts, default=last + 1)
         if first > last:
             LOG.warning(
-                "%s has no line up to step %d, and the checkpoint does not say which lines there were: whatever the run "
-                "logged until then is lost",
+                "%s has no line up to step %d, and the checkpoint does not say which lines there were: whatever the "
+                "run logged until then is lost",
                 path,
                 last,
             )
