@@ -41,7 +41,7 @@ def test_a_checkpoint_with_the_old_names_of_keys_resumes(run_dir, capsys):
         saved["trainer"][names[0]], saved["rollout"][names[1]] = False, True
         replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
     checkpoint_tool(["diff", str(first), str(second)])
-    assert capsys.readouterr().out.startswith("config:\ncounters:"), "the two configs differ in nothing"
+    assert "\ndifferent: 0 config keys," in capsys.readouterr().out
     assert resume(run_dir) == 2
 
 
