@@ -170,10 +170,11 @@ def test_an_episode_of_two_samples_is_scored_as_one(model):
 
 
 @contextlib.contextmanager
-def learner_of(model: str, **algorithm: Any) -> Iterator[Learner]:
-    """A learner on one rank, whose steps have two optimizer steps of one prompt each."""
+def learner_of(model: str, mini_batch: int = 1, epochs: int = 1, **algorithm: Any) -> Iterator[Learner]:
+    """A learner on one rank, for steps of two prompts."""
     cfg = Config()
-    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, 1, 4
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
+    cfg.trainer.update_epochs = epochs
     cfg.trainer.policy.optimizer.lr = 1e-2
     for name, value in {"advantage_estimator": "reinforce_plus_plus", **algorithm}.items():
         setattr(cfg.algorithm, name, value)
@@ -264,3 +265,41 @@ def test_the_reference_takes_the_policy_s_weights_at_its_interval_alone(model):
         seen = [reference(step) for step in (1, 2, 3, 4, 5)]
     changes = [not np.array_equal(before, after) for before, after in zip(seen, seen[1:], strict=False)]
     assert changes == [False, True, False, True], "after the steps 2 and 4"
+
+
+def test_the_speed_counts_each_pass_and_the_tokens_of_each_epoch_once(model):
+    speeds = []
+    for coef, epochs in ((0.0, 1), (0.5, 1), (0.0, 2)):
+        with learner_of(model, mini_batch=2, epochs=epochs, kl_coef=coef) as learner:
+            learner.update(learner.score(episodes(), 1), 1)
+            learner.peak_flops = 1.0
+            speeds.append(learner.speed(samples=8, tokens=52, seconds=1.0))
+    plain, with_reference, two_epochs = (speed["perf/mfu"] for speed in speeds)
+    # In units of 2 FLOPs a token and parameter, an update takes 3. A pass of the reference takes 1, as does one for
+    # the old log-probs, which two epochs need.
+    assert with_reference == pytest.approx(plain * 4 / 3)
+    assert two_epochs == pytest.approx(plain * (1 + 2 * 3) / 3)
+    assert len({speed["perf/tokens_shared"] for speed in speeds}) == 1
+
+
+def test_in_several_epochs_the_old_log_probs_of_all_rows_are_computed_before(model):
+    """In the second epoch the weights have moved, so the first optimizer step's own are no longer the old ones."""
+    with learner_of(model) as learner:
+        assert "has_old_logprobs" in learner.score(episodes(), 1).batch
+    with learner_of(model, epochs=2) as learner:
+        scored = learner.score(episodes(), 1)
+        assert "has_old_logprobs" not in scored.batch
+        assert (scored.batch["old_logprobs"][scored.batch["mask"] > 0] < 0).all()
+        learner.update(scored, 1)
+
+
+def test_metrics_of_rewards_are_those_before_penalties_and_of_episodes(model):
+    """The first episode has two samples. Its reward counts once, and without the penalty of its length."""
+    made = episodes()
+    made[0] = replace(made[0], samples=made[0].samples * 2)
+    with learner_of(model, overlong_buffer=2) as learner:
+        learner.cfg.rollout.max_response_tokens = int(made[3].samples[0].mask.sum())
+        metrics = learner.score(made, 1).metrics
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
+    lengths = [6, 4, 5, 6, 3, 4, 5, 6]
+    assert metrics["response_length/mean"] == pytest.approx(sum(lengths) / 8)
