@@ -44,3 +44,5 @@ class Episode:
     there: it failed, and the episode is not learnt from."""
     failure: str = ""
     """Why the reward, or a part of it, or the environment failed. Empty: it did not."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What its environment, or its tools, have counted."""

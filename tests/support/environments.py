@@ -137,3 +137,26 @@ class Hashed:
 
     def close(self) -> None:
         pass
+
+
+class Valued:
+    """Gives the steps that `row["steps"]` lists, as the fields of a `Step`; the texts in `VALUES` stand for values."""
+
+    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._steps = [dict(step) for step in row["steps"]]
+        return user("?")
+
+    def step(self, reply: Message) -> Step:
+        given = self._steps.pop(0)
+        for name, value in given.items():
+            given[name] = {k: _value(v) for k, v in value.items()} if isinstance(value, dict) else _value(value)
+        return Step([] if not self._steps else user("?"), done=not self._steps, **given)
+
+    def close(self) -> None:
+        pass
+
+
+def _value(name: Any) -> Any:
+    from tests.support.bad_rewards import BAD, NUMBERS
+
+    return {**{k: v[0] for k, v in BAD.items()}, **NUMBERS}[name]() if isinstance(name, str) else name

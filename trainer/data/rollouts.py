@@ -91,6 +91,7 @@ def write_conversations(
             "messages": list(chat),
             "reward": episode.reward,
             "rewards": dict(episode.rewards),
+            "metrics": dict(episode.metrics),
             "finish_reason": episode.status,
             "failure": episode.failure or None,
             "samples": samples,

@@ -20,6 +20,10 @@ class Step:
     """Of this reply. The reward of an episode is the sum over its steps."""
     done: bool = False
     """The episode ends here."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named terms of the reward of this reply. They are added to `reward`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other numbers of this reply, to be logged. Those of an episode are the sums over its steps."""
 
 
 class Environment(Protocol):

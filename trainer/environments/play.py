@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -59,6 +59,10 @@ class Played:
     """The whole conversation. Empty: a prompt and a completion."""
     failure: str = ""
     """Why its environment has failed."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """The named terms of `reward`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What its environment, or its tools, have counted."""
 
     @property
     def length(self) -> int:
@@ -214,14 +218,15 @@ class EnvironmentPlayer:
 
     def _played(self, episode: _Playing) -> Played:
         session, conversation = episode.session, episode.conversation
-        reward = 0.0 if session.failure else sum(step.reward for step in session.steps)
+        given: dict[str, Any] = {"reward": 0.0, "failure": session.failure}
+        if not session.failure:
+            given = {"reward": session.reward, "rewards": session.total("rewards"), "metrics": session.total("metrics")}
         if conversation is None:  # it has no token, and a sample must have one
             empty = np.zeros(1, np.float32)
             samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))]
-            return Played(samples, episode.status, "", 0, reward, (), session.failure)
-        turns = len(session.replies)
-        messages = conversation.messages
-        return Played(conversation.samples(), episode.status, episode.text, turns, reward, messages, session.failure)
+            return Played(samples, episode.status, "", 0, **given)
+        given |= {"turns": len(session.replies), "messages": conversation.messages}
+        return Played(conversation.samples(), episode.status, episode.text, **given)
 
 
 def report_failures(played: Sequence[Played], on_failure: str, purpose: str) -> int:

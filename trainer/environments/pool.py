@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -20,6 +20,7 @@ from trainer.environments.worker import BEGUN, largest_message
 from trainer.errors import WorkerError
 from trainer.incidents import record_replaced_process
 from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
+from trainer.rewards.values import LARGEST
 from trainer.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
@@ -82,9 +83,24 @@ class Session:
                 "answered the same replies in another way when they were repeated; an environment must be a function "
                 "of row, seed and replies",
             )
+        if not abs(self.reward) <= LARGEST:
+            self.fail("failed", f"gave rewards that add up to {self.reward:g}, beyond {LARGEST:g}")
         self.answered += 1
         if self.call() is None:
             self.alone = False
+
+    @property
+    def reward(self) -> float:
+        """Of all steps, with their named terms."""
+        return sum(step.reward for step in self.steps) + sum(self.total("rewards").values())
+
+    def total(self, field: str) -> dict[str, float]:
+        """Return the sums over the steps of their `rewards` or `metrics`, by name."""
+        totals: Counter[str] = Counter()
+        for step in self.steps:
+            for name, value in getattr(step, field).items():
+                totals[name] += value
+        return dict(totals)
 
     def blame(self, status: str, reason: str) -> None:
         """Note that a call of it has failed: it is made again, or has failed for good."""
@@ -277,8 +293,14 @@ class EnvironmentPool:
                     LOG.info("an environment was not closed: %s", reason)
                 else:
                     session.blame("timeout" if late else "failed", reason)
-            case {"messages": list(messages), "reward": float(reward), "done": bool(done)} if not closing:
-                session.take(Step(messages, reward, done))
+            case {
+                "messages": list(messages),
+                "reward": float(reward),
+                "done": bool(done),
+                "rewards": dict(rewards),
+                "metrics": dict(metrics),
+            } if not closing:
+                session.take(Step(messages, reward, done, rewards, metrics))
         self._queue(session)
 
     def _lose(self, host: _Host, status: str, reason: str = "", died: bool = False) -> None:

@@ -47,8 +47,8 @@ class ToolEnvironment:
         """Return the question of a row: its `prompt`, unless a class says otherwise."""
         return row["prompt"]
 
-    def score(self, answer: str, row: Mapping[str, Any]) -> float:
-        """Return the reward of the last reply, the one without a call."""
+    def score(self, answer: str, row: Mapping[str, Any]) -> float | Mapping[str, float]:
+        """Return the reward of the last reply, the one without a call, or its named terms."""
         raise NotImplementedError
 
     async def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
@@ -63,22 +63,28 @@ class ToolEnvironment:
     async def step(self, reply: Message) -> Step:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
         calls = _CALL.findall(reply["content"])
+        count = {f"tool_calls/{tool.__name__}": 0 for tool in self.tools} | {"tool_errors": 0}
         if not calls:
-            return Step(reward=float(self.score(reply["content"].strip(), self._row)), done=True)
-        answers = [await self._call(call) for call in calls[:_MOST_CALLS]]
+            score = self.score(reply["content"].strip(), self._row)
+            given: dict[str, Any] = {"rewards": score} if isinstance(score, Mapping) else {"reward": score}
+            return Step(done=True, metrics=count, **given)
+        answers = [await self._call(call, count) for call in calls[:_MOST_CALLS]]
         if len(calls) > _MOST_CALLS:
             answers.append(f"Error: {len(calls)} calls; only the first {_MOST_CALLS} of a reply are made")
-        return Step([{"role": "tool", "content": answer} for answer in answers])
+            count["tool_errors"] += len(calls) - _MOST_CALLS
+        return Step([{"role": "tool", "content": answer} for answer in answers], metrics=count)
 
     async def close(self) -> None:
         pass
 
-    async def _call(self, text: str) -> str:
+    async def _call(self, text: str, count: dict[str, int]) -> str:
+        """Return the answer to a call, and count it: by its tool, and as an error if it is one."""
         try:
             call = json.loads(text, parse_float=_finite, parse_constant=_finite)
             tool = {tool.__name__: tool for tool in self.tools}.get(call["name"])
             if tool is None:
                 raise KeyError(f"there is no tool {call['name']}")
+            count[f"tool_calls/{tool.__name__}"] += 1
             arguments = call.get("arguments", {})
             _check(tool, arguments)
             value = tool(**arguments)
@@ -86,6 +92,7 @@ class ToolEnvironment:
                 value = await value
             return value if isinstance(value, str) else json.dumps(value, default=str)
         except Exception as error:  # the policy's mistake, or the tool's: the policy sees it
+            count["tool_errors"] += 1
             return f"Error: {describe_error(error)}"
 
 

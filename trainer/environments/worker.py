@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from trainer.documents import nests_deeply
+from trainer.environments.base import Step
 from trainer.errors import describe_error
 from trainer.isolation.guard import send
 from trainer.plugins import import_function
+from trainer.rewards.values import read_number, read_terms
 
+RESERVED = frozenset(("turns", "tokens"))
+"""Names of `episode/<name>/mean` that no metric of an environment may have."""
 BEGUN = "begun"
 """The answer to a call before it is made: it has been read, and its time runs."""
 _MOST_MESSAGES = 1024
@@ -33,7 +36,7 @@ def serve(pipe: Connection, name: str, options: dict[str, Any], timeout_s: float
     """Answer each `[environment, method, *arguments]` with `[environment, BEGUN]`, then `[environment, result]`.
 
     Methods are `start` (with row and seed), `step` (with a message) and `close`. An environment is a number. A result
-    is an object: `messages`, `reward` and `done`, or `failed` with the reason and `timeout`.
+    is an object: the fields of a `Step`, or `failed` with the reason and `timeout`.
     """
     try:
         kind = import_function(name, "environment.name")
@@ -94,7 +97,7 @@ class _Server:
         value = getattr(self._environments[number], method)(*arguments)
         if inspect.isawaitable(value):
             value = await value
-        result = _step(value) if method == "step" else {"messages": _messages(value), "reward": 0.0, "done": False}
+        result = _step(value if method == "step" else Step(_messages(value)))
         _cut(result["messages"], self._most_characters)
         return result
 
@@ -109,10 +112,19 @@ class _Server:
 def _step(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
         raise TypeError(f"a step must be a trainer.environments.Step, not {type(value).__name__}")
-    reward, done = float(value.reward), bool(value.done)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}")
-    return {"messages": _messages(value.messages, may_be_empty=done), "reward": reward, "done": done}
+    done = bool(value.done)
+    numbers = {
+        "reward": read_number(value.reward),
+        "rewards": read_terms(getattr(value, "rewards", {})),
+        "metrics": read_terms(getattr(value, "metrics", {}), paths=True),
+    }
+    for name, found in numbers.items():
+        if isinstance(found, str):
+            raise ValueError(f"{name}: {found}")
+    taken = sorted(RESERVED.intersection(numbers["metrics"]))
+    if taken:
+        raise ValueError(f"metrics: {taken[0]} is counted for every environment; choose another name")
+    return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
 
 
 def _messages(value: Any, may_be_empty: bool = False) -> list[dict[str, Any]]:

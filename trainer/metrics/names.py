@@ -21,8 +21,8 @@ METRICS: dict[str, Metric] = {
         "Groups whose completions all got the same reward. They give no gradient under GRPO.", "share"
     ),
     "reward/<name>/mean": Metric(
-        "Mean of one part of the reward, before it is weighed: of one function in `reward.name`, or of one name in "
-        "what it returns.",
+        "Mean of one part of the reward, before it is weighed: of one function in `reward.name`, of one name in "
+        "what it returns, or of one name in the `Step.rewards` of an environment.",
         "reward",
     ),
     "reward/failures": Metric(
@@ -31,6 +31,16 @@ METRICS: dict[str, Metric] = {
     ),
     "environment/failures": Metric(
         "Episodes whose environment failed. `environment.on_failure` says what becomes of them.", "episodes"
+    ),
+    "episode/<name>/mean": Metric(
+        "Mean over the step's episodes of a number that environments give as `Step.metrics`, summed over an episode.",
+        "1",
+    ),
+    "episode/tool_calls/<name>/mean": Metric("Mean number of calls of a tool in an episode.", "calls"),
+    "episode/tool_errors/mean": Metric(
+        "Mean number of calls in an episode that were answered with an error: of no known tool, with wrong arguments, "
+        "or of a tool that raised.",
+        "calls",
     ),
     "episode/turns/mean": Metric("Mean number of replies in the step's episodes.", "turns"),
     "episode/tokens/mean": Metric("Mean number of tokens that the policy sampled in an episode.", "tokens"),
@@ -186,8 +196,9 @@ def reference() -> str:
         "object a line: `step`, `uid` (`val:` and the place of the row in the data), `number` (0: greedy; from 1 on: "
         "those of `val/pass@<k>`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
         "completion of an environment's episode goes from the first reply to the end), `answer`, `reward` (null if it "
-        "failed and is left out), `rewards` (its parts), `finish_reason`, and `failure` (why the reward failed, else "
-        "null). A step that is replayed after a kill writes the same file again.",
+        "failed and is left out), `rewards` (its parts), `finish_reason`, `failure` (why the reward failed, else "
+        "null), and `metrics` (what an environment has counted). A step that is replayed after a kill writes the same "
+        "file again.",
     ]
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from trainer.durable import write_file
 Message = Mapping[str, Any]
 """`role` and `content`."""
 VALIDATION_FOLDER = "validation"
-COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish_reason", "failure")
+COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish_reason", "failure", "metrics")
 """Of a table of transcripts."""
 _WIDTH = 100
 _FIRST, _LAST = 4, 3
@@ -45,16 +45,19 @@ class Transcript:
     """See `trainer.episodes.Episode.status`."""
     failure: str = ""
     """See `trainer.episodes.Episode.failure`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What its environment, or its tools, have counted."""
 
     @property
     def name(self) -> str:
         return f"{self.uid}:{self.number}"
 
-    def row(self) -> tuple[str, str, str, str, float | None, str, str, str]:
+    def row(self) -> tuple[str, str, str, str, float | None, str, str, str, str]:
         """Return the values of `COLUMNS`."""
         prompt, answer, completion = self._texts()
         reward, failure = self.reward, printable(self.failure)
-        return self.name, prompt, answer, completion, reward, self._parts(), self.status, failure
+        parts, metrics = _listed(self.rewards), _listed(self.metrics)
+        return self.name, prompt, answer, completion, reward, parts, self.status, failure, metrics
 
     def block(self, brief: bool = False) -> str:
         """Return several readable lines, without control characters.
@@ -63,12 +66,12 @@ class Transcript:
             brief: the beginning and the end of long texts.
         """
         prompt, answer, completion = self._texts()
-        parts = f" ({self._parts()})" if len(self.rewards) > 1 else ""
+        parts = f" ({_listed(self.rewards)})" if len(self.rewards) > 1 else ""
         reward = "none" if self.reward is None else f"{self.reward:.4g}"
         reward += parts + ("" if self.status == "stop" else f", ended by: {self.status}")
         texts = {"prompt": prompt, "completion": completion, "answer": answer, "reward": reward}
-        texts |= {"failure": printable(self.failure)}
-        texts = {label: text for label, text in texts.items() if text or label not in ("answer", "failure")}
+        texts |= {"failure": printable(self.failure), "metrics": _listed(self.metrics)}
+        texts = {label: text for label, text in texts.items() if text or label in ("prompt", "completion")}
         lines = []
         for label, text in texts.items():
             shown = _shorten(text) if brief else text.split("\n")
@@ -78,9 +81,6 @@ class Transcript:
     def _texts(self) -> tuple[str, str, str]:
         prompt, answer, completion = map(_middle_out, (_turns(self.prompt), self.answer, _turns(self.completion)))
         return printable(prompt), printable(answer), printable(completion)
-
-    def _parts(self) -> str:
-        return ", ".join(f"{name} {value:.4g}" for name, value in self.rewards.items())
 
 
 def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
@@ -123,6 +123,7 @@ def write_validation(
                 "rewards": dict(one.rewards),
                 "finish_reason": one.status,
                 "failure": one.failure or None,
+                "metrics": dict(one.metrics),
             }
         )
         for one in transcripts
@@ -141,6 +142,10 @@ def _middle_out(text: str) -> str:
     left_out = len(text) - _MOST_CHARACTERS
     half = _MOST_CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]}\n… ({left_out:,} characters left out)\n{text[-half:]}"
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def _turns(messages: Sequence[Message]) -> str:

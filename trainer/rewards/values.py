@@ -14,27 +14,49 @@ LARGEST = 1e12
 Parts = dict[str, float]
 """What a reward consists of, by name. A plain number has the name ""."""
 _PART = re.compile(r"[\w.-]{1,64}")
+_PATH = re.compile(r"(?=.{1,64}$)[\w.-]+(/[\w.-]+)*")
 _MOST_PARTS = 64
 
 
 def read_value(value: Any) -> Parts | str:
     """Return the parts of a reward, or the reason why it is none."""
     if isinstance(value, str) or not isinstance(value, Mapping):
-        number = _read_number(value)
+        number = read_number(value)
         return number if isinstance(number, str) else {"": number}
     try:
         if not 0 < len(value) <= _MOST_PARTS:
             return f"returned {len(value)} parts; a reward has 1 to {_MOST_PARTS}"
-        parts = {}
-        for name, item in value.items():
-            if type(name) is not str or not _PART.fullmatch(name):
-                return one_line(f"returned a part called {name!r}; names are letters, digits, _, . and -")
-            number = _read_number(item)
-            if isinstance(number, str):
-                return f"part {name} {number}"
-            parts[name] = number
+        return _read_parts(value, _PART, "")
     except BaseException as error:  # whatever a mapping of user code raises
         return f"raised {describe_error(error)}"
+
+
+def read_terms(value: Any, paths: bool = False) -> Parts | str:
+    """Return named numbers, or the reason why they are none.
+
+    Args:
+        paths: a name may have a slash between letters, and there may be more of them.
+    """
+    if not isinstance(value, Mapping):
+        return one_line(f"are a {type(value).__name__}, not a dict")
+    try:
+        most = 4 * _MOST_PARTS if paths else _MOST_PARTS
+        if len(value) > most:
+            return f"are {len(value)}; a step has at most {most}"
+        return _read_parts(value, _PATH, ", and a / between them") if paths else _read_parts(value, _PART, "")
+    except BaseException as error:
+        return f"raised {describe_error(error)}"
+
+
+def _read_parts(value: Mapping[Any, Any], names: re.Pattern[str], more: str) -> Parts | str:
+    parts = {}
+    for name, item in value.items():
+        if type(name) is not str or not names.fullmatch(name):
+            return one_line(f"returned a part called {name!r}; names are letters, digits, _, . and -{more}")
+        number = read_number(item)
+        if isinstance(number, str):
+            return f"part {name} {number}"
+        parts[name] = number
     return parts
 
 
@@ -50,7 +72,8 @@ def read_values(values: Any, count: int) -> list[Parts | str]:
         return [f"raised {describe_error(error)}"] * count
 
 
-def _read_number(value: Any) -> float | str:
+def read_number(value: Any) -> float | str:
+    """Return the number, or the reason why it cannot be a reward."""
     try:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             return one_line(f"returned {type(value).__name__}, which is not a number")

@@ -15,7 +15,7 @@ from trainer.metrics.best import find_best
 from trainer.metrics.names import pass_at
 from trainer.metrics.samples import Transcript, write_validation
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.sources.playing import Judged, Playing, means
+from trainer.sources.playing import Judged, Playing, known_parts, means
 
 LOG = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Evaluation:
             return metrics
         metrics["val/reward/mean"] = float(rewards.mean())
         metrics["val/accuracy"] = float((rewards >= self.cfg.reward.success_threshold).mean())
-        return metrics | means("val/reward", greedy)
+        return metrics | means("val/reward", known_parts(greedy))
 
     def _pass_at_k(self, sampled: Sequence[Judged]) -> dict[str, float]:
         """Return the share of the prompts with a success, of those with a reward that is known."""

@@ -129,14 +129,19 @@ class Playing:
             return Transcript(uid, number, prompt.messages, [reply], prompt.answer, *given)
         before, after = split_conversation(played.messages, played.turns)
         answer = prompt.row.get(self.cfg.data.answer_key)
-        return Transcript(uid, number, before, after, "" if answer is None else str(answer), *given)
+        answer = "" if answer is None else str(answer)
+        return Transcript(uid, number, before, after, answer, *given, played.metrics)
 
 
-def means(name: str, judged: Sequence[Judged]) -> dict[str, float]:
-    """Return the metrics `{name}/{part}/mean` of what is not left out. A part that a reward lacks counts as 0."""
-    parts = [one.parts for one in judged if one.reward is not None]
-    names = sorted({part for of_one in parts for part in of_one})
-    return {f"{name}/{part}/mean": sum(of_one.get(part, 0.0) for of_one in parts) / len(parts) for part in names}
+def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics `{name}/{part}/mean`. A part that one of the values lacks counts as 0 there."""
+    names = sorted({part for of_one in values for part in of_one})
+    return {f"{name}/{part}/mean": sum(of_one.get(part, 0.0) for of_one in values) / len(values) for part in names}
+
+
+def known_parts(judged: Sequence[Judged]) -> list[Parts]:
+    """Return the parts of the rewards that are not left out."""
+    return [one.parts for one in judged if one.reward is not None]
 
 
 def _environment_scores(played: Mapping[int, Played], on_failure: str, purpose: str) -> Scores:
@@ -145,7 +150,7 @@ def _environment_scores(played: Mapping[int, Played], on_failure: str, purpose: 
     rewards = [episode.reward or 0.0 for episode in episodes]
     reasons = [episode.failure for episode in episodes]
     failures = RewardFailures(report_failures(episodes, on_failure, purpose))
-    return Scores(rewards, [{} for _ in episodes], reasons, failures)
+    return Scores(rewards, [dict(episode.rewards) for episode in episodes], reasons, failures)
 
 
 def _input(prompt: Prompt, played: Played) -> RewardInput:

@@ -28,7 +28,7 @@ from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
 from trainer.rewards.store import RewardStore
 from trainer.sources.evaluation import Evaluation
-from trainer.sources.playing import Judged, Playing, means
+from trainer.sources.playing import Judged, Playing, known_parts, means
 
 LOG = logging.getLogger(__name__)
 
@@ -199,8 +199,9 @@ class RolloutSource:
         ]
         prompts = [self.prompts[draws[group].row] for group in groups]
         kept = [judged[group * n + i] for group in groups for i in range(n)]
-        metrics |= means("reward", kept)
+        metrics |= means("reward", known_parts(kept))
         if self.cfg.environment.name:
+            metrics |= means("episode", [one.played.metrics for one in kept if one.reward is not None])
             metrics["episode/turns/mean"] = float(np.mean([one.played.turns for one in kept]))
             metrics["episode/tokens/mean"] = float(np.mean([one.played.length for one in kept]))
         self._last = _Step(step, draws[:used], _mean_rewards(by_group)[:used], prompts, episodes, kept, metrics)
@@ -251,7 +252,7 @@ class RolloutSource:
 
     def _episode(self, draw: Draw, number: int, judged: Judged, baseline: float | None) -> Episode:
         uid, played = self._uid(draw), judged.played
-        given = (judged.reward, judged.parts, played.status, baseline, judged.failure)
+        given = (judged.reward, judged.parts, played.status, baseline, judged.failure, played.metrics)
         return Episode(f"{uid}:{number}", uid, played.samples, *given)
 
     # ---------------------------------------------------------------------------------------------------

@@ -33,5 +33,5 @@ def test_episodes_of_several_turns_are_written_with_their_turns_and_tokens(tmp_p
     tokens = [{"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5]} for ids in ([7, 8], [9, 10])]
     assert json.loads((tmp_path / "rollouts/step_3.jsonl").read_text()) == {
         "step": 3, "uid": "0:1", "messages": chat, "reward": 0.5, "rewards": {}, "finish_reason": "turns",
-        "failure": None, "samples": tokens,
+        "failure": None, "metrics": {}, "samples": tokens,
     }  # fmt: skip

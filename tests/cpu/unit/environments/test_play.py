@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.bad_rewards import BAD, NUMBERS
 from trainer.config import Config, EnvironmentConfig, TinyConfig
 from trainer.environments.play import Attempt, EnvironmentPlayer, Played, SingleTurn, report_failures
 from trainer.environments.tries import Tries
@@ -206,3 +207,55 @@ def test_progress_is_paid_once():
     steps = [environment.step({"role": "assistant", "content": text}) for text in ("cb", "", "cb", "cba")]
     assert [step.reward for step in steps] == pytest.approx([0.8, 0.0, 0.0, 0.2])
     assert [step.done for step in steps] == [False, False, False, True]
+
+
+def valued(tokenizer: Any, *rows: list[dict[str, Any]], **config: Any) -> list[Played]:
+    """Episodes of environments that give these steps."""
+    settings = {"name": "tests.support.environments:Valued", "max_failure_frac": 1.0, "num_processes": 1, **config}
+    with player_of(tokenizer, **settings) as player:
+        return play(player, Policy(tokenizer, "a", "b", "c"), attempts(*({"steps": row} for row in rows)))
+
+
+def test_an_episode_adds_up_its_named_rewards_and_metrics(tokenizer):
+    first = {"reward": 0.5, "rewards": {"form": 1, "fact": -2}, "metrics": {"moves": 3, "tool_calls/add": 1}}
+    one, plain = valued(tokenizer, [first, {"rewards": {"form": 0.25}, "metrics": {"moves": 1}}], [{"reward": 2}])
+    assert (one.reward, one.rewards) == (0.5 + 1 - 2 + 0.25, {"form": 1.25, "fact": -2.0})
+    assert one.metrics == {"moves": 4.0, "tool_calls/add": 1.0}
+    assert (plain.reward, plain.rewards, plain.metrics) == (2.0, {}, {})
+
+
+RANGE = ["returns nan", "returns -inf", "returns 1e308", "returns -1e13", "returns 10**400"]
+TYPES = ["returns None", "returns complex", "returns an array", "returns a coroutine", "returns a hostile float"]
+
+
+def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environments(tokenizer):
+    """The reasons are those of `rewards/values.py`, whoever gives the number, and as whatever it is given."""
+    bad = [(name, where) for name in RANGE + TYPES for where in ("reward", "rewards", "metrics")]
+    rows = [[{where: name if where == "reward" else {"x": name}}] for name, where in bad]
+    for (name, where), one in zip(bad, valued(tokenizer, *rows), strict=True):
+        prefix = "reward: " if where == "reward" else f"{where}: part x "
+        assert (one.status, one.reward, one.rewards) == ("failed", 0.0, {}), name
+        assert one.failure.startswith(f"step raised ValueError: {prefix}{BAD[name][1]}"), one.failure
+    good = [[{"reward": name, "rewards": {"x": name}}] for name in NUMBERS]
+    assert [(one.reward, one.rewards) for one in valued(tokenizer, *good)] == [(2.0, {"x": 1.0})] * len(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    "steps, reason",
+    [
+        ([{"reward": 1e12}, {"reward": 1e12}], "gave rewards that add up to 2e+12, beyond 1e+12"),
+        ([{"reward": -1e12, "rewards": {"a": -1e12}}], "gave rewards that add up to -2e+12, beyond 1e+12"),
+        ([{"rewards": {"a b": 1}}], "rewards: returned a part called 'a b'; names are letters, digits, _, . and -"),
+        ([{"rewards": {"a/b": 1}}], "rewards: returned a part called 'a/b'; names are"),
+        (
+            [{"metrics": {"a//b": 1}}],
+            "metrics: returned a part called 'a//b'; names are letters, digits, _, . and -, a",
+        ),
+        ([{"metrics": {"turns": 1}}], "metrics: turns is counted for every environment; choose another name"),
+        ([{"rewards": {f"n{i}": 1 for i in range(65)}}], "rewards: are 65; a step has at most 64"),
+        ([{"metrics": [1]}], "metrics: are a list, not a dict"),
+    ],
+)
+def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer, steps, reason):
+    (one,) = valued(tokenizer, steps)
+    assert one.status == "failed" and reason in one.failure and one.reward == 0.0

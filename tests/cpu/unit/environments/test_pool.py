@@ -169,7 +169,10 @@ def test_long_answers_are_cut_before_they_reach_the_driver():
         ({"start": [{"role": "user"}]}, "start raised TypeError: a message must have a text content: {'role': 'user'}"),
         ({"start": GOOD, "step": None}, "step raised TypeError: a step must be a trainer.environments.Step, not NoneT"),
         ({"start": GOOD, "step": {"messages": []}}, "step raised ValueError: there is no message, and the episode is"),
-        ({"start": GOOD, "step": {"messages": GOOD, "reward": "nan"}}, "step raised ValueError: the reward is nan"),
+        (
+            {"start": GOOD, "step": {"messages": GOOD, "reward": "nan"}},
+            "step raised ValueError: reward: returned str, which is",
+        ),
         ({"start": GOOD * 1025}, "start raised ValueError: there are 1025 messages; a step has at most 1024"),
         ({"start": [GOOD[0] | {"more": "x" * (1 << 20)}]}, "start raised ValueError: the messages hold 10486"),
         ({"start": [GOOD[0] | {"more": DEEP}]}, "start raised ValueError: the messages are nested too deeply"),

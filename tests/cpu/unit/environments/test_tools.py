@@ -232,3 +232,24 @@ def test_a_reply_without_a_call_is_the_answer(started):
     assert step(started, " 42\n").reward == 1.0
     last = step(started, "43")
     assert (last.reward, last.done) == (0.0, True)
+
+
+def test_calls_and_errors_are_counted_by_tool(started):
+    """Every step names every tool, so that an episode without calls counts as 0."""
+    call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+    none = {"tool_calls/multiply": 0, "tool_calls/look_up": 0, "tool_errors": 0}
+    text = call.format("multiply", '{"a": 6, "b": 7}') + call.format("look_up", '{"word": "?"}')
+    text += call.format("unknown", "{}") + "<tool_call>{no json</tool_call>"
+    assert step(started, text).metrics == {"tool_calls/multiply": 1, "tool_calls/look_up": 1, "tool_errors": 3}
+    assert step(started, "42").metrics == none
+
+
+def test_an_answer_may_earn_named_terms():
+    class Named(Calculator):
+        def score(self, answer, row):
+            return {"right": float(answer == row["answer"]), "brief": 0.5}
+
+    environment = Named()
+    run(environment.start({"prompt": "6 * 7?", "answer": "42"}, seed=0))
+    done = step(environment, "42")
+    assert (done.reward, done.rewards, done.done) == (0.0, {"right": 1.0, "brief": 0.5}, True)

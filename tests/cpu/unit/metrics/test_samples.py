@@ -84,7 +84,7 @@ def test_validation_is_written_whole_and_the_same_bytes_again(tmp_path):
     first, second = map(json.loads, data.splitlines())
     assert first == {
         "step": 20, "uid": "val:7", "number": 0, "prompt": PROMPT, "answer": "2", "reward": 1.0,
-        "rewards": {"exact": 1.0}, "finish_reason": "stop", "failure": None,
+        "rewards": {"exact": 1.0}, "finish_reason": "stop", "failure": None, "metrics": {},
         "completion": [{"role": "assistant", "content": "2"}],
     }  # fmt: skip
     assert (second["number"], second["reward"], second["finish_reason"]) == (1, 0.25, "length")

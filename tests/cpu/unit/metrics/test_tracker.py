@@ -284,7 +284,7 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
     history = wandb_history(newest / f"run-{run_id}.wandb")
     assert {step: json.loads(row["reward/mean"]) for step, row in history.items()} == {s: s / 8 for s in range(7)}
     table = json.loads((newest / "files" / json.loads(history[6]["samples/validation/path"])).read_text())
-    row = ["val:7:0", "", "2", "two\\x1b", 0.5, "exact 0.5", "stop", ""]
+    row = ["val:7:0", "", "2", "two\\x1b", 0.5, "exact 0.5", "stop", "", ""]
     assert table == {"columns": list(COLUMNS), "data": [row, row]}
     with pytest.raises(BlockingIOError):
         listener.accept()  # nobody called

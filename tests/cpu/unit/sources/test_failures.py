@@ -196,4 +196,4 @@ def test_samples_show_why_a_reward_failed():
     assert Transcript(*given, None, failure="raised TimeoutError: x\x1b").block() == (
         "prompt      ?\ncompletion  1\nreward      none\nfailure     raised TimeoutError: x\\x1b"
     )
-    assert Transcript(*given, 0.0, failure="is nan").row()[4:] == (0.0, "", "stop", "is nan")
+    assert Transcript(*given, 0.0, failure="is nan").row()[4:] == (0.0, "", "stop", "is nan", "")
