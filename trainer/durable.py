@@ -8,6 +8,7 @@ import glob
 import os
 import stat
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import xxhash
 
@@ -61,6 +62,37 @@ def read_file(path: str, folder: int | None = None) -> bytes:
             return file.read()
     finally:
         os.close(handle)
+
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def file_problem(path: str) -> str | None:
+    """Return why `path` is no regular file, such as `is a pipe`; None: it is one. Links are followed."""
+    try:
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}, not a regular file"
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file for reading. Links are followed, and a pipe does not block.
+
+    Raises:
+        OSError: the file is missing, cannot be read, or is not a regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return open(handle, "rb")
 
 
 def read_inside(root: str, path: str) -> bytes:

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import HINT, MANIFEST, step_in
 from trainer.checkpoint.one_tier import OneTier
-from trainer.durable import digest_file, forget, read_inside, sync_directory, sync_file, sync_tree, write_file
+from trainer.durable import (
+    digest_file,
+    file_problem,
+    forget,
+    read_inside,
+    sync_directory,
+    sync_file,
+    sync_tree,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -77,12 +86,18 @@ class LocalFiles:
         return digest_file(os.path.join(self.path, path))
 
     def contains(self, path: str) -> bool:
-        """Return whether `path` stays below the directory, links included, and has its shortest form."""
+        """Return whether `path` stays below the directory, links included, and has its shortest form.
+
+        A pipe or a device is not inside: reading it could take for ever.
+        """
         normal = os.path.normpath(path)
         if os.path.isabs(normal) or normal.split("/")[0] in ("..", ".") or normal != path:
             return False
         root = os.path.realpath(self.path)
-        return os.path.realpath(os.path.join(root, normal)).startswith(root + os.sep)
+        target = os.path.realpath(os.path.join(root, normal))
+        if not target.startswith(root + os.sep):
+            return False
+        return not os.path.exists(target) or file_problem(target) is None
 
     def own(self, folder: str, rank: int) -> list[str]:
         """Return the names of the files in a folder that DCP has written for this rank, sorted."""

@@ -214,7 +214,7 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
     for entry in entries:
         if not checkpoint.files.contains(entry.path):
             raise DamagedError(
-                f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint"
+                f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint, or is no file"
             )
     away = {path for paths in checkpoint.nodes.values() for path in paths}
     here = [entry for entry in entries if entry.path not in away]

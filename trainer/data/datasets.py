@@ -18,6 +18,7 @@ from trainer.config import DataConfig
 from trainer.data.generators import generate
 from trainer.data.limits import TextTooLong, encode, most_characters
 from trainer.documents import parse_json
+from trainer.durable import file_problem
 from trainer.errors import UserError, as_list
 from trainer.hub import first_line, is_connection_error, with_retries
 
@@ -363,6 +364,10 @@ def _lines(file: str, key: str) -> Rows:
     elif not file.endswith((".jsonl", ".parquet")):
         raise UserError(
             f"{key}={file}: must end in .jsonl or .parquet, or be hf://OWNER/NAME?config=C&split=S{_conversion(file)}"
+        )
+    elif os.path.exists(file) and (problem := file_problem(file)) is not None:
+        raise UserError(
+            f"{key}={file}: {problem}; the data is read again when the run is resumed, so write it to a file first"
         )
     elif not os.path.isfile(file):
         here = "" if os.path.isabs(file) else f" in {os.getcwd()}"

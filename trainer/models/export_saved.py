@@ -24,6 +24,7 @@ from trainer.hub import first_line
 from trainer.models.export import place_in_files, whole_directory, write_index
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
+from trainer.models.untrusted import check_model_files
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER_FIELDS: dict[Any, Shape] = {
@@ -184,6 +185,8 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dt
     """Return the weights in the directory `base` with the adapters merged."""
     from safetensors import safe_open
 
+    if os.path.isdir(base):
+        check_model_files(base, "--base")
     place, sizes = _base_weights(base, target)
     own = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
     adapted = {weight for weight in map(adapted_weight, own) if weight is not None}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.hub import first_line, is_connection_error, pinned, with_retries
+from trainer.models.untrusted import check_model_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,7 +24,7 @@ def resolve_model_path(path: str) -> str:
     The snapshot is that of the commit that the run began with (see `trainer.hub.pin`), else that of `main`.
 
     Raises:
-        UserError: neither exists.
+        UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).
     """
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "config.json")):
@@ -35,18 +36,21 @@ def resolve_model_path(path: str) -> str:
             raise UserError(
                 f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model{instead}"
             )
+        check_model_files(path)
         return os.path.abspath(path)  # ranks on an existing cluster have another working directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     commit = pinned(path)
     try:
-        return with_retries(lambda: snapshot_download(path, revision=commit, allow_patterns=_MODEL_FILES))
+        snapshot = with_retries(lambda: snapshot_download(path, revision=commit, allow_patterns=_MODEL_FILES))
     except (HFValidationError, OSError) as error:  # the Hub's HTTP errors are OSErrors
         problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
         if commit is not None:
             problem += f" at the commit {commit} that the run began with"
         raise UserError(f"model.path={path}: no such directory, and {problem} ({first_line(error)})") from error
+    check_model_files(snapshot)
+    return snapshot
 
 
 def load_config(model: ModelConfig, path: str) -> PretrainedConfig:

@@ -8,7 +8,6 @@ rank 0 and the weights are scattered.
 from __future__ import annotations
 
 import glob
-import json
 import os
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForCausalLM
 
 from trainer.config import FSDPConfig, LoraConfig, ModelConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, describe_error, one_line
 from trainer.models.attention import PACKED, set_attention
 from trainer.models.axes import refuse_axis
 from trainer.models.critic import CriticModel
@@ -30,6 +29,7 @@ from trainer.models.files import load_config
 from trainer.models.head import set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.tensor import share_matrices
+from trainer.models.untrusted import tensor_shapes
 from trainer.parallel.blocks import prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
@@ -130,7 +130,9 @@ def _shard_and_fill(
     parameters = {hugging_face_name(name): name for name, _ in module.named_parameters()}
     names = {file_name: name for file_name, name in parameters.items() if file_name}
     names = {file_name: name for file_name, name in names.items() if not file_name.startswith("value_head.")}
-    if set(names) <= _names_in_safetensors(path):
+    shapes = _shapes_in_safetensors(path)
+    if set(names) <= set(shapes):
+        _check_shapes(module, path, names, shapes)
         state = {file_name: module.get_parameter(name).detach() for file_name, name in names.items()}
         dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
     else:
@@ -154,8 +156,8 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names:
             full = {names[name]: tensor for name, tensor in lm.state_dict().items() if name in names}
             missing = sorted(set(names.values()) - set(full))
             problem = [f"it lacks the weight {missing[0]}" if missing else None]
-        except (OSError, ValueError) as error:
-            problem = [str(error).splitlines()[0]]
+        except Exception as error:  # a damaged or hostile file can raise any exception
+            problem = [describe_error(error)]
     dist.broadcast_object_list(problem)
     if problem[0]:
         raise UserError(f"model.path={path}: cannot be loaded, {problem[0]}")
@@ -163,16 +165,26 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names:
     set_model_state_dict(module, full, options=options)
 
 
-def _names_in_safetensors(path: str) -> set[str]:
-    """Return the names of the tensors in the safetensors files of a model directory."""
-    index = os.path.join(path, "model.safetensors.index.json")
-    if os.path.exists(index):
-        with open(index) as file:
-            return set(json.load(file)["weight_map"])
-    from safetensors import safe_open
+def _shapes_in_safetensors(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the safetensors files of a model directory, by name.
 
-    names: set[str] = set()
-    for file in glob.glob(os.path.join(path, "*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return names
+    Raises:
+        UserError: a file cannot be read.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+        try:
+            shapes |= tensor_shapes(file)
+        except (OSError, ValueError) as error:
+            name = os.path.basename(file)
+            raise UserError(f"model.path={path}: its {name} cannot be used ({one_line(str(error))})") from error
+    return shapes
+
+
+def _check_shapes(module: nn.Module, path: str, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
+    for file_name, name in names.items():
+        if (wanted := tuple(module.get_parameter(name).shape)) != shapes[file_name]:
+            raise UserError(
+                f"model.path={path}: the weight {file_name} has the shape {list(shapes[file_name])}, and config.json "
+                f"describes {list(wanted)}; the two belong to different models"
+            )

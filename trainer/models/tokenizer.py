@@ -9,11 +9,15 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from trainer.documents import is_count, mismatch, parse_object
+from trainer.durable import open_regular
 from trainer.errors import UserError
 from trainer.hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LARGEST_TEMPLATE = 1 << 20
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -62,7 +66,9 @@ def load_tokenizer(
         raise UserError(f"model.path={path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a damaged file can raise any exception; tokenizers raises plain `Exception`
+    except BaseException as error:  # a damaged file can raise any exception; tokenizers raises plain `Exception`
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
         raise UserError(f"model.path={path}: no tokenizer can be loaded from there ({first_line(error)})") from error
     # If there is only a config.json, transformers creates an empty tokenizer of the model's type.
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
@@ -70,8 +76,10 @@ def load_tokenizer(
         raise UserError(f"model.path={path}: the directory has no tokenizer (none of {', '.join(sorted(files))})")
     if chat_template is not None:
         try:
-            with open(chat_template, encoding="utf-8") as file:
-                tokenizer.chat_template = file.read()
+            with open_regular(chat_template) as file:
+                tokenizer.chat_template = file.read(_LARGEST_TEMPLATE + 1).decode()
+            if len(tokenizer.chat_template) > _LARGEST_TEMPLATE:
+                raise ValueError(f"it has more than {_LARGEST_TEMPLATE >> 20} MiB")
         except (OSError, ValueError) as error:
             raise UserError(f"model.chat_template={chat_template}: cannot be read ({first_line(error)})") from error
     if not tokenizer.chat_template:

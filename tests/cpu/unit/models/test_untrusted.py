@@ -1,0 +1,204 @@
+"""Files of a model directory that are no files, too large, or lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+
+from tests.support.ranks import run_ranks
+from trainer.config import TinyConfig
+from trainer.errors import UserError
+from trainer.models.files import resolve_model_path
+from trainer.models.tiny import build_tiny
+from trainer.models.untrusted import tensor_shapes
+from trainer.workers.rank import Rank
+
+FLOATS = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+def header(content: object, data: int = 16, length: int | None = None) -> bytes:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + b"\0" * data
+
+
+HEADERS = {
+    "nothing": (b"", "it has 0 bytes"),
+    "a length alone": (header({}, 0, 1 << 63), "its header would have 9223372036854775808 bytes"),
+    "too long": (header({"a": FLOATS}, length=1000), "its header would have 1000 bytes"),
+    "no JSON": (header(b"not json"), "Expecting value"),
+    "a list": (header([1]), "list instead of fields"),
+    "too deep": (header(b'{"a":' + b"[" * 100_000), "nested too deeply"),
+    "no tensor": (header({"a": 1}), "'a' is no object"),
+    "unknown type": (header({"a": {**FLOATS, "dtype": "X99\x1b[31m"}}), "unknown type 'X99"),
+    "negative": (header({"a": {**FLOATS, "shape": [-2, -2]}}), r"shape\[0\] is -2"),
+    "huge": (header({"a": {**FLOATS, "shape": [1 << 62, 1 << 62]}}), "does not fit its place"),
+    "many axes": (header({"a": {**FLOATS, "shape": [1] * 1000}}), "a shape or a place that no tensor has"),
+    "outside": (header({"a": {**FLOATS, "data_offsets": [16, 32]}}), "does not fit its place"),
+    "backwards": (header({"a": {**FLOATS, "data_offsets": [16, 0]}}), "does not fit its place"),
+    "overlapping": (header({"a": FLOATS, "b": {**FLOATS, "data_offsets": [8, 24]}}, 24), "overlap, or leave gaps"),
+    "a gap": (header({"a": FLOATS, "b": {**FLOATS, "data_offsets": [20, 36]}}, 36), "overlap, or leave gaps"),
+    "a rest": (header({"a": FLOATS}, 20), "more bytes than its header describes"),
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    save_file({"a": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    assert resolve_model_path(str(tmp_path)) == str(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_lies_is_refused_in_one_sentence(model, name):
+    content, problem = HEADERS[name]
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=f"^model.path=.*: its model.safetensors cannot be used .*{problem}") as refused:
+        resolve_model_path(str(model))
+    assert "\n" not in str(refused.value)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_what_is_accepted_is_what_the_library_accepts(data, tmp_path_factory):
+    good = save({"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.ones(())})
+    place = data.draw(st.integers(0, len(good) - 1))
+    changed = good[:place] + data.draw(st.binary(max_size=3)) + good[place + data.draw(st.integers(0, 3)) :]
+    file = tmp_path_factory.getbasetemp() / "changed.safetensors"
+    file.write_bytes(changed)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            wanted = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError:
+        wanted = None
+    try:
+        found = tensor_shapes(str(file))
+    except ValueError:
+        found = None
+    assert found is None or found == wanted
+
+
+def put(file: Path, kind: str) -> None:
+    file.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    elif kind == "a directory":
+        file.mkdir()
+    elif kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            before = os.getcwd()
+            os.chdir(file.parent)  # the name of a socket is short
+            one.bind(file.name)
+            os.chdir(before)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a directory", "a socket"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "generation_config.json"])
+def test_what_is_no_file_is_refused_before_it_is_read(model, kind, name):
+    put(model / name, kind)
+    with pytest.raises(UserError, match=f"its {name} cannot be used .it is {kind}, not a regular file"):
+        resolve_model_path(str(model))
+
+
+def test_files_that_are_too_large_are_refused_before_they_are_read(model):
+    for name, size in (("config.json", 300 << 20), ("tokenizer.json", 2 << 30), ("chat_template.jinja", 64 << 20)):
+        with open(model / name, "r+b" if name == "config.json" else "wb") as file:
+            file.truncate(size)
+        with pytest.raises(UserError, match=f"its {name} cannot be used .it has .* and such a file has at most"):
+            resolve_model_path(str(model))
+        os.truncate(model / name, 0) if name == "config.json" else (model / name).unlink()
+        (model / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        ({"weight_map": {"a": "../../etc/passwd"}}, "'../../etc/passwd', which is not in its directory"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd', which is not in its directory"),
+        ({"weight_map": {"a": "missing.safetensors"}}, "it names missing.safetensors, which cannot be read"),
+        ({"weight_map": {"a": "pipe.safetensors"}}, "pipe.safetensors cannot be used|which is a pipe"),
+        ({"weight_map": {"a": 1}}, "weight_map.a is 1"),
+        ([], "list instead of fields"),
+    ],
+)
+def test_an_index_names_files_of_its_directory_alone(model, content, problem):
+    (model / "model.safetensors.index.json").write_text(json.dumps(content))
+    if "pipe" in str(content):
+        os.mkfifo(model / "pipe.safetensors")
+    with pytest.raises(UserError, match=problem):
+        resolve_model_path(str(model))
+
+
+def test_links_to_files_are_followed(model, tmp_path_factory):
+    blob = tmp_path_factory.mktemp("blobs") / "blob"
+    (model / "model.safetensors").rename(blob)
+    (model / "model.safetensors").symlink_to(blob)  # as in the cache of the Hub
+    assert resolve_model_path(str(model)) == str(model)
+
+
+def test_files_that_no_library_reads_may_have_any_content(model):
+    (model / "model.bin").write_bytes(b"of another program")
+    with open(model / "trainer_state.json", "wb") as file:
+        file.truncate(1 << 30)
+    assert resolve_model_path(str(model)) == str(model)
+
+
+def test_a_bin_file_is_of_torch(model):
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps({}, protocol=0))
+    with pytest.raises(UserError, match="its pytorch_model.bin cannot be used .it is no file of torch"):
+        resolve_model_path(str(model))
+    torch.save({}, model / "pytorch_model.bin")
+    resolve_model_path(str(model))
+
+
+class Hostile:
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def build(rank: Rank, paths: list[str]) -> list[str]:
+    problems = []
+    for path in paths:
+        try:
+            rank.build(["policy"], path)
+        except UserError as error:
+            problems.append(str(error))
+    return problems
+
+
+def test_weights_that_cannot_be_loaded_are_refused_on_every_rank_and_run_no_code(tmp_path):
+    names = ("hostile", "torn", "another", "shape")
+    paths = {name: tmp_path / name for name in names}
+    for path in paths.values():
+        build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1), str(path))
+    weights = load_file(paths["shape"] / "model.safetensors")
+    for name in ("hostile", "torn", "another"):
+        (paths[name] / "model.safetensors").unlink()
+    torch.save({**weights, "x": Hostile(tmp_path / "ran")}, paths["hostile"] / "pytorch_model.bin")
+    torch.save(weights, paths["torn"] / "pytorch_model.bin")
+    os.truncate(paths["torn"] / "pytorch_model.bin", 5000)
+    torch.save([1, 2], paths["another"] / "pytorch_model.bin")
+    name = "model.norm.weight"
+    save_file({**weights, name: torch.ones(7)}, paths["shape"] / "model.safetensors")
+    first, second = run_ranks(2, build, [str(path) for path in paths.values()], device="cpu")
+    assert first == second and len(first) == len(paths), first
+    assert not (tmp_path / "ran").exists()
+    for problem, path in zip(first, paths.values(), strict=True):
+        assert problem.startswith(f"model.path={path}: ") and "\n" not in problem
+    assert f"the weight {name} has the shape [7], and config.json describes [32]" in first[3]

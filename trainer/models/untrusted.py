@@ -1,0 +1,144 @@
+"""Check the files of a model directory by type, size and header, before a library reads them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from typing import BinaryIO
+
+from trainer.documents import is_count, mismatch, parse_object
+from trainer.durable import file_problem, open_regular
+from trainer.errors import UserError, name_size, one_line
+
+_MIB = 1 << 20
+_LARGEST = (
+    (re.compile(r".*\.index\.json"), 64 * _MIB),
+    (re.compile(r"(tokenizer|vocab|merges|added_tokens|special_tokens_map|tokenizer_config)\.(json|txt)"), 512 * _MIB),
+    (re.compile(r"(.*_)?config\.json|chat_template\.json|.*\.(jinja|py)"), 32 * _MIB),
+    (re.compile(r".*\.(json|txt|model|tiktoken|spm|safetensors|bin)"), None),
+)
+"""Files that the libraries read, or could read, with the largest size of each in bytes. The first pattern that fits
+counts."""
+_LARGEST_HEADER = 100_000_000  # as the library safetensors has it
+_MOST_AXES = 32
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+_STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
+"""A zip file, or the pickle of torch's older format."""
+
+_checked: set[tuple[str, int, int]] = set()
+
+
+def check_model_files(path: str, key: str = "model.path") -> None:
+    """Check the files of the model directory `path`. Files that this process has checked before are not read again.
+
+    Raises:
+        UserError: a file is no regular file, is too large for its kind, or has a header that cannot be true; or an
+            index names a file outside of the directory.
+    """
+    for name in sorted(os.listdir(path)):
+        for pattern, largest in _LARGEST:
+            if pattern.fullmatch(name):
+                _check_once(path, name, largest, key)
+                break
+
+
+def tensor_shapes(file: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a safetensors file, by name.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+        ValueError: its header cannot be true.
+    """
+    with open_regular(file) as opened:
+        return _read_header(opened)
+
+
+def files_in_index(index: str) -> dict[str, str]:
+    """Return the file of each tensor that an index names.
+
+    Raises:
+        OSError: the index cannot be read, or is no regular file.
+        ValueError: it is no index, or names a file outside of its directory.
+    """
+    with open_regular(index) as opened:
+        files: dict[str, str] = parse_object(opened.read(), {"weight_map": {str: str}})["weight_map"]
+    for file in set(files.values()):
+        if os.path.isabs(file) or ".." in file.split("/") or not file.isprintable():
+            raise ValueError(f"it names the file {one_line(repr(file))}, which is not in its directory")
+    return files
+
+
+def _check_once(path: str, name: str, largest: int | None, key: str) -> None:
+    file = os.path.join(path, name)
+    try:
+        if (problem := file_problem(file)) is not None:
+            raise ValueError(f"it {problem}")
+        status = os.stat(file)
+        stamp = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
+        if stamp in _checked:
+            return
+        if largest is not None and status.st_size > largest:
+            raise ValueError(f"it has {name_size(status.st_size)}, and such a file has at most {name_size(largest)}")
+        _check_content(file, name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
+    _checked.add(stamp)
+
+
+def _check_content(file: str, name: str) -> None:
+    if name == "config.json":
+        with open_regular(file) as opened:
+            parse_object(opened.read())
+    elif name.endswith(".index.json"):
+        for shard in set(files_in_index(file).values()):
+            if (problem := file_problem(os.path.join(os.path.dirname(file), shard))) is not None:
+                raise ValueError(f"it names {shard}, which {problem}")
+    elif name.endswith(".safetensors"):
+        tensor_shapes(file)
+    elif name.startswith("pytorch_model") and name.endswith(".bin"):
+        with open_regular(file) as opened:
+            if not opened.read(4).startswith(_STARTS_OF_BIN):
+                raise ValueError("it is no file of torch")
+
+
+def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise ValueError(f"it has {size} bytes, too few for safetensors")
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > min(size - 8, _LARGEST_HEADER):
+        raise ValueError(f"its header would have {length} bytes, of {name_size(size)} and at most 100 MB")
+    header = parse_object(file.read(length))
+    header.pop("__metadata__", None)
+    shapes, spans = {}, []
+    for name, entry in header.items():
+        where = one_line(repr(name))
+        shape = {"dtype": str, "shape": [is_count], "data_offsets": [is_count]}
+        if (problem := mismatch(entry, shape, where)) is not None:
+            raise ValueError(problem)
+        if entry["dtype"] not in _BITS:
+            raise ValueError(f"{where} has the unknown type {one_line(repr(entry['dtype']))}")
+        if len(entry["shape"]) > _MOST_AXES or len(entry["data_offsets"]) != 2:
+            raise ValueError(f"{where} has a shape or a place that no tensor has")
+        begin, end = entry["data_offsets"]
+        bits = math.prod(entry["shape"]) * _BITS[entry["dtype"]]
+        if not begin <= end <= size - 8 - length or bits != 8 * (end - begin):
+            raise ValueError(f"{where} does not fit its place in the file")
+        shapes[name] = tuple(entry["shape"])
+        spans.append((begin, end))
+    position = 0
+    for begin, end in sorted(spans):
+        if begin != position:
+            raise ValueError("its tensors overlap, or leave gaps")
+        position = end
+    if position != size - 8 - length:
+        raise ValueError("it has more bytes than its header describes, or fewer")
+    return shapes
