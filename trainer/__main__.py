@@ -47,7 +47,7 @@ def main() -> int | None:
     if command in COMMANDS:
         sys.argv = [f"trainer {command}", *words[1:]]
         return import_module(COMMANDS[command][0]).main()
-    from trainer.output import guard_output
+    from trainer.output import guard_output, show
 
     guard_output()
     if command in ("--help", "-h", "help"):
@@ -56,7 +56,7 @@ def main() -> int | None:
     if command in ("--version", "-V"):
         print(f"trainer {__version__}")
         return 0
-    print(f"error: {_unknown(command, words)}", file=sys.stderr)
+    show(f"error: {_unknown(command, words)}", error=True)
     return 2
 
 

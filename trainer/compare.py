@@ -19,7 +19,7 @@ from trainer.documents import parse_yaml
 from trainer.errors import UserError
 from trainer.metrics.best import Best, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.output import guard_output
+from trainer.output import escape, guard_output, show
 
 _PER_RUN = (
     "trainer.run_name",
@@ -106,7 +106,7 @@ def find_runs(paths: list[str]) -> list[str]:
     if not runs:
         raise UserError(f"{others[0] if others else paths[0]}: is no run directory; it has no {METRICS_FILE}")
     for path in others:
-        print(f"left out {path}: it has no {METRICS_FILE}", file=sys.stderr)
+        show(f"left out {path}: it has no {METRICS_FILE}", error=True)
     return runs
 
 
@@ -125,7 +125,7 @@ def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> N
     runs.sort(key=lambda run: _rank(best[run.path], mode))
     _print_table(runs, metric, best)
     _draw(runs, metric, picture)
-    print(f"curves: {picture}", flush=True)
+    show(f"curves: {picture}")
 
 
 def _rank(best: Best | None, mode: str) -> tuple[bool, float]:
@@ -143,16 +143,16 @@ def _print_table(runs: list[Run], metric: str, best: dict[str, Best | None]) -> 
     # A long name makes a wide column: the last word stands for the key if it is the only such key.
     names = [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
     for name in ("run", *names):
-        table.add_column(Text(name), overflow="fold")
+        table.add_column(Text(escape(name, lines=False)), overflow="fold")
     for name in (f"best {metric}", "at step", "last", "steps"):
-        table.add_column(Text(name), justify="right", no_wrap=True)
+        table.add_column(Text(escape(name, lines=False)), justify="right", no_wrap=True)
     for run in runs:
         reached = best[run.path]
         last = next((row[metric] for row in reversed(run.rows) if row.get(metric) is not None), None)
         numbers = (f"{reached.value:.4g}", str(reached.step)) if reached else (_UNKNOWN, _UNKNOWN)
         settings = [str(run.config.get(key, _UNKNOWN)) for key in keys]
         cells = (_name(run), *settings, *numbers, _UNKNOWN if last is None else f"{last:.4g}", str(run.steps))
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(escape(cell, lines=False)) for cell in cells))
     # A file or a pipe has no width: no line is cut there.
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         compare_runs(args.runs, args.out, args.metric)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", error=True)
         return 2
     return 0
 

@@ -22,7 +22,7 @@ from trainer.documents import is_count, parse_object
 from trainer.errors import UserError
 from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.output import guard_output
+from trainer.output import escape, guard_output, show
 from trainer.places import inside
 from trainer.run.aftermath import compare_since
 from trainer.run.starts import LOG_NAME, STARTS_FILE
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lines = diagnose(run_dir)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", error=True)
         return 2
-    print("\n".join(lines))
+    show("\n".join(escape(line, lines=False) for line in lines))
     return 0
 
 

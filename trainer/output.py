@@ -14,6 +14,7 @@ import os
 import select
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -21,6 +22,29 @@ from trainer.appended import open_appended
 from trainer.redaction import hide_known
 
 _CHUNK = 1 << 20
+
+
+def escape(text: str, lines: bool = True) -> str:
+    """Return `text` with the characters escaped that control a terminal, change the direction of text or are not seen.
+
+    Names, texts of models and servers, and files that others have written go through this before they are printed or
+    logged. The colours of the display do not: they are no part of a text.
+
+    Args:
+        lines: keep line breaks and tabs. False: the text is one line.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in (text.replace("\r\n", "\n") if lines else text)
+    )
+
+
+def show(text: str, error: bool = False) -> None:
+    """Print `text` on stdout, or on stderr, with what could control the terminal escaped (see `escape`)."""
+    print(escape(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 class _Messages(logging.Handler):
@@ -32,7 +56,7 @@ class _Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = hide_known(self.format(record))
+            text = escape(hide_known(self.format(record)))
             self.write(text if record.levelno < logging.WARNING else f"{record.levelname}: {text}")
         except Exception:
             self.handleError(record)
@@ -72,8 +96,9 @@ class LogFile(logging.Handler):
 
     def write(self, text: str) -> None:
         """Append `text`. Without a buffer, so that a signal handler may call it, and a kill loses nothing."""
-        now, text = time.strftime("%Y-%m-%d %H:%M:%S"), hide_known(text)
-        data = "".join(f"{now} {line}\n" for line in text.splitlines()).encode(errors="backslashreplace")
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = escape(hide_known(text)).removesuffix("\n").split("\n") if text else []
+        data = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
         if self._file is None:
             self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]
         else:
@@ -127,7 +152,9 @@ class _LibraryWarnings(logging.Handler):
         LOG_FILE.emit(record)
         if logging.getLogger().handlers == [self]:
             assert logging.lastResort is not None
-            logging.lastResort.handle(record)
+            text = escape(logging.lastResort.format(record))
+            shown = {"msg": text, "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
+            logging.lastResort.handle(logging.makeLogRecord({**vars(record), **shown}))
 
 
 @contextlib.contextmanager

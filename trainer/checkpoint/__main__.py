@@ -25,7 +25,7 @@ from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import is_there, open_store
 from trainer.errors import UserError, sentence_of
-from trainer.output import guard_output
+from trainer.output import escape, guard_output
 from trainer.places import is_url, problem_of
 
 
@@ -338,7 +338,7 @@ def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 def _printable(text: str) -> str:
     """Escape the characters that could control a terminal, or that the terminal cannot show."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = escape(text, lines=False)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -28,7 +28,7 @@ from trainer.errors import (
     memory_ran_out,
     one_line,
 )
-from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.output import LOG_FILE, guard_output, logging_to_file, show, show_messages
 from trainer.redaction import redact, redact_text
 from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
@@ -81,7 +81,7 @@ class Outcome:
     def show(self) -> None:
         """Print and log the text: on stdout if the run stopped as it was told, else on stderr."""
         if self.shown:
-            print(self.shown, file=sys.stdout if self.status == EXIT_STATUS else sys.stderr, flush=True)
+            show(self.shown, error=self.status != EXIT_STATUS)
             LOG_FILE.write(self.shown)
 
 
@@ -278,7 +278,7 @@ class _Sweep:
         launched = noted_ends()
         for end in launched:
             if end.status:
-                print(f"{end.name}: {end.text}", file=sys.stderr, flush=True)
+                show(f"{end.name}: {end.text}", error=True)
         ends = [*self._ends, *launched]
         failed = [end for end in ends if end.status not in (0, EXIT_STATUS)]
         texts = [f"{len(failed)} of {len(ends)} jobs failed: {'; '.join(end.name for end in failed)}"] if failed else []
@@ -306,7 +306,7 @@ def _run_swept(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome
     from hydra.core.hydra_config import HydraConfig
 
     try:
-        print(_swept_name(dict_config), flush=True)
+        show(_swept_name(dict_config))
         config = to_config(dict_config)
         SIGNALS.check()
         value = job(config)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.durable import write_file
+from trainer.output import escape
 
 Message = Mapping[str, Any]
 """`role` and `content`."""
@@ -133,8 +134,7 @@ def write_validation(
 
 def printable(text: str) -> str:
     """Return `text` with line breaks, and with other characters that control a terminal or cannot be seen escaped."""
-    text = text.replace("\r\n", "\n").replace("\t", "    ")
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return escape(text.replace("\t", "    "))
 
 
 def _middle_out(text: str) -> str:

@@ -10,7 +10,7 @@ import threading
 import time
 
 from trainer.metrics.timing import clock
-from trainer.output import messages_to
+from trainer.output import escape, messages_to
 from trainer.signals import SIGNALS
 from trainer.stages import running_stage
 
@@ -89,7 +89,7 @@ class StartUp:
 def stage_text() -> str:
     """Return the running stage and its time so far: `starting Ray 0:04`; empty between stages. Thread-safe."""
     stage = running_stage()
-    return f"{stage[0]} {clock(time.monotonic() - stage[1])}" if stage else ""
+    return f"{escape(stage[0], lines=False)} {clock(time.monotonic() - stage[1])}" if stage else ""
 
 
 def _write(text: str) -> None:

@@ -13,7 +13,8 @@ from hydra.experimental.callback import Callback
 from trainer.config.launched import prepare_notes
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.redaction import redact_command
+from trainer.output import show
+from trainer.redaction import redact_command, redact_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,7 +30,7 @@ class SweepCallback(Callback):
         try:
             self._prepare(config)
         except UserError as error:  # Hydra would turn an exception into a warning
-            print(f"error: {error}", file=sys.stderr)
+            show(f"error: {redact_text(str(error))}", error=True)
             sys.exit(2)
 
     def _prepare(self, config: DictConfig) -> None:

@@ -161,3 +161,21 @@ def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
 def test_a_directory_without_a_run(tmp_path, capsys):
     (line,) = said(tmp_path, capsys, status=2)
     assert line == f"error: {tmp_path}: holds no run (starts.jsonl is missing or damaged)"
+
+
+HOSTILE = "\x1b]0;gone\x07\x1b[2J\x9b31m\u202etxt\u2066\u200b\u2028\rnext       rm -rf /\nnext       rm -rf /"
+
+
+def test_what_files_of_a_run_say_does_not_reach_the_terminal_as_commands(run, capsys):
+    incident = json.loads((run / "incidents.jsonl").read_text()) | {"text": HOSTILE, "node": HOSTILE, "action": HOSTILE}
+    (run / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
+    (run / "log.txt").write_text(f"2026-11-22 04:00:00 error: {HOSTILE.replace(chr(10), ' ')}\n")
+    start = json.loads((run / "starts.jsonl").read_text())
+    (run / "starts.jsonl").write_text(json.dumps(start | {"directory": f"/{HOSTILE}"}) + "\n")
+    assert main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in shown) and r"\x1b[2J" in shown
+    assert sum(line.startswith("next  ") for line in shown.split("\n")) == 1
+    (run / "metrics.jsonl").write_text(f"{HOSTILE}\n{{}}\n{{}}")
+    assert main([f"{run}"]) == 2 and main([f"{run}{HOSTILE}"]) == 2
+    assert all(letter.isprintable() or letter == "\n" for letter in capsys.readouterr().err)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pty
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.jobs import command, environment, metrics
+from trainer import output
 from trainer.metrics.report import final_report
 from trainer.metrics.tracker import METRICS_FILE
+from trainer.output import LogFile, escape, messages_to
 
 TEXT = r"é ж 中 🙂 \ud800"
 SHOW = f"""
@@ -265,3 +271,52 @@ def test_a_log_file_that_cannot_be_written_ends_nothing(tmp_path):
     for path in ("/dev/full", str(tmp_path / "no/such/directory/log.txt")):
         done = subprocess.run([sys.executable, "-c", LOG, path], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stderr == "a font is missing\n"
+
+
+@given(text=st.text())
+def test_what_could_control_a_terminal_is_escaped(text):
+    for lines in (True, False):
+        shown = escape(text, lines)
+        assert escape(shown, lines) == shown
+        assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+                    and not (lines and c in "\n\t")]  # fmt: skip
+    plain = "".join(c for c in text if c.isprintable())
+    assert escape(plain) == plain
+
+
+HOSTILE = "a\x1b[31m\x07\x9b2J\r\u202eb\u2066\u200b\u2028c\nd\te"
+SAFE = "a\\x1b[31m\\x07\\x9b2J\\r\\u202eb\\u2066\\u200b\\u2028c\nd\te"
+
+
+def test_messages_errors_and_the_log_are_escaped(tmp_path, capsys, monkeypatch):
+    kept: list[str] = []
+    log = LogFile()
+    log.is_used = True
+    log.open(str(tmp_path / "log.txt"))
+    record = logging.LogRecord("trainer.x", logging.INFO, "", 0, "%s", (HOSTILE,), None)
+    with messages_to(kept.append):
+        output._MESSAGES.emit(record)
+    log.emit(record)
+    log.close()
+    assert kept == [SAFE]
+    lines = (tmp_path / "log.txt").read_text().split("\n")
+    assert [line[20:] for line in lines] == [*SAFE.split("\n"), ""]
+    output.show(HOSTILE)
+    output.show(HOSTILE, error=True)
+    assert capsys.readouterr() == (f"{SAFE}\n", f"{SAFE}\n")
+
+
+def test_warnings_of_libraries_are_escaped(capsys):
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.LogRecord("httpx", logging.WARNING, "", 0, "%s", (HOSTILE,), sys.exc_info())
+    handler = output._LibraryWarnings()
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, [handler]
+    try:
+        handler.emit(record)
+    finally:
+        root.handlers = before
+    shown = capsys.readouterr().err
+    assert SAFE in shown and "\x1b" not in shown and "ValueError" in shown
