@@ -14,24 +14,25 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
+from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
 from trainer.documents import is_count, parse_object
-from trainer.errors import UserError
+from trainer.errors import UserError, name_size, sentence_of
 from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import escape, guard_output, show
-from trainer.places import inside
+from trainer.places import inside, is_same, is_url
 from trainer.run.aftermath import compare_since
+from trainer.run.next_command import command_of, next_command
 from trainer.run.starts import LOG_NAME, STARTS_FILE
 
 _SHOWN = 10
 _MEMBERS = ("rank", "engine")
 _SUSPECT = 2  # incidents of a node after which it counts as bad
-_RESUME = "trainer.resume_mode="
-_MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
+_READ_S = 30.0
 _START = {"command": [str], "directory": str, "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}}}
 
 
@@ -40,43 +41,75 @@ def main(argv: list[str] | None = None) -> int:
     guard_output()
     parser = argparse.ArgumentParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
-    run_dir = parser.parse_args(argv).run_dir
+    help = "for reading the newest checkpoint, to see whether it is damaged (default: %(default)g)"
+    parser.add_argument("--seconds", type=float, default=_READ_S, help=help)
+    args = parser.parse_args(argv)
     try:
-        lines = diagnose(run_dir)
+        lines = diagnose(args.run_dir, args.seconds)
     except (UserError, OSError) as error:
-        show(f"error: {error}", error=True)
+        show(f"error: {sentence_of(error)}", error=True)
         return 2
     show("\n".join(escape(line, lines=False) for line in lines))
     return 0
 
 
-def diagnose(run_dir: str) -> list[str]:
+def diagnose(run_dir: str, seconds: float = _READ_S) -> list[str]:
     """Return lines for people.
+
+    Args:
+        seconds: for reading the newest checkpoint, to see whether it is damaged.
 
     Raises:
         UserError: there is no run in `run_dir`, or its metrics are damaged.
     """
+    if is_url(run_dir):
+        raise UserError(f"{run_dir}: is a URL; name the run's directory, or give the URL to `trainer checkpoint ls`")
+    if not os.path.isdir(run_dir):
+        what = "is a file" if os.path.exists(run_dir) else "no such directory"
+        raise UserError(f"{run_dir}: {what}; name the directory of a run, which has a {STARTS_FILE}")
     start = _last_start(run_dir)
     if start is None:
         raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
     rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
     step = rows[-1]["step"] if rows else 0
-    total = _total_steps(start)
-    good, checkpoints = _checkpoints(run_dir, start)
+    supervised = _is_supervised(start, rows)
+    total = _total_steps(start, supervised)
+    good, checkpoints = _checkpoints(run_dir, start, seconds)
     running, gone = holder(run_dir)
     last_words = _last_words(run_dir)
     lines = [f"run        {run_dir}: step {step} of {total} is logged", *_ending(running, gone, last_words)]
     lines += ["incidents  none" if not incidents else f"incidents  {_counts(incidents)}"]
     lines += [f"           {_line(one)}" for one in incidents[-_SHOWN:]]
     lines += ["known good", *(f"           {line}" for line in checkpoints)]
+    is_refused = good == 0 and any(": DAMAGED" in line for line in checkpoints)
+    if not running and good != total:
+        lines += ["restart    " + ("is refused: no checkpoint is valid" if is_refused else _restart(good, step, total))]
     if incidents and (since := compare_since(rows, incidents[-1].step)):
         lines += [f"since      {since[0]}", *(f"           {line}" for line in since[1:])]
     suspects = bad_nodes(incidents)
     if suspects:
         lines += ["bad nodes  " + ", ".join(f"{node} ({reason})" for node, reason in suspects.items())]
-    finished = good == total and not running
-    lines += ["next       " + _advice(start, running, finished, incidents, last_words)]
-    return lines
+    if running:
+        advice = "nothing: wait for it, or stop it with a signal (SIGTERM: it saves and exits with 75)"
+    elif good == total:
+        advice = "nothing: the last step is saved"
+    elif is_refused:
+        advice = "repair one, resume with the version that wrote it, or start over with another trainer.run_name"
+    else:
+        advice = _advice(start, run_dir, incidents, last_words, supervised)
+    return [*lines, f"next       {advice}"]
+
+
+def _restart(good: int, logged: int, total: int) -> str:
+    """Return what a restart would do."""
+    origin = f"continues from global_step_{good}" if good else "begins at the first step"
+    again = f", trains step{'s' if logged > good + 1 else ''} {_span(good + 1, logged)} again" if logged > good else ""
+    rest = f", then {_span(max(good, logged) + 1, total)}" if total > max(good, logged) else ""
+    return f"{origin}{again}{rest}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
@@ -104,31 +137,35 @@ def _last_start(run_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def _total_steps(start: dict[str, Any]) -> int:
+def _total_steps(start: dict[str, Any], supervised: bool) -> int:
     sft = start["config"].get("sft", {}).get("steps")
-    supervised = _command(start)[:2] == ["trainer", "sft"]
     return sft if supervised and is_count(sft) else start["config"]["trainer"]["total_steps"]
 
 
-def _command(start: dict[str, Any]) -> list[str]:
-    """Return the command of a start as a user gives it; as it was recorded if it was not on the command line."""
-    words = start["command"]
-    for i, word in enumerate(words):
-        if word in _MODULES:
-            return ["trainer", _MODULES[word], *words[i + 1 :]]
-        if os.path.basename(word) == "trainer" and words[i + 1 : i + 2] in [[name] for name in _MODULES.values()]:
-            return ["trainer", *words[i + 1 :]]
-    return words
+def _is_supervised(start: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    return command_of(start["command"])[:2] == ["trainer", "sft"] or any("sft/loss" in row for row in rows)
 
 
-def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
+def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
+    """Return the directory in which the run was started, if it is now in another one: moved, or a copy."""
+    before = start["config"]["trainer"].get("run_dir")
+    if not isinstance(before, str):
+        return None
+    before = inside(start["directory"], before)
+    return None if is_same(before, run_dir) else before
+
+
+def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
     place = record.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
-    newest, lines = _newest(place)
+    moved_from = _moved_from(run_dir, start)
+    if moved_from and not is_url(place) and (below := os.path.relpath(place, moved_from)).split(os.sep)[0] != os.pardir:
+        place = os.path.join(run_dir, below)
+    newest, lines = _newest(place, seconds)
     local = start["config"]["trainer"].get("ckpt_local_dir")
     if isinstance(local, str):
         local = inside(start["directory"], local)
-        nearest, near = _newest(local)
+        nearest, near = _newest(local, seconds)
         if nearest > newest:
             newest, lines = nearest, [*near[:-1], f"{near[-1]}; not uploaded", *lines]
         elif not os.path.isdir(local):
@@ -136,29 +173,52 @@ def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
     return newest, lines or [f"no checkpoint in {place}: the run would start again from its start weights"]
 
 
-def _newest(place: str) -> tuple[int, list[str]]:
-    """Return the step of the newest valid checkpoint in a place (0: none), and lines about it and newer ones."""
+def _newest(place: str, seconds: float) -> tuple[int, list[str]]:
+    """Return the step of the newest valid checkpoint in a place (0: none), and lines about it and newer ones.
+
+    Args:
+        seconds: for reading its files. What is not read by then is checked by its size.
+    """
     store = open_store(place)
-    lines = []
+    lines: list[str] = []
     for step in reversed(store.steps()):
         path = store.path(step)
         try:
-            checkpoint = manifests.verify(path, "size", whole=False)
+            checkpoint = manifests.read(path)
+            read, total = check_content(checkpoint, seconds, _tell)
         except DamagedError as error:
-            lines.append(f"{path}: DAMAGED ({str(error).removeprefix(f'{path}: ')})")
+            if isinstance(error.__cause__, PermissionError):
+                raise error.__cause__ from None
+            if step in store.steps():  # a running job may have deleted it meanwhile
+                lines.append(f"{path}: DAMAGED ({str(error).removeprefix(f'{path}: ')})")
             continue
-        check = "sizes agree; `trainer checkpoint verify` reads all bytes"
+        check = "all bytes agree"
+        if read < total:
+            amount = f"{name_size(read)} of {name_size(total)}"
+            check = (
+                f"sizes agree; {amount} read without damage, `trainer checkpoint verify {shlex.quote(path)}` reads all"
+            )
         if checkpoint.nodes:
-            check = f"on the disks of {', '.join(sorted(checkpoint.nodes))}"
+            check = f"{check}; shards on the disks of {', '.join(sorted(checkpoint.nodes))}"
         return step, [*lines, f"{path}, saved at {checkpoint.manifest['saved_at']} ({check})"]
     return 0, lines
+
+
+def _tell(read: int, total: int) -> None:
+    """Show on a terminal how much of a checkpoint has been read."""
+    if sys.stderr.isatty():
+        text = f"reading the newest checkpoint: {name_size(read)} of {name_size(total)}"
+        print(f"\r{text}\r{' ' * len(text)}\r" if read == total else f"\r{text}", end="", file=sys.stderr, flush=True)
 
 
 def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]:
     if running:
         return [f"now        it is running: {running}"]
     if gone:
-        return [f"ended      without a word: {gone} was killed, or its machine went down", f"last line  {last_words}"]
+        return [
+            f"ended      without a last message: {gone} was killed, or its machine went down",
+            f"last line  {last_words}",
+        ]
     return [f"ended      {last_words}"]
 
 
@@ -183,30 +243,18 @@ def _line(one: Incident) -> str:
     return f"{one.time[:19]}  step {one.step}  {one.name}{where}: {one.cause} ({one.kind}); {one.action}; {one.text}"
 
 
-def _advice(
-    start: dict[str, Any],
-    running: str | None,
-    finished: bool,
-    incidents: list[Incident],
-    last_words: str,
-) -> str:
-    if running:
-        return "nothing: wait for it, or stop it with a signal (SIGTERM: it saves and exits with 75)"
-    if finished:
-        return "nothing: the last step is saved"
+def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str, supervised: bool) -> str:
+    """Return the command that continues a run that has not finished."""
     at_fault = incidents and incidents[-1].kind == JOB and incidents[-1].action == "ended the run"
-    if at_fault and last_words.startswith("error"):
-        again = "change what the sentence above names, then: "
-    else:
-        again = ""
-    arguments = _command(start)
-    if not any(argument.lstrip("+").startswith(_RESUME) for argument in arguments):
-        arguments = [*arguments, f"{_RESUME}latest"]
+    again = "change what the sentence above names, then: " if at_fault and last_words.startswith("error") else ""
+    changes = {}
+    if _moved_from(run_dir, start):
+        changes["trainer.run_dir"] = os.path.abspath(run_dir)
     address = start["config"]["trainer"].get("ray_address")
     if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
         drained = sorted({*nodes, *start["config"]["trainer"].get("drained_nodes", [])})
-        arguments = [*arguments, f"trainer.drained_nodes=[{','.join(drained)}]"]
-    return f"{again}cd {shlex.quote(start['directory'])} && {shlex.join(arguments)}"
+        changes["trainer.drained_nodes"] = f"[{','.join(drained)}]"
+    return again + next_command(start, changes, supervised)
 
 
 if __name__ == "__main__":

@@ -327,6 +327,8 @@ def _one(path: str, level: str) -> Checkpoint:
         try:
             return manifests.verify(checkpoints.store.path(step), level if level != "off" else "size")
         except DamagedError as error:
+            if isinstance(error.__cause__, PermissionError):  # it may be good
+                raise error.__cause__ from None
             print(f"skipped a damaged checkpoint: {_printable(str(error))}", file=sys.stderr)
     raise UserError(f"{path}: no checkpoint there is valid")
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import os
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -85,7 +86,7 @@ def final_report(run_dir: str) -> None:
     try:
         LOG.info("report: %s", write_report(run_dir))
     except (OSError, UserError) as error:
-        LOG.warning("no report was drawn (%s); `trainer report %s` draws it", error, run_dir)
+        LOG.warning("no report was drawn (%s); `trainer report %s` draws it", error, shlex.quote(run_dir))
 
 
 _STYLE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
@@ -32,7 +33,9 @@ def resolve_model_path(path: str) -> str:
             inside = [file for pattern in below for file in sorted(glob.glob(pattern))]
             instead = f"; {os.path.dirname(inside[-1])} has one" if inside else ""
             if os.path.exists(os.path.join(path, "manifest.json")):
-                instead = f"; it is a checkpoint: trainer checkpoint export {path} DIRECTORY makes one of it"
+                instead = (
+                    f"; it is a checkpoint: trainer checkpoint export {shlex.quote(path)} DIRECTORY makes one of it"
+                )
             raise UserError(
                 f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model{instead}"
             )

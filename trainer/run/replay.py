@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,8 +77,9 @@ class ReplayAudit:
                 for jump in jumps(metrics, self._history):
                     LOG.warning(
                         "after the resume, %s; if the next steps do not return to what was before, go back with "
-                        "`trainer checkpoint rollback`",
+                        "`trainer checkpoint rollback %s --to` and a step before that",
                         jump,
+                        shlex.quote(os.path.dirname(self._path)),
                     )
             return None
         row = self._expected.pop(step, None)

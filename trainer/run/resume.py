@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 from typing import Any
 
 from trainer import __version__
@@ -152,7 +153,7 @@ def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Ch
     if newer:
         raise UserError(
             f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "
-            f"`trainer checkpoint rollback {os.path.dirname(path)} --to {checkpoint.step}`, or fork into "
+            f"`trainer checkpoint rollback {shlex.quote(os.path.dirname(path))} --to {checkpoint.step}`, or fork into "
             "another trainer.run_name"
         )
     return checkpoint

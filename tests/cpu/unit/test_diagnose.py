@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,11 @@ def run(tmp_path, monkeypatch) -> Path:
     """A run of 9 steps that has logged four, saved one and restarted its ranks once."""
     monkeypatch.setattr(sys, "orig_argv", COMMAND)
     monkeypatch.chdir(tmp_path)
+    program = tmp_path / "bin/trainer"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m trainer "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     directory = tmp_path / "run"
     cfg = settings(directory, total_steps=9)
     with OpenRun(cfg, {"step": 2}) as held:
@@ -138,7 +144,10 @@ def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
     sleeper.wait()
     (run / LOCK_NAME).write_text(json.dumps(owner | {"pid": sleeper.pid}))
     lines = said(run, capsys)
-    assert lines[1].startswith(f"ended      without a word: process {sleeper.pid} on ") and "was killed" in lines[1]
+    assert (
+        lines[1].startswith(f"ended      without a last message: process {sleeper.pid} on ")
+        and "was killed" in lines[1]
+    )
     with OpenRun(settings(run, total_steps=9, resume_mode="latest")):
         pass
     last = said(run, capsys)[4]
@@ -151,6 +160,55 @@ def test_a_run_that_is_finished(run, capsys):
     assert said(run, capsys)[-1] == "next       nothing: the last step is saved"
 
 
+def flip_a_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def test_a_flipped_byte_in_the_last_checkpoint_is_found_and_the_restart_is_foretold(run, capsys):
+    with OpenRun(settings(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
+        held.save(9)
+    flip_a_byte(run / "checkpoints/global_step_9/trainer_state.json")
+    lines = said(run, capsys)
+    text = "\n".join(lines)
+    assert "global_step_9: DAMAGED (trainer_state.json does not have the content" in text
+    assert re.search("global_step_2, saved at .* \\(all bytes agree\\)", text)
+    assert "restart    continues from global_step_2, trains steps 3 to 4 again, then 5 to 9" in lines
+    assert lines[-1].startswith("next       cd ") and lines[-1].endswith("trainer.resume_mode=latest")
+    flip_a_byte(run / "checkpoints/global_step_2/trainer_state.json")
+    lines = said(run, capsys)
+    assert "restart    is refused: no checkpoint is valid" in lines
+    assert lines[-1].startswith("next       repair one, ")
+
+
+def test_what_was_not_read_in_time_is_said(run, capsys):
+    assert main([str(run), "--seconds", "0"]) == 0
+    path = run / "checkpoints/global_step_2"
+    known = f"sizes agree; 0.00 MB of 0.0. MB read without damage, `trainer checkpoint verify {path}` reads all"
+    assert re.search(f"[(]{known}[)]", capsys.readouterr().out)
+
+
+def test_of_a_run_that_was_moved_the_checkpoints_are_found_and_the_command_names_the_new_directory(run, capsys):
+    moved = run.rename(run.parent / "run 2")
+    lines = said(moved, capsys)
+    assert f"           {moved}/checkpoints/global_step_2, saved at" in "\n".join(lines)
+    assert lines[-1].endswith(f"trainer.resume_mode=latest 'trainer.run_dir={moved}'")
+
+
+def test_the_next_command_works_as_it_is_printed(run, capsys):
+    next_line = said(run, capsys)[-1].removeprefix("next       ")
+    done = subprocess.run(
+        ["bash", "-c", f"{next_line} --cfg job -p trainer"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run_name: a b" in done.stdout and "resume_mode: latest" in done.stdout
+
+
 def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
     before = INCIDENTS.open(str(run))
     INCIDENTS.record(describe(WorkerError("no memory", "use more", "memory"), 5, "ended the run", 0.0))
@@ -161,6 +219,11 @@ def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
 def test_a_directory_without_a_run(tmp_path, capsys):
     (line,) = said(tmp_path, capsys, status=2)
     assert line == f"error: {tmp_path}: holds no run (starts.jsonl is missing or damaged)"
+    (tmp_path / "file").write_text("")
+    for name, what in (("none", "no such directory"), ("file", "is a file")):
+        (line,) = said(tmp_path / name, capsys, status=2)
+        assert line.startswith(f"error: {tmp_path}/{name}: {what}; name the directory of a run")
+    assert main(["s3://bucket/run"]) == 2 and "is a URL" in capsys.readouterr().err
 
 
 HOSTILE = "\x1b]0;gone\x07\x1b[2J\x9b31m\u202etxt\u2066\u200b\u2028\rnext       rm -rf /\nnext       rm -rf /"

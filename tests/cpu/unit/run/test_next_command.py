@@ -1,0 +1,74 @@
+"""The command that continues a run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+from trainer.run.next_command import next_command
+
+PYTHON = ["/usr/bin/python3", "-m"]
+
+
+def start(*command: str) -> dict[str, Any]:
+    return {"command": list(command), "directory": "/home/me/my project"}
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path, monkeypatch):
+    """A `trainer` on the search path."""
+    (tmp_path / "trainer").write_text("")
+    (tmp_path / "trainer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ([*PYTHON, "trainer.main", "trainer.run_name=a b"], ["train", "trainer.run_name=a b"]),
+        (["/v/bin/python", "/v/bin/trainer", "sft", "--config", "my file.yaml"], ["sft", "--config", "my file.yaml"]),
+        ([*PYTHON, "trainer", "train", "-m", "trainer.seed=1,2"], ["train", "-m", "trainer.seed=1,2"]),
+        ([*PYTHON, "trainer.main", "++trainer.resume_mode=null", "x=1"], ["train", "x=1"]),
+        ([*PYTHON, "trainer.main", "trainer.resume_mode=none"], ["train"]),
+    ],
+)
+def test_it_is_the_same_command_which_resumes(command, arguments):
+    shown = next_command(start(*command), {}, supervised=False)
+    where, _, rest = shown.partition(" && ")
+    assert shlex.split(where) == ["cd", "/home/me/my project"]
+    assert shlex.split(rest) == ["trainer", *arguments, "trainer.resume_mode=latest"]
+
+
+@pytest.mark.parametrize("mode", ["trainer.resume_mode=latest", "+trainer.resume_mode=from_path"])
+def test_a_command_that_resumes_stays_as_it_is(mode):
+    shown = next_command(start(*PYTHON, "trainer.main", mode, "trainer.seed=3"), {}, supervised=False)
+    assert shown.endswith(f" && trainer train {mode} trainer.seed=3")
+
+
+def test_a_change_takes_the_place_of_the_key_in_the_command():
+    command = start(*PYTHON, "trainer.main", "trainer.run_dir=old", "+trainer.drained_nodes=[a]", "x=1")
+    shown = next_command(command, {"trainer.run_dir": "/new", "trainer.drained_nodes": "[a,b]"}, supervised=False)
+    assert shown.endswith(
+        "trainer train x=1 trainer.resume_mode=latest trainer.run_dir=/new 'trainer.drained_nodes=[a,b]'"
+    )
+
+
+def test_without_the_program_on_the_search_path_python_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    shown = next_command(start(*PYTHON, "trainer.sft"), {}, supervised=True)
+    assert shown.endswith(f" && {sys.executable} -m trainer sft trainer.resume_mode=latest")
+
+
+def test_a_run_from_python_is_called_again():
+    child = start(*PYTHON, "trainer.api.child", "algorithm=ppo", "trainer.run_name=it's")
+    call = """trainer.train(['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest'])"""
+    assert next_command(child, {}, supervised=False).endswith(f"with the same functions: {call}")
+    assert next_command(child, {}, supervised=True).endswith("'trainer.resume_mode=latest'], supervised=True)")
+
+
+def test_a_hidden_secret_is_to_be_written_again():
+    shown = next_command(start(*PYTHON, "trainer.main", "reward.url=http://x?key=***"), {}, supervised=False)
+    assert shown.endswith(" (write what *** hides)")
