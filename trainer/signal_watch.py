@@ -9,6 +9,7 @@ It runs as a script, without the packages of the job, so that it needs few milli
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -23,7 +24,10 @@ def main(driver: int, handled: set[int], same_request_s: float, patience_s: floa
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the driver
     if os.getppid() != driver:  # it died before that took effect
         return
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # others may wait for the end of what the driver has passed on
+    for descriptor in map(int, os.listdir("/proc/self/fd")):  # others may wait for the end of what it was passed
+        if descriptor > 2:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
     count, last_s = 0, 0.0
     while count < 3:
         numbers = os.read(0, 512)
