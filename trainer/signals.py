@@ -97,10 +97,9 @@ class Signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            watch = self._watch, self._watch_pipe
             if not is_watched:
                 self._end_watch()
-                watch = None, -1
+            watch = self._watch, self._watch_pipe
             self.__init__()
             self._watch, self._watch_pipe = watch
 
@@ -270,14 +269,21 @@ class Signals:
         finally:
             os.close(numbers)
         signal.set_wakeup_fd(self._watch_pipe, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_leave_watch)
 
     def _end_watch(self) -> None:
-        assert self._watch is not None
-        signal.set_wakeup_fd(-1)
-        os.close(self._watch_pipe)
-        os.kill(self._watch, signal.SIGKILL)
-        os.waitpid(self._watch, 0)
+        if self._watch is not None:  # else this process was forked meanwhile
+            signal.set_wakeup_fd(-1)
+            os.close(self._watch_pipe)
+            os.kill(self._watch, signal.SIGKILL)
+            os.waitpid(self._watch, 0)
+            self._watch = None
+
+    def _leave_watch(self) -> None:
+        """Keep the signals of a process that was forked from being counted as those of its parent."""
+        if self._watch is not None:
+            self._watch = None
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(-1)
 
     def _on_alarm(self, *_: object) -> None:
         """The main thread has reached no safe point: raise here, unless the signal has to wait."""
@@ -285,12 +291,7 @@ class Signals:
 
 
 SIGNALS = Signals()
-
-
-def _leave_watch() -> None:
-    """Keep the signals of a forked process from being counted as those of its parent."""
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
+os.register_at_fork(after_in_child=SIGNALS._leave_watch)
 
 
 def _say(text: str) -> None:
