@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ _LOOK_S = 0.5  # between two checks of signals while Ray places processes
 _ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
 _KERNEL_S = 20.0  # how long to wait for what the kernels of the nodes say
 _LOSSES = 2  # a node that was lost so often is not used again
+_SHUTDOWN_S = 30.0  # how long to wait for `ray.shutdown`, which may hang after its processes have died
 _DRAINED = "trainer.drained_nodes names it"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
@@ -120,7 +122,8 @@ class RayCluster:
                 # memory, above all on a GPU.
                 self._local.close()
             with SIGNALS.blocked():
-                ray.shutdown()
+                if not ends_within(ray.shutdown, _SHUTDOWN_S):
+                    LOG.warning("Ray has not shut down within %g s; the job ends without waiting", _SHUTDOWN_S)
                 SIGNALS.reinstall()  # Ray has set SIGTERM to its default, which ends the process
 
     def _lost(self) -> str | None:
@@ -386,6 +389,14 @@ class RayCluster:
                 f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
                 f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
             )
+
+
+def ends_within(action: Callable[[], object], limit_s: float) -> bool:
+    """Call `action` on another thread, and return whether it has ended after `limit_s`."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
 
 
 def _probe(address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import ray
 
 from tests.support.jobs import left_running, wait_until
 from trainer.cluster.placement import ask, elsewhere, remove
-from trainer.cluster.runtime import RayCluster
+from trainer.cluster.runtime import RayCluster, ends_within
 from trainer.config import Config
 
 
@@ -293,3 +294,9 @@ def test_the_death_of_the_supervisor_ends_the_job_with_one_sentence(marker, tmp_
     assert done.returncode == 1
     assert done.stderr == "error: Ray's supervisor died, and the job with it; restart it with the same command\n"
     wait_until(lambda: left_running(marker) == [])  # workers of Ray end when they notice
+
+
+def test_a_shutdown_that_hangs_is_left_behind():
+    """Ray's waits for ever for a reply of processes that are gone."""
+    assert ends_within(lambda: None, 60)
+    assert not ends_within(threading.Event().wait, 0.01)
