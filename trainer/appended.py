@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import zlib
 from collections.abc import Callable
 
@@ -121,12 +122,13 @@ class AppendedFile:
         self._packer = zlib.compressobj(1)
         self._stamp: tuple[int, int, int, int] | None = None
         self._is_loaded = False
+        self._lock = threading.RLock()  # signal handlers append, too
 
     def content(self) -> bytes:
         """Return all lines."""
-        self._load()
-        packed = b"".join(self._chunks) + self._packer.copy().flush()
-        return zlib.decompress(packed)
+        with self._lock:
+            self._load()
+            return zlib.decompress(b"".join(self._chunks) + self._packer.copy().flush())
 
     def append(self, lines: bytes, durable: bool = False) -> None:
         """Append whole lines, with their line breaks.
@@ -138,24 +140,26 @@ class AppendedFile:
             OSError: they could not be written. The file is as it was before.
         """
         assert lines.endswith(b"\n")
-        self.check()
-        handle = open_appended(self._path, self._mode)
-        try:
-            with naming(self._path):
-                write_whole(handle, lines)
-                if durable:
-                    os.fsync(handle)
-            self._stamp = _stamp_of(os.fstat(handle))
-        finally:
-            os.close(handle)
-        self._keep(lines)
+        with self._lock:
+            self.check()
+            handle = open_appended(self._path, self._mode)
+            try:
+                with naming(self._path):
+                    write_whole(handle, lines)
+                    if durable:
+                        os.fsync(handle)
+                self._stamp = _stamp_of(os.fstat(handle))
+            finally:
+                os.close(handle)
+            self._keep(lines)
 
     def rewrite(self, content: bytes) -> None:
         """Replace the whole file atomically, whatever stands there."""
-        write_file(self._path, content, self._fence, self._mode)
-        self._chunks, self._packer, self._is_loaded = [], zlib.compressobj(1), True
-        self._keep(content)
-        self._stamp = self._current()
+        with self._lock:
+            write_file(self._path, content, self._fence, self._mode)
+            self._chunks, self._packer, self._is_loaded = [], zlib.compressobj(1), True
+            self._keep(content)
+            self._stamp = self._current()
 
     def check(self) -> None:
         """Write the file again if somebody has deleted or changed it.
@@ -164,25 +168,25 @@ class AppendedFile:
             OSError: it cannot be written.
             UserError: this process no longer holds the run directory.
         """
-        self._load()
-        found = self._current()
-        if found == self._stamp:
-            return
-        content = self.content()
-        if found is not None and _content_of(self._path) == content:  # touched, or a copy in its place
-            self._stamp = found
-            return
-        self._fence()
-        is_gone = found is None
-        if not is_gone:
-            os.replace(self._path, self._path + REPLACED)
-        write_file(self._path, content, self._fence, self._mode)
-        self._stamp = self._current()
+        with self._lock:
+            self._load()
+            found = self._current()
+            if found == self._stamp:
+                return
+            content = self.content()
+            if found is not None and _content_of(self._path) == content:  # touched, or a copy in its place
+                self._stamp = found
+                return
+            self._fence()
+            if found is not None:
+                os.replace(self._path, self._path + REPLACED)
+            write_file(self._path, content, self._fence, self._mode)
+            self._stamp = self._current()
         LOG.warning(
             "%s was %s while the run appends to it: all lines of the run are written again%s",
             self._path,
-            "deleted" if is_gone else "changed",
-            "" if is_gone else f"; what stood there is in {os.path.basename(self._path)}{REPLACED}",
+            "deleted" if found is None else "changed",
+            "" if found is None else f"; what stood there is in {os.path.basename(self._path)}{REPLACED}",
         )
 
     def sync(self) -> None:

@@ -99,12 +99,16 @@ class LogFile(logging.Handler):
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = escape(hide_known(text)).removesuffix("\n").split("\n") if text else []
         data = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
-        if self._file is None:
-            self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]
-        else:
-            with contextlib.suppress(OSError):
-                self._follow()
-                os.write(self._file, data)
+        self.acquire()
+        try:
+            if self._file is None:
+                self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]
+            else:
+                with contextlib.suppress(OSError):
+                    self._follow()
+                    os.write(self._file, data)
+        finally:
+            self.release()
 
     def _follow(self) -> None:
         """Open the file again if it was moved, deleted or replaced. The lines of a deleted file are written again."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,23 @@ def test_a_process_that_lost_the_run_directory_does_not_take_the_file_back(tmp_p
     with pytest.raises(UserError, match="another job"):
         file.append(b"{}\n")
     assert (tmp_path / "lines.jsonl").read_bytes() == b'{"of": "the other"}\n'
+
+
+def test_threads_append_whole_lines_and_nobody_sees_a_change(tmp_path, caplog, request):
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-6)
+    file = AppendedFile(str(tmp_path / "lines.jsonl"))
+
+    def append(number: int) -> None:
+        for i in range(50):
+            file.append(json.dumps({"step": number, "i": i}).encode() + b"\n")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(append, range(4)))
+    lines = (tmp_path / "lines.jsonl").read_bytes()
+    assert len(lines.splitlines()) == 200 and lines == file.content()
+    assert caplog.messages == []
 
 
 def test_the_log_goes_on_where_its_path_is(tmp_path):

@@ -111,6 +111,29 @@ def test_the_last_step_is_saved_whatever_the_interval(tmp_path, model, whole, sc
     assert saved(tmp_path / "fork") == ["global_step_5"]
 
 
+def test_metrics_that_are_deleted_during_a_run_are_complete_and_checked_by_a_resume(tmp_path, model, whole):
+    with RunDirectory(toy_config(tmp_path, total_steps=4), supervised=True).open() as directory:
+        trainer = toy_trainer(directory.cfg, directory, model)
+        update = trainer.learner.update
+
+        def delete(experience, step):
+            (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+            return update(experience, step)
+
+        trainer.learner.update = delete
+        trainer.fit()
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+    checkpoint = verify(str(tmp_path / "checkpoints/global_step_4"), "hash")
+    assert checkpoint.manifest["metrics_from"] == 1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
+    with pytest.raises(UserError, match="has no line for step 1, which this run has logged once"):
+        toy_run(toy_config(tmp_path), model)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    trainer = toy_run(toy_config(tmp_path), model)
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+
+
 def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, model, caplog):
     def warnings(total_steps: int) -> list[str]:
         caplog.clear()
