@@ -34,7 +34,8 @@ def test_a_load_restores_the_saved_state(tmp_path):
     assert {f["path"]: f["bytes"] for f in manifest["files"]} == {"counters.json": 12, "weights/shard": 3}
     assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "10\n"
     state.update(n=4, bytes=b"xyz")
-    assert verify(save(manager(tmp_path), 11, parts_of(state))).manifest["parent_step"] == 10
+    for step in (11, 12):
+        assert verify(save(manager(tmp_path), step, parts_of(state))).manifest["parent_step"] == step - 1
     manager(tmp_path).load(verify(path), parts_of(state))
     assert state == {"n": 3, "bytes": b"abc"}
 
@@ -115,6 +116,50 @@ def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_pat
     drafts[0].write("late", b"abc")
     save(checkpoints, 2)
     assert hidden(tmp_path) == []
+
+
+def test_parts_that_have_begun_end_before_a_save_that_cannot_begin_has_failed(tmp_path):
+    """Ranks that still write would take the answer of this save for that of the next one."""
+    checkpoints, ended = manager(tmp_path), []
+
+    def begin(draft: CheckpointFiles):
+        return lambda: ended.append(draft) or []
+
+    def fail(draft: CheckpointFiles):
+        raise OSError("No space left on device")
+
+    checkpoints.save(1, [Part("slow", begin), Part("full", fail), Part("never", begin)], {})
+    assert len(ended) == 1 and not checkpoints.saving
+    (outcome,) = checkpoints.outcomes()
+    assert (outcome.step, outcome.error) == (1, "No space left on device")
+
+
+def test_a_large_part_is_not_loaded_once_a_small_one_is_refused(tmp_path):
+    loaded = []
+
+    def refuse(*_: object) -> None:
+        raise UserError("another seed")
+
+    def part(name: str, is_large: bool, load=lambda *_: None) -> Part:
+        return Part(name, lambda draft: list, lambda *given: (loaded.append(name), load(*given)), is_large=is_large)
+
+    parts = [part("models", True), part("data", False, refuse), part("state", False), part("seed", False, refuse)]
+    checkpoints = manager(tmp_path)
+    checkpoint = verify(save(checkpoints, 1, [*parts_of({"n": 1, "bytes": b"abc"}), *parts]))
+    with pytest.raises(UserError, match="(?s)cannot be used:.*another seed.*another seed"):
+        checkpoints.load(checkpoint, parts)
+    assert loaded == ["data", "state", "seed"] and checkpoints.resumed_from is None
+    checkpoints.load(checkpoint, [part("models", True), part("state", False)])
+    assert loaded[3:] == ["state", "models"] and checkpoints.resumed_from == 1
+
+
+def test_the_step_of_a_fork_s_parent_protects_none_of_its_own(tmp_path):
+    parent = verify(save(manager(tmp_path / "parent"), 2))
+    fork = manager(tmp_path / "fork", Retention(newest=1))
+    fork.load(parent, parts_of({}))
+    for step in (1, 2, 3):
+        save(fork, step)
+    assert fork.steps() == [3]
 
 
 def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
