@@ -92,7 +92,7 @@ class RewardConfig(Section):
             refuse(config, "reward.url", "is used by the reward remote alone; add it to reward.name")
         try:
             parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is no number
             is_address = False
         if not is_address:

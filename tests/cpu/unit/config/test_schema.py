@@ -42,6 +42,18 @@ TRAINER = [
         ["trainer.num_workers=2", "trainer.tensor_parallel=2", "trainer.policy.fsdp.compile=true"],
         "trainer.policy.fsdp.compile=True: cannot be combined with trainer.tensor_parallel: torch 2.13 fails",
     ),
+    *(
+        (
+            [*overrides, "trainer.num_workers=2", "trainer.tensor_parallel=2", f"trainer.{role}.fsdp.compile=true"],
+            f"trainer.{role}.fsdp.compile=True: cannot be combined with trainer.tensor_parallel",
+        )
+        for role, overrides in (("critic", ["algorithm=ppo"]), ("reference", []))
+    ),
+    (["trainer.num_workers=4", "trainer.min_workers=5"], "trainer.min_workers=5: must be from 1 to .*num_workers=4"),
+    (
+        ["trainer.num_workers=4", "trainer.replicas=2", "trainer.min_workers=1"],
+        "trainer.min_workers=1: must be from 2 to trainer.num_workers=4",
+    ),
     (["trainer.offload=all"], "trainer.offload=all: .*set rollout.share_gpus=true too"),
     (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
     (["trainer.resume_load=[weights]"], "trainer.resume_load.*needs trainer.resume_mode=from_path"),
@@ -96,6 +108,10 @@ ALGORITHM = [
         "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
     ),
     (
+        ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"],
+        "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
+    ),
+    (
         ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=3"],
         "rollout_correction_low=3.0: exceeds algorithm.rollout_correction_high=2.0",
     ),
@@ -131,6 +147,11 @@ MODEL_AND_DATA = [
     (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
     (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),
     (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.generator.*data=files"),
+    (["data=reverse_text", "data.val_files=[a.jsonl]"], "data.generator.*data=files"),
+    (["reward.name=[math,gsm8k]", "reward.weights=[1]"], "reward.weights=.*a weight for each of the 2 rewards"),
+    (["reward.name=[math,gsm8k]", "reward.weights=[1,2,3]"], "reward.weights=.*a weight for each of the 2 rewards"),
+    (["reward.name=remote", "reward.url=http://judge:0/score"], "reward.url=.*must be an address such as"),
+    (["reward.name=remote", "reward.url=http://judge:x/score"], "reward.url=.*must be an address such as"),
     (["data=files"], r"data.train_files=\[\]: name at least one file"),
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
@@ -145,6 +166,7 @@ MODEL_AND_DATA = [
 SUPERVISED = [
     (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
     (["sft.min_reward=1"], "sft.min_reward=1.0: .*sft.source=rollouts"),
+    (["sft.max_weight=2"], "sft.max_weight=2.0: .*sft.source=rollouts"),
     (["sft.train_on=[]"], r"sft.train_on=\[\]: names no role"),
     (["sft.weights=[1,2]"], r"sft.weights=\[1.0, 2.0\]: must name one weight for each of the 0"),
     (
@@ -152,6 +174,41 @@ SUPERVISED = [
         r"sft.weights=\[1.0, 0.0\]: must be numbers above 0",
     ),
 ]
+
+
+AT_THE_BOUND = [
+    ["algorithm.advantage_estimator=grpo_passk", "algorithm.pass_k=8", "algorithm.kl_in=loss"],
+    ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=reward", "algorithm.kl_coef=0"],
+    ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=2"],
+    ["algorithm.rollout_correction=tis", "algorithm.rollout_correction_low=3"],
+    ["algorithm.overlong_buffer=16"],
+    ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=512"],
+    ["algorithm.dynamic_sampling=true", "rollout.n=2"],
+    ["trainer.num_workers=4", "trainer.min_workers=4"],
+    ["trainer.num_workers=4", "trainer.replicas=2", "trainer.min_workers=2"],
+    ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
+    ["reward.name=[math,gsm8k]", "reward.weights=[1,2]"],
+    ["reward.name=remote", "reward.url=http://judge:1/score"],
+]
+"""Configs that one step further would contradict themselves, or whose contradiction has no effect."""
+
+
+@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
+def test_what_is_at_a_bound_is_accepted(overrides):
+    compose(overrides)
+
+
+def test_a_critic_that_warms_up_leaves_the_policy_fewer_optimizer_steps():
+    t = compose(["algorithm=ppo", "trainer.mini_batch_size=32", "trainer.critic.warmup_steps=3"]).trainer
+    t.update_epochs, t.total_steps = 2, 10
+    t.policy.optimizer.schedule_steps = t.critic.optimizer.schedule_steps = None
+    assert t.optimizer_steps(5) == {"critic": 5 * 4, "policy": 2 * 4}
+    assert t.optimizer_steps(2) == {"critic": 2 * 4, "policy": 0}
+    assert t.scheduled_steps() == {"critic": 10 * 4, "policy": 7 * 4}
+    t.critic.optimizer.schedule_steps = 20
+    assert t.scheduled_steps() == {"critic": 20 * 4, "policy": 7 * 4}
+    t.policy.optimizer.schedule_steps = 4
+    assert t.scheduled_steps() == {"critic": 20 * 4, "policy": 1 * 4}
 
 
 @pytest.mark.parametrize("overrides, sentence", TRAINER + ROLES + ALGORITHM + ROLLOUT + MODEL_AND_DATA + SUPERVISED)
