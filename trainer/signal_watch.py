@@ -37,8 +37,21 @@ def main(driver: int, handled: set[int], same_request_s: float, patience_s: floa
         for _ in filter(handled.__contains__, numbers):
             count, last_s = count + (count == 0 or now - last_s >= same_request_s), now
     select.select([], [], [], patience_s)
-    os.write(2, f"{text}\n".encode())
+    _write_to_log(driver, text)
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
     os.kill(driver, signal.SIGKILL)
+
+
+def _write_to_log(driver: int, text: str) -> None:
+    """Append the text to the log of the run (see `trainer.output.LogFile`), which the driver has open."""
+    folder = f"/proc/{driver}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if os.path.basename(os.readlink(f"{folder}/{name}")) == "log.txt":
+                with open(f"{folder}/{name}", "a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                return
 
 
 if __name__ == "__main__":

@@ -193,9 +193,10 @@ signals.SIGNALS.listen()
 
 
 @pytest.mark.parametrize("ends", [f"signals.SIGNALS.ignore(){FULL_PIPE}", LONG_CALL])
-def test_a_third_signal_ends_a_process_whatever_it_does(ends):
+def test_a_third_signal_ends_a_process_whatever_it_does(ends, tmp_path):
     """Python handles no signal during a call of C, and a run that has ended ignores them."""
-    code = f"{BEGINNING}\nprint('up', flush=True)\n{ends}"
+    log = tmp_path / "log.txt"
+    code = f"{BEGINNING}\nlog = open({str(log)!r}, 'w')\nprint('up', flush=True)\n{ends}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -203,6 +204,7 @@ def test_a_third_signal_ends_a_process_whatever_it_does(ends):
         process.send_signal(number)
         time.sleep(0.4)  # or they count as one
     assert "third signal, which the process could not handle" in process.communicate(timeout=60)[1]
+    assert log.read_text().endswith("continues the run\n"), "for those who ask what happened"
     assert process.returncode == -signal.SIGKILL
 
 
