@@ -52,6 +52,11 @@ LOG = logging.getLogger(__name__)
 _TRIED_ROWS = 3
 """Rows of the data that the rewards are tried with."""
 
+_CHECKED_ROWS = 128
+"""Training prompts that say whether the warm start is long enough."""
+_CHECKED_EVERY = 5
+"""Steps of the warm start between two such checks."""
+
 
 def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None) -> None:
     """A run of GRPO or PPO: start the cluster, make the start weights if needed, train, report.
@@ -339,15 +344,34 @@ def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
             from trainer.models.tiny import build_tiny  # imports the model classes, which a cached model spares us
 
             build_tiny(cfg.model.tiny, start)
-            LOG.info("warm start of the embedded model: %d supervised steps, once for this config", cfg.sft.steps)
+            most = cfg.sft.steps
+            LOG.info("warm start of the embedded model: at most %d supervised steps, once for this config", most)
             trainer = supervised_trainer(warm_start, cluster, directory, start, stop)
-            trainer.fit()
+            _warm_up(trainer, cfg.model.tiny.start_accuracy)
             trainer.export(target)
             trainer.learner.close()
         _delete_run(run_dir)  # while we hold the lock, or a waiting job would resume from it
     with contextlib.suppress(OSError):  # a job that was waiting recreates the directory, and removes it itself
         os.rmdir(run_dir)
     return target
+
+
+def _warm_up(trainer: Trainer, enough: float | None) -> None:
+    """Train until the model answers the share `enough` of some training prompts exactly, or to the last step.
+
+    The step alone decides when that is measured, so a run that was killed ends after the same step.
+    """
+    assert isinstance(trainer.source, SupervisedSource)
+    rows = trainer.source.some_examples(_CHECKED_ROWS)
+
+    def is_enough(step: int) -> bool:
+        return step > 0 and step % _CHECKED_EVERY == 0 and trainer.learner.accuracy(rows) >= enough
+
+    if enough is not None:
+        trainer.is_enough = is_enough
+    trainer.fit()
+    share, step = trainer.learner.accuracy(rows), trainer.state.step
+    LOG.info(f"warm start: after {step} steps the model answers {share:.1%} of {len(rows)} training prompts exactly")
 
 
 def _warm_start_config(cfg: Config, run_dir: str) -> Config:

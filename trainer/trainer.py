@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from types import NoneType
@@ -128,6 +128,8 @@ class Trainer:
         )
         self._wandb_run_id: str | None = None
         self._exported: int | None = None
+        self.is_enough: Callable[[int], bool] = lambda step: False
+        """Whether the run ends after a step, before `trainer.total_steps`. A resumed run asks again."""
 
     # ---------------------------------------------------------------------------------------------------
     # The loop
@@ -174,7 +176,7 @@ class Trainer:
             with stage("evaluating the start weights"):
                 self._evaluate_start_weights()
             with SIGNALS.between_steps(), self._saves_completed():
-                while self.state.step < self.cfg.trainer.total_steps:
+                while self.state.step < self.cfg.trainer.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)
                     with self.timer("step"):

@@ -257,5 +257,6 @@ REFUSED: tuple[str, ...] = (
     "model.tiny.max_position_embeddings",
     "model.tiny.tie_word_embeddings",
     "model.tiny.seed",
+    "model.tiny.start_accuracy",
 )
 """Keys that no resume may change."""

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @dataclass
 class SFTConfig(Section):
     steps: int = number(200, at_least=1)
-    """Optimizer steps of supervised training, or of the warm start of the embedded model."""
+    """Optimizer steps of supervised training. Most optimizer steps of the warm start of the embedded model (see
+    `model.tiny.start_accuracy`)."""
     batch_size: int = number(8, at_least=1)
     """An optimizer step learns as many whole examples as fill this many rows of `sft.max_length` tokens."""
     max_length: int = number(256, at_least=1)

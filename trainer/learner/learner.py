@@ -194,6 +194,15 @@ class Learner:
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
         return self.ranks.call("policy", "loss", self.cluster.put(batch))
 
+    def accuracy(self, samples: Sequence[Sample]) -> float:
+        """Return the share of samples whose tokens to learn are what greedy decoding would answer.
+
+        It would: if each token is the likeliest one after those before it, greedy decoding chooses them one by one.
+        """
+        batch = build_batch(samples, [str(i) for i in range(len(samples))])
+        chosen = self.ranks.are_likeliest(self.cluster.put(batch), batch["input_ids"].shape)
+        return float((chosen | (batch["mask"] == 0)).all(axis=1).mean())
+
     def restart(self, model_path: str) -> None:
         """Start new ranks after `close`, with the start weights of every role."""
         self.ranks.launch()

@@ -98,6 +98,10 @@ class Ranks:
         """Log-probs `(B, T)` of the stored `batch` under `policy` or `reference`."""
         return _assemble(self._groups[role].call("call", role, "logprobs", batch), shape)
 
+    def are_likeliest(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Return `(B, T)`, true for the tokens of the stored `batch` that greedy decoding would choose there."""
+        return _assemble(self.policy.call("call", "policy", "is_likeliest", batch), shape) > 0
+
     def values(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
         """Values `(B, T)` of the stored `batch`."""
         return _assemble(self._groups["critic"].call("call", "critic", "values", batch), shape)

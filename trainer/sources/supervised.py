@@ -12,6 +12,7 @@ import xxhash
 from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
 from trainer.data.ledger import Draw, Ledger
 from trainer.episodes import Episode, Sample
+from trainer.keyed import permutation
 from trainer.metrics.best import compared_by
 from trainer.metrics.samples import Transcript
 
@@ -74,6 +75,7 @@ class SupervisedSource:
         self.sft = sft
         self._parts = parts
         self._held_out = held_out
+        self._seed = seed
         self._loss = loss
         self.ledger = Ledger(parts, seed, "examples", self._fingerprint, sft.weights)
         self._draws: list[Draw] = []
@@ -124,6 +126,11 @@ class SupervisedSource:
     def evaluate(self, step: int) -> dict[str, float]:
         """Cross-entropy of the held-out examples, nats a token."""
         return {"val/loss": self._loss(self._held_out)} if self._held_out else {}
+
+    def some_examples(self, count: int) -> list[Sample]:
+        """Return at most `count` of the examples, drawn by the seed of the run."""
+        examples = [example for part in self._parts for example in part]
+        return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
 
     def samples(self) -> Mapping[str, Sequence[Transcript]]:
         """Nothing is sampled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
 from trainer.shared_memory import SharedDirectory, check_room
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
+
+_COLD = 2.0**-20
+"""At this temperature the likeliest token has all of the probability. A power of two rounds no logit."""
 
 
 class WeightSender(Protocol):
@@ -148,6 +152,13 @@ class PolicyWorker(TrainedWorker):
             mb = take()
             share += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
         return self.layout.sum_over_data({"loss": share})["loss"]
+
+    def is_likeliest(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return 1 for each token that is the likeliest one after those before it, of this rank's share of `batch`.
+
+        It is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0.
+        """
+        return self.map_rows(batch, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
 
     def _totals(self, batch: Batch) -> Totals:
         return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])), self.max_response_tokens)

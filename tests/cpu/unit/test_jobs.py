@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import local_cluster
 from tests.support.runs import configured, save_steps
-from trainer.config import Config
+from trainer.config import Config, DataConfig, TinyConfig
 from trainer.errors import UserError
-from trainer.jobs import _cached_model, _check_inputs, _open
+from trainer.jobs import _cached_model, _check_inputs, _open, prepare_model
+from trainer.run.stopping import StopRequest
+from trainer.signals import Stopped
 
 
 def on_files(tmp_path) -> Config:
@@ -59,3 +64,40 @@ def test_what_is_held_out_of_files_makes_no_other_embedded_model(tmp_path):
     assert {_cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {_cached_model(cfg)}
     other = dataclasses.replace(cfg.data, train_size=5)
     assert _cached_model(dataclasses.replace(cfg, data=other)) != _cached_model(cfg)
+
+
+class StopAfter(StopRequest):
+    """Asks to stop after so many steps of this process."""
+
+    def __init__(self, steps: int):
+        super().__init__(None)
+        self._left = steps
+
+    def consider_deadline(self, seconds_needed: float) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.ask("the test")
+
+
+def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_stop(tmp_path, caplog):
+    """After the same step, with the same weights; what ends it is said."""
+    caplog.set_level("INFO", "trainer.jobs")
+
+    def prepared(cache: str, accuracy: float | None, steps: int, *stops: int) -> bytes:
+        cfg = configured(tmp_path / "run", num_workers=1)
+        cfg.model.cache_dir, cfg.sft.steps, cfg.sft.batch_size = str(tmp_path / cache), steps, 2
+        cfg.model.tiny = TinyConfig(hidden_size=64, intermediate_size=128, start_accuracy=accuracy)
+        cfg.data = DataConfig(generator="arithmetic", generator_args={"max_value": 4}, train_size=12, val_size=1)
+        for stop in stops:
+            with local_cluster(1, cfg, "cpu") as cluster, pytest.raises(Stopped):
+                prepare_model(cfg, cluster, StopAfter(stop))
+        with local_cluster(1, cfg, "cpu") as cluster:
+            path = prepare_model(cfg, cluster, StopRequest(None))
+        return (Path(path) / "model.safetensors").read_bytes()
+
+    whole = prepared("whole", 0.5, 400)
+    step, share = re.findall(r"warm start: after (\d+) steps the model answers ([\d.]+)% of", caplog.text)[-1]
+    assert int(step) < 400 and int(step) % 5 == 0 and float(share) >= 50
+    assert prepared("stopped", 0.5, 400, 7) == whole
+    assert prepared("alone", None, int(step)) == whole, "the checks change nothing"
+    assert "at most 400 supervised steps" in caplog.text

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster
 from trainer.config import Config, TinyConfig
@@ -303,3 +305,41 @@ def test_metrics_of_rewards_are_those_before_penalties_and_of_episodes(model):
     assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
     lengths = [6, 4, 5, 6, 3, 4, 5, 6]
     assert metrics["response_length/mean"] == pytest.approx(sum(lengths) / 8)
+
+
+def answered(model: str, count: int) -> list[Sample]:
+    """Prompts with the answers that transformers gives greedily; every third has one other token at its end."""
+    network = AutoModelForCausalLM.from_pretrained(model)
+    made = []
+    for i in range(count):
+        prompt = [3 + i, 40 + i % 7, 9]
+        length = 2 + i % 4
+        options = {"do_sample": False, "min_new_tokens": length, "max_new_tokens": length, "suppress_tokens": None}
+        ids = network.generate(torch.tensor([prompt]), eos_token_id=None, pad_token_id=0, **options)[0].numpy().copy()
+        if i % 3 == 0:
+            ids[-1] = (ids[-1] + 1) % 256
+        made.append(Sample(ids.astype(np.int32), (np.arange(len(ids)) > 2).astype(np.float32)))
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model, ranks):
+    """An answer is exact if each of its tokens is the likeliest one after the true ones before it."""
+    cfg, samples = Config(), answered(model, 20)
+    cfg.algorithm.advantage_estimator, cfg.algorithm.policy_loss = "reward", "reinforce"
+    cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 20
+    found = []
+    for checks in (True, False):
+        with local_cluster(ranks, cfg) as cluster:
+            learner = Learner(cluster.cfg, cluster, Timer())
+            learner.build(model)
+            losses = []
+            for step in (1, 2):
+                if checks:
+                    assert step > 1 or learner.accuracy(samples) == pytest.approx(13 / 20)
+                    right = [sample for i, sample in enumerate(samples) if i % 3]
+                    assert step > 1 or learner.accuracy(right) == 1.0
+                taught = [Episode(str(i), str(i), [sample]) for i, sample in enumerate(samples)]
+                losses.append(learner.update(learner.score(taught, step), step))
+            found.append(losses)
+    assert found[0] == found[1]
