@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -19,6 +20,9 @@ from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
 from trainer.algorithms.check import check_functions
 from trainer.config import Config, compose, valid_keys
+from trainer.config.config_file import ConfigFiles
+from trainer.config.hydra import prepared
+from trainer.config.overrides import arranged
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -87,16 +91,25 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command, arguments = command_and_arguments(words)
     if command not in JOBS:
         return check_arguments(command, arguments, monkeypatch)
-    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    words = arranged(arguments)
+    files = [str(ROOT / word.partition("=")[2]) for word in words if word.startswith("--config=")]
+    directories = [
+        f"--config-dir={ROOT / word.partition('=')[2]}" for word in words if word.startswith("--config-dir=")
+    ]
+    plain = [word for word in words if not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(plain)
     parsed = [override for override in parsed if not override.is_hydra_override()]
     fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
-    check_functions(compose(fixed))
+    compose_words = functools.partial(compose, config_file=files[0] if files else None)
+    if directories:
+        assert prepared([*directories, *fixed], ConfigFiles())
+        return
+    check_functions(compose_words(fixed))
     for override in parsed:
         if override.is_sweep_override():
-            assert {"-m", "--multirun"} & set(arguments), f"{override.input_line} sweeps without -m"
+            assert "--multirun" in words, f"{override.input_line} sweeps without -m"
             for value in values_of(override):
-                check_functions(compose([*fixed, f"{override.key_or_group}={value}"]))
+                check_functions(compose_words([*fixed, f"{override.key_or_group}={value}"]))
 
 
 def check_arguments(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.config_file import ConfigFiles
+from trainer.config.explanation import explain
 from trainer.config.fields import walk_keys, walk_sections
-from trainer.config.hydra import conf_dir, register, register_plugins, to_config, with_files_group
+from trainer.config.hydra import conf_dir, prepared, register, register_plugins, to_config
 from trainer.config.launched import End, note_end, noted_ends, wait_for_local_jobs
+from trainer.config.overrides import find_groups
 from trainer.config.schema import Config, no_such_key, valid_keys
-from trainer.config.suggestions import did_you_mean
 from trainer.errors import (
     DivergedError,
     JobFault,
@@ -23,7 +25,6 @@ from trainer.errors import (
     NotSavedError,
     UserError,
     WorkerError,
-    as_list,
     disk_refuses,
     memory_ran_out,
     one_line,
@@ -49,14 +50,15 @@ Sections of keys ({sections}):
   docs/config.md explains every key. An unknown key is refused with those most like it.
 
 Flags:
+  --config FILE    take choices and values from a YAML file; the command line wins (docs/experiments.md)
   --cfg job        print the config instead of running it (with -p SECTION: a section of it)
-  -m               run one job for each combination of values: trainer.seed=1,2 algorithm=grpo,ppo
+  -m, --multirun   run one job for each combination of values: trainer.seed=1,2 algorithm=grpo,ppo
   --hydra-help     print further flags, of Hydra
 """
 
 
-_MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
-"""What to write in place of `GROUP=PATH`."""
+_FILES = ConfigFiles()
+"""The YAML files of the user that the command line names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,87 +124,10 @@ def run_to_end(job: Job) -> Outcome:
     return Outcome(0)
 
 
-def explain(error: BaseException) -> str:
-    """One sentence for an error of the config: what is wrong, where, and what is valid."""
-    from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
-
-    if isinstance(error, UserError):
-        return str(error)
-    chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    first_lines = [str(e).strip().splitlines()[0] for e in chain if str(e).strip()]
-    for cause in chain:
-        if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-            return _with_wrong_keys(cause.full_key)
-        if isinstance(cause, ValidationError) and cause.full_key:
-            key = cause.full_key
-            if "is not a ListConfig" in first_lines[-1]:
-                return f"{key}: must be a list; write {key}=[{_given(key)}]"
-            if key in (sections := dict(walk_sections(Config()))):
-                keys = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(sections[key]))
-                return _with_wrong_keys(text=f"{key}={_given(key)}: {key} is a section; its keys are {keys}")
-            return f"{key}: {first_lines[-1].rstrip('.')}"
-    if isinstance(error, MissingConfigException):
-        group, _, choice = (error.missing_cfg_file or "").partition("/")
-        if group in (choices := _groups()):
-            known = f"choose one of {', '.join(choices[group])}"
-            own = f"write {_MEANT[group].format(choice)}" if group in _MEANT else ""
-            meant = own if own and "/" in choice else did_you_mean(choice, choices[group])
-            meant = meant or (f"{known}, or {own}" if own else known)
-            return _with_wrong_keys(text=f"{group}={choice}: no such choice; {meant}")
-    if isinstance(error, OverrideParseException) and "=" not in error.override:
-        return f"{error.override}: has no value; write KEY=VALUE or GROUP=CHOICE"
-    if isinstance(error, (ConfigCompositionException, OverrideParseException)):
-        return " ".join(str(error).split())
-    return first_lines[0]
-
-
-def _with_wrong_keys(key: str = "", text: str = "") -> str:
-    """Return a sentence about `key`, or `text`, and one about each other wrong key on the command line."""
-    keys = dict.fromkeys([*filter(None, [key]), *_wrong_keys()])
-    sentences = [no_such_key(wrong, _groups()) for wrong in keys]
-    return as_list("the command has wrong keys:", [*filter(None, [text]), *sentences])
-
-
-def _wrong_keys() -> list[str]:
-    """Return the keys of `KEY=VALUE` on the command line that the schema does not have."""
-    known = {name for walk in (walk_keys, walk_sections) for name, *_ in walk(Config())} | set(_groups())
-    words = [word.partition("=")[0] for word in sys.argv[1:] if re.match(r"[\w.]+=", word)]
-    return [key for key in words if key not in known and not key.startswith("hydra.")]
-
-
-def _given(key: str) -> str:
-    """Return the last value that the command line gives to `key`."""
-    return next((word[len(key) + 1 :] for word in reversed(sys.argv) if word.startswith(f"{key}=")), "VALUE")
-
-
-def _refuse_dashes() -> None:
-    """Refuse `--key=value`, which other programs want.
-
-    Raises:
-        UserError: names the first such key, without dashes.
-    """
-    for word in sys.argv[1:]:
-        key, _, value = word.lstrip("-").partition("=")
-        if word.startswith("--") and re.search(r"[._]", key):
-            raise UserError(f"{word}: keys have no dashes before them; write {key}={value or 'VALUE'}")
-
-
 def _help(command: str) -> str:
     # Hydra's own help takes seconds: it composes the schema once for each group.
-    groups = [f"  {group}: {', '.join(choices)}" for group, choices in _groups().items()]
+    groups = [f"  {group}: {', '.join(choices)}" for group, choices in find_groups(conf_dir()).items()]
     return _HELP.format(command=command, groups="\n".join(groups), sections=", ".join(valid_keys()))
-
-
-def _groups() -> dict[str, list[str]]:
-    """The groups of `conf/` with their choices."""
-    return {
-        entry.name: sorted(os.path.splitext(name)[0] for name in os.listdir(entry.path))
-        for entry in sorted(os.scandir(conf_dir()), key=lambda entry: entry.name)
-        if entry.is_dir()
-    }
 
 
 def _section_to_print() -> str | None:
@@ -344,8 +269,7 @@ def _compose_and_run(job: Job) -> None:
 
     SIGNALS.check()
     register()
-    _refuse_dashes()
-    sys.argv[1:] = with_files_group(sys.argv[1:])
+    sys.argv[1:] = prepared(sys.argv[1:], _FILES)
     register_plugins(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 
@@ -410,7 +334,7 @@ def _outcome(error: BaseException) -> Outcome:
             f"or repair it, and then {CONTINUES}",
         )
     if _is_of_config(error):
-        return Outcome(2, explain(error))
+        return Outcome(2, explain(error, sys.argv[1:], _FILES, conf_dir()))
     return Outcome(1, trace="".join(traceback.format_exception(error)).rstrip())
 
 

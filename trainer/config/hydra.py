@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
+from trainer.config.config_file import ConfigFiles, load
+from trainer.config.explanation import unresolved
+from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
 from trainer.redaction import redact_command, remember, secrets_of
@@ -45,6 +48,23 @@ def conf_dir() -> str:
         if os.path.isdir(candidate):
             return candidate
     raise AssertionError("the package was installed without its conf/ directory")
+
+
+def prepared(words: Sequence[str], files: ConfigFiles) -> list[str]:
+    """Return the words of a command line as Hydra takes them: flags first, then overrides that can be read.
+
+    Args:
+        files: gets the YAML files of the user that the words name.
+
+    Raises:
+        UserError: a flag, an override or a file of the user is wrong.
+    """
+    words = load(arranged(words), conf_dir(), files)
+    flags = [word for word in words if word.startswith("--")]
+    overrides = [word for word in words if not word.startswith("--")]
+    groups = find_groups(conf_dir(), *files.directories)
+    overrides = checked(overrides, groups, sweeps=MULTIRUN in flags)
+    return [*flags, *(overrides if files.chooses_data else with_files_group(overrides))]
 
 
 def with_files_group(arguments: Sequence[str]) -> list[str]:
@@ -115,7 +135,7 @@ def to_config(dict_config: Any) -> Config:
     try:
         config = OmegaConf.to_object(dict_config)
     except OmegaConfBaseException as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        raise UserError(unresolved(error)) from error
     assert isinstance(config, Config)
     remember(*secrets_of(dataclasses.asdict(config)), os.environ.get(config.reward.remote.header_env or "", ""))
     refuse_unknown_keys(config)
@@ -125,14 +145,15 @@ def to_config(dict_config: Any) -> Config:
     return config
 
 
-def compose(overrides: list[str] | None = None) -> Config:
-    """The validated config that `trainer train OVERRIDES` would run with."""
+def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
+    """The validated config that `trainer train --config CONFIG_FILE OVERRIDES` would run with."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     register()
+    words = prepared([*overrides, *([f"{CONFIG}={config_file}"] if config_file else [])], ConfigFiles())
     with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
-        return to_config(hydra_compose("config", overrides=with_files_group(overrides or [])))
+        return to_config(hydra_compose("config", overrides=words))
 
 
 def _embedded(value: Any, otherwise: Any, *, _root_: Any) -> Any:

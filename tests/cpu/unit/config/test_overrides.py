@@ -1,0 +1,211 @@
+"""Words of a command line: flags anywhere, and one sentence of ours about each override that is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.jobs import environment
+from trainer.config import compose, conf_dir
+from trainer.config.command_line import _is_of_config
+from trainer.config.config_file import ConfigFiles
+from trainer.config.explanation import explain
+from trainer.config.hydra import prepared
+from trainer.config.overrides import arranged, kind_of
+from trainer.errors import UserError
+
+OF_LIBRARIES = (
+    "hydra.cc",
+    "expecting",
+    "Exception",
+    "Ambiguous",
+    "full_key",
+    "object_type",
+    "of type '",
+    "rror merging",
+    "Multiple values",
+    "append",
+    "defaults list",
+    "search path",
+    "Interpolation",
+)
+"""Words of the messages of Hydra, OmegaConf and ANTLR."""
+
+
+def refusal(*words: str) -> str | None:
+    """The sentence about wrong words; None: they are right."""
+    try:
+        compose(words)
+    except Exception as error:
+        assert _is_of_config(error), repr(error)
+        sentence = explain(error, words, ConfigFiles(), conf_dir())
+        assert sentence.isprintable() or sentence.replace("\n  ", "").isprintable(), sentence
+        assert not any(text in sentence for text in OF_LIBRARIES), sentence
+        return sentence
+    return None
+
+
+@pytest.mark.parametrize(
+    "word, sentence",
+    [
+        ("trainer.run_name=a=b", "trainer.run_name=a=b: a value with = needs quotes; a text in quotes is taken as it "),
+        ("a=b=c", "a: no such key; valid are trainer, "),
+        ("trainer.seed=", "trainer.seed=: has no value; write one after the =, or leave trainer.seed out"),
+        ("algorithm=", "algorithm=: has no value; write one after the =, or leave algorithm out"),
+        ("", "'': has no value; write KEY=VALUE or GROUP=CHOICE"),
+        ("=1", "=1: has no key before the =; write KEY=VALUE or GROUP=CHOICE"),
+        ("=", "=: has no key before the =; write KEY=VALUE or GROUP=CHOICE"),
+        ("+new.key=1", "new: no such key; valid are trainer, "),
+        ("++new=1", "new: no such key; valid are trainer, "),
+        ("~x", "~x: keys cannot be removed; leave x out for its default"),
+        ("~trainer.seed", "~trainer.seed: keys cannot be removed; leave trainer.seed out for its default"),
+        ("~trainer.seed=1", "~trainer.seed=1: keys cannot be removed; "),
+        ("trainer..seed=1", "trainer..seed=1: this is no name of a key; write trainer.seed=VALUE"),
+        ("trainer.seed =1", "trainer.seed =1: this is no name of a key; write trainer.seed=VALUE"),
+        ("trainer[seed]=1", "trainer[seed]=1: this is no name of a key; write trainer.seed=VALUE"),
+        ("trainer.=1", "trainer.=1: this is no name of a key; write trainer.KEY=VALUE"),
+        ("algorithm@x=ppo", "algorithm@x=ppo: names have no @; write algorithm=VALUE"),
+        ("-trainer.seed=1", "-trainer.seed=1: keys have no dashes before them; write trainer.seed=1"),
+        ("--nothing", "--nothing: no such flag; trainer train --help lists them"),
+        ("--multrun", "--multrun: no such flag; did you mean --multirun?"),
+        # groups
+        ("algorithm=[grpo,ppo]", "algorithm takes one choice; write algorithm=grpo, or run one job for each with "),
+        ("algorithm=grpo,ppo", "several choices run one job each; add --multirun, or choose one"),
+        ("experiment=smoke,smoke", "add --multirun, or choose one, or experiment=[smoke,smoke] for all of them in one"),
+        ("algorithm={a:1}", "algorithm.a: no such key; docs/config.md lists the keys of algorithm"),
+        ("data={a:1}", "data.a: no such key; valid are data.train_files, "),
+        ("algorithm=null", "algorithm=null: no such choice; choose one of cispo, "),
+        ("algorithm=1", "algorithm=1: no such choice; choose one of cispo, "),
+        ("algorithm=nothing", "algorithm=nothing: no such choice; choose one of cispo, "),
+        ("algorithm=a/b", "algorithm=a/b: no such choice; choose one of cispo, "),
+        ("experiment=[smoke,nothing]", "experiment=nothing: no such choice; choose one of gsm8k"),
+        ("experiment={a:1}", "experiment={a:1}: no such choice; choose one of gsm8k"),
+        ("nothing/x=1", "nothing/x: no such key; valid are trainer, "),
+        ("hydra/launcher=nothing", "hydra/launcher=nothing: no such choice; choose one of basic, "),
+        ("hydra.nothing=1", "hydra.nothing: Hydra has no such key; "),
+        ("config_file=x", "config_file: no such key; valid are trainer, "),
+        # values
+        ("trainer.seed=1,2", "trainer.seed=1,2: several values run one job each; add --multirun, or give one value"),
+        ("trainer.run_name=a,b", "or write 'trainer.run_name=\"a,b\"' for a text"),
+        ("data.train_files=a,b", "write data.train_files=[a,b] for a list; to run one job for each value, add "),
+        ("trainer.seed=range(1,3)", "several values run one job each; add --multirun, or give one value"),
+        ("trainer.seed={", "trainer.seed={: the { is not closed; trainer.seed must be a whole number"),
+        ("trainer.seed=1]", "trainer.seed=1]: the ] has no [ before it; trainer.seed must be a whole number"),
+        ("reward.name=[a", "reward.name=[a: the [ is not closed; "),
+        ("trainer.diverged_above={a:1}}", "the } has no { before it; "),
+        ("trainer.diverged_above={a}", "a mapping is written {NAME: VALUE}; "),
+        ("data.train_files=[a,]", "a comma has no value beside it; data.train_files must be a list [VALUE, VALUE]"),
+        ("trainer.run_name='x", "trainer.run_name='x: the quote ' is not closed; "),
+        ('trainer.run_name="x', 'the quote " is not closed; '),
+        ("trainer.run_name=a(b)", "brackets ( ) are a function of the command line, and there is none that takes "),
+        ("trainer.run_name=é", "a text in quotes is taken as it is: 'trainer.run_name=\"é\"'"),
+        ("trainer.run_name=a\x1b[31m]", "trainer.run_name=a\\x1b[31m]: a value with \\x1b needs quotes; "),
+        ("trainer.seed=two", "trainer.seed=two: must be a whole number"),
+        ("trainer.seed=1.5", "trainer.seed=1.5: must be a whole number"),
+        ("trainer.seed=null", "trainer.seed=null: must be a whole number"),
+        ("trainer.seed={a:1}", "trainer.seed={a:1}: must be a whole number"),
+        ("trainer.seed=[1,2]", "trainer.seed=[1,2]: must be a whole number"),
+        ("trainer.policy.optimizer.lr=x", "trainer.policy.optimizer.lr=x: must be a number"),
+        ("trainer.stop_at=[1]", "trainer.stop_at=[1]: must be a text, or null"),
+        ("reward.weights=[a]", "reward.weights[0]: must be a number"),
+        ("data.train_files={a:1}", "data.train_files={a:1}: must be a list [VALUE, VALUE]"),
+        ("trainer=null", "trainer=null: trainer is a section; its keys are trainer.run_name, "),
+        ("trainer.policy={optimizer:{lrr:1}}", "trainer.policy.optimizer.lrr: no such key; did you mean "),
+        # interpolations
+        ("trainer.seed=${nothing}", "trainer.seed: ${nothing} names no key; write ${SECTION.KEY}, "),
+        ("trainer.run_name=${oc.env:NOTHING}", "trainer.run_name: the environment variable NOTHING is not set; "),
+        ("trainer.run_name=${nosuch:1}", "trainer.run_name: there is no function nosuch for ${nosuch:…}; "),
+        ("trainer.run_name=${trainer.run_name}", "trainer.run_name: refers to itself; give it a value"),
+        ("trainer.seed=${trainer.run_name}", "gives a value of another kind; it must be a whole number"),
+        ("trainer.seed=${", "the { is not closed; "),
+        ("trainer.seed=???", "trainer.seed: has no value; write trainer.seed=VALUE"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_gets_one_sentence_of_ours(word, sentence):
+    assert sentence in (refusal(word) or "it is taken")
+
+
+def test_the_quotes_that_a_sentence_advises_are_taken():
+    for value in ("a=b", "a(b)", "é", "a,b", "a b#c"):
+        sentence = refusal(f"trainer.run_name={value}")
+        advised = sentence.partition("'trainer.run_name=")[2].rpartition("'")[0]
+        assert compose([f"trainer.run_name={advised}"]).trainer.run_name == value
+
+
+def test_all_that_cannot_be_read_is_listed():
+    headline, *sentences = refusal("trainer.seed={", "algorithm=[grpo,ppo]", "~x").split("\n  ")
+    assert headline == "the command cannot be read:" and len(sentences) == 3
+
+
+def test_pluses_before_keys_and_groups_of_the_schema_change_nothing():
+    for words in (["+trainer.seed=7", "+algorithm=ppo"], ["++trainer.seed=7", "++algorithm=ppo"]):
+        assert compose(words) == compose(["trainer.seed=7", "algorithm=ppo"])
+
+
+def test_the_last_of_several_values_and_choices_wins():
+    words = ["trainer.seed=1", "algorithm=ppo", "trainer.seed=2", "algorithm=dapo"]
+    assert compose(words) == compose(["trainer.seed=2", "algorithm=dapo"])
+
+
+WORDS = "trainer.seed algorithm experiment reward.weights model.path data ppo smoke null ??? range( choice( ${ = 1 a"
+PIECES = [*WORDS.split(), *"{}[],'\":$()+~/. \\@é\n\x1b-#="]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.booleans())
+def test_any_word_is_taken_or_gets_sentences_of_ours(word, with_key):
+    refusal(f"trainer.run_name={word}" if with_key else word)
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_multirun_works_anywhere(flag, position, tmp_path):
+    code = (
+        "from trainer.config.command_line import run_app\n"
+        "run_app(lambda cfg: print('seed', cfg.trainer.seed, 'n', cfg.rollout.n))\n"
+    )
+    words = ["trainer.seed=1,2", "rollout.n=4"]
+    words.insert(position, flag)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "seed 1 n 4\n" in done.stdout and "seed 2 n 4\n" in done.stdout
+
+
+def test_flags_come_first_in_their_long_form():
+    assert arranged(["a=1", "-m", "-cd", "x", "b=2", "--cfg", "hydra"]) == [
+        "--multirun", "--config-dir=x", "--cfg=hydra", "a=1", "b=2",
+    ]  # fmt: skip
+    assert arranged(["--info", "a=1"]) == ["--info=all", "a=1"]
+    assert arranged(["a=1", "--info", "defaults"]) == ["--info=defaults", "a=1"]
+    with pytest.raises(UserError, match="--config-dir: needs a value after it"):
+        arranged(["a=1", "--config-dir"])
+
+
+def test_several_values_are_taken_with_multirun():
+    words = ["trainer.seed=1,2", "algorithm=grpo,ppo", "rollout.n=range(2,4)"]
+    assert prepared([*words, "-m"], ConfigFiles()) == ["--multirun", *words]
+
+
+@pytest.mark.parametrize(
+    "key, kind",
+    [
+        ("trainer.seed", "a whole number"),
+        ("trainer.stop_at", "a text, or null"),
+        ("trainer.ckpt_interval", "a whole number, or a text"),
+        ("reward.weights", "a list [VALUE, VALUE]"),
+        ("reward.weights[0]", "a number"),
+        ("trainer.diverged_above", "a mapping {NAME: VALUE}"),
+        ("trainer.policy.optimizer.lr", "a number"),
+        ("trainer", ""),
+        ("nothing.x", ""),
+    ],
+)
+def test_the_kind_of_a_value_in_words(key, kind):
+    assert kind_of(key) == kind
