@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.metrics.best import Best, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import escape, guard_output, show
+from trainer.run.best import best_of
 
 _PER_RUN = (
     "trainer.run_name",
@@ -121,7 +122,12 @@ def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> N
     defaults = Config().trainer
     metric = metric or runs[0].config.get("trainer.best_metric", defaults.best_metric)
     mode = runs[0].config.get("trainer.best_mode", defaults.best_mode)
-    best = {run.path: find_best(run.rows, metric, mode, of_training=True) for run in runs}
+    best = {run.path: best_of(run.rows, metric, mode) for run in runs}
+    found = {reached.metric for reached in best.values() if reached}
+    if len(found) == 1:  # the mean reward, if no run has an accuracy above 0
+        (metric,) = found
+    else:
+        best = {run.path: find_best(run.rows, metric, mode, of_training=True) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
     _print_table(runs, metric, best)
     _draw(runs, metric, picture)

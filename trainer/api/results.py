@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.metrics import tracker
-from trainer.metrics.best import Best, find_best
-from trainer.run.best import compared_metric
+from trainer.metrics.best import Best
+from trainer.run.best import best_of
 
 if TYPE_CHECKING:
     import pandas
@@ -54,10 +54,7 @@ def describe_result(places: dict[str, str], status: str) -> RunResult:
     """
     run_dir = places["run_dir"]
     rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
-    best = find_best(rows, places["best_metric"], places["best_mode"])
-    if best is not None:  # compare steps as the run does
-        metric = compared_metric({}, best.metric, {best.metric: best.value})
-        best = find_best(rows, metric, places["best_mode"]) or best
+    best = best_of(rows, places["best_metric"], places["best_mode"])
     checkpoints = open_store(places["ckpt_path"])
     exports = glob(os.path.join(escape(places["export_path"]), "global_step_*", "policy"))
     report = os.path.join(run_dir, "report.png")

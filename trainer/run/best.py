@@ -1,4 +1,6 @@
-"""The best step of a run, by `trainer.best_metric`.
+"""The best step of a run, by `trainer.best_metric`: one rule for the run, its result, comparisons and sweeps.
+
+Step 0, the start weights, is no result of training: it counts only if no later step has measured the metric.
 
 A run whose rewards never reach `reward.success_threshold` has a `val/accuracy` of 0 at every step. Then the mean reward
 says which step is the best.
@@ -7,9 +9,10 @@ says which step is the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from trainer.metrics.best import ACCURACY
+from trainer.metrics.best import ACCURACY, Best
 
 INSTEAD = "val/reward/mean"
 """The metric that steps are compared by until one has an accuracy above 0."""
@@ -40,9 +43,19 @@ def better(
     if value is None or not math.isfinite(value):
         return best
     sign = 1 if mode == "max" else -1
-    if metric in best and not sign * value > sign * best[metric]:
+    is_trained = best.get("step", 0) > 0 or step == 0
+    if metric in best and is_trained and not sign * value > sign * best[metric]:
         return best
     return {metric: value, "step": step}
+
+
+def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:
+    """Return the best step in the lines of a `metrics.jsonl`, as the run itself has found it; None if there is none."""
+    best: dict[str, float] = {}
+    for row in rows:
+        metrics = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        best = better(best, best_metric, mode, row["step"], metrics)
+    return next((Best(name, float(value), int(best["step"])) for name, value in best.items() if name != "step"), None)
 
 
 def instead_of(best_metric: str) -> str:

@@ -34,9 +34,18 @@ def test_a_log_file_gets_one_aligned_line_a_step(capsys):
 
 
 def test_the_best_validation_of_earlier_processes_counts(capsys):
-    with Progress(12, completed=4, history=[{"step": 0, "val/accuracy": 0.9}, {"step": 4}]) as progress:
+    with Progress(12, completed=4, history=[{"step": 2, "val/accuracy": 0.9}, {"step": 4}]) as progress:
         progress.update(5, {"val/accuracy": 0.6})
     assert "val 0.600 best 0.900" in capsys.readouterr().out
+
+
+def test_start_weights_are_no_result_of_training(capsys):
+    with Progress(12, history=[{"step": 0, "val/accuracy": 0.9}, {"step": 1}]) as progress:
+        progress.update(2, {"val/accuracy": 0.5})
+        progress.update(3, {"val/accuracy": 0.6})
+        progress.update(4, {"val/accuracy": 0.4})
+    second, third, fourth = capsys.readouterr().out.splitlines()
+    assert "val 0.500 best 0.500" in second and "val 0.600 best 0.600" in third and "val 0.400 best 0.600" in fourth
 
 
 def test_a_supervised_run_shows_its_loss(capsys):
@@ -60,7 +69,7 @@ def test_the_mean_reward_is_shown_while_nothing_has_succeeded(capsys):
         progress.update(1, {"val/accuracy": 0.0, "val/reward/mean": 0.2})
         progress.update(2, {"val/accuracy": 0.1, "val/reward/mean": 0.1})
     first, second = capsys.readouterr().out.splitlines()
-    assert "val reward 0.200 best 0.300" in first and "val 0.100 best 0.100" in second
+    assert "val reward 0.200 best 0.200" in first and "val 0.100 best 0.100" in second
 
 
 def test_switched_off_it_prints_no_steps(capsys):

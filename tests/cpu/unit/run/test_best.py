@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import io
+import json
 
-from tests.support.runs import settings
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.runs import settings as run_settings
+from trainer.api.results import describe_result
+from trainer.compare import compare_runs
 from trainer.metrics.best import compared_by
+from trainer.run.best import best_of as best_of_run
 from trainer.run.best import better, compared_metric, instead_of
 from trainer.run.directory import RunDirectory
 
@@ -30,6 +39,34 @@ def test_the_mean_reward_decides_while_there_is_no_success():
     rows = [line(0.0, 0.2), line(0.0, 0.6), line(0.0, 0.5)]
     assert best_of(rows) == {"val/reward/mean": 0.6, "step": 1}
     assert best_of([line(0.0, float("nan")), line(0.0, -3.0)]) == {"val/reward/mean": -3.0, "step": 1}
+
+
+def test_start_weights_are_the_best_only_while_nothing_else_is_measured():
+    assert best_of([line(0.9, 0.9), line(0.5, 0.5), line(0.4, 0.6)]) == {"val/accuracy": 0.5, "step": 1}
+    assert best_of([line(0.9, 0.9), {}]) == {"val/accuracy": 0.9, "step": 0}
+    assert best_of([line(0.0, 0.9), line(0.0, 0.5)]) == {"val/reward/mean": 0.5, "step": 1}
+
+
+VALUES = st.sampled_from([0.0, 0.25, 0.5, 0.75])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.just({}), st.builds(line, VALUES, VALUES)), min_size=1, max_size=5))
+def test_a_run_its_result_and_a_comparison_name_the_same_best_step(tmp_path_factory, rows):
+    own = best_of(rows)
+    logged = [{"step": step, **row} for step, row in enumerate(rows)]
+    found = best_of_run(logged, "val/accuracy", "max")
+    assert ({found.metric: found.value, "step": found.step} if found else {}) == own
+    directory = tmp_path_factory.mktemp("sweep")
+    (directory / "job").mkdir()
+    (directory / "job/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    places = {name: str(directory / "job") for name in ("run_dir", "ckpt_path", "export_path")}
+    assert describe_result({**places, "best_metric": "val/accuracy", "best_mode": "max"}, "finished").best == found
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.compare._draw", lambda *_: None)
+        compare_runs([str(directory)], str(directory / "x.png"))
+    cells = [cell.strip() for cell in printed.getvalue().splitlines()[3].split("│")[2:4]]
+    assert cells == ([f"{found.value:.4g}", str(found.step)] if found else ["-", "-"])
 
 
 def test_an_accuracy_of_zero_in_an_old_checkpoint_gives_way_to_the_mean_reward():
@@ -57,7 +94,7 @@ def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
 
 
 def test_checkpoints_of_a_supervised_run_are_kept_by_the_held_out_loss(tmp_path):
-    cfg = settings(tmp_path, keep_best=1, max_ckpts_to_keep=1)
+    cfg = run_settings(tmp_path, keep_best=1, max_ckpts_to_keep=1)
     rules = [RunDirectory(cfg, supervised=supervised).checkpoints.retention for supervised in (False, True)]
     assert [(one.best_metric, one.instead, one.best_mode) for one in rules] == [
         ("val/accuracy", "val/reward/mean", "max"),
