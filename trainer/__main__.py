@@ -68,7 +68,7 @@ def _unknown(command: str, words: list[str]) -> str:
     """Return the sentence about a first word that is no command."""
     import shlex
 
-    from trainer.config.suggestions import did_you_mean
+    from trainer.suggestions import did_you_mean
 
     if "=" in command or command.startswith("-"):
         return f"{command}: a command comes first; write trainer train {shlex.join(words)}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 from trainer import signals
 from trainer.errors import UserError, describe_error
+from trainer.suggestions import did_you_mean
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
@@ -43,15 +45,35 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         )
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
-    top = module_name.partition(".")[0]
-    places = f"; {top}.py or {top}/ is looked for in {os.getcwd()} and among the installed packages"
-    where = "" if not top or importlib.util.find_spec(top) else places.replace("{", "{{").replace("}", "}}")
-    with user_code(f"{key}={path}: cannot be imported ({{}}){where}"):
-        function = getattr(importlib.import_module(module_name), function_name, None)
+    try:
+        with user_code(f"{key}={path}: cannot be imported ({{}})"):
+            module = importlib.import_module(module_name)
+            names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
+            function = getattr(module, function_name, None)
+    except UserError as error:
+        missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise UserError(f"{error}; {_instead_of_module(missing)}") from error.__cause__
+        raise
     signals.SIGNALS.check()
     if not callable(function):
-        raise UserError(f"{key}={path}: {module_name} has no function {function_name}")
+        meant = did_you_mean(function_name, names)
+        raise UserError(f"{key}={path}: {module_name} has no function {function_name}{meant and f'; {meant}'}")
     return function
+
+
+def _instead_of_module(missing: str) -> str:
+    """Return what may be meant by a module that does not exist, or where it is looked for."""
+    package, _, name = missing.rpartition(".")
+    directories = list(getattr(sys.modules[package], "__path__", [])) if package else [os.getcwd()]
+    names = {module.name for module in pkgutil.iter_modules(directories)}
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            names |= {entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name.isidentifier()}
+    if meant := did_you_mean(missing, [f"{package}.{one}".lstrip(".") for one in names if not one.startswith("_")]):
+        return meant
+    where = " and among the installed packages" if not package else ""
+    return f"{name}.py or {name}/ is looked for in {' and '.join(directories)}{where}"
 
 
 def is_import_path(name: str) -> bool:

@@ -30,6 +30,7 @@ LEAVES = {
     "signal_watch",
     "signals",
     "stages",
+    "suggestions",
 }
 """Modules that every room may import."""
 

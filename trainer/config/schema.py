@@ -21,11 +21,11 @@ from trainer.config.model import ModelConfig
 from trainer.config.reward import RewardConfig
 from trainer.config.roles import CHECKPOINTING_OF_BOOL
 from trainer.config.rollout import RolloutConfig
-from trainer.config.suggestions import did_you_mean
 from trainer.config.supervised import SFTConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError
 from trainer.plugins import with_colon
+from trainer.suggestions import did_you_mean
 
 RENAMED = {
     "trainer.colocate": "trainer.colocate_roles",

@@ -83,3 +83,29 @@ def test_a_module_that_is_not_there_is_refused_with_the_places_where_it_was_look
     places = f"no_such.py or no_such/ is looked for in {tmp_path} and among the installed packages"
     with pytest.raises(UserError, match=f"No module named 'no_such'.; {places}"):
         import_function("no_such:f", "reward.name")
+
+
+@pytest.mark.parametrize(
+    "path, sentence",
+    [
+        ("own_rewards:Scoer", "own_rewards has no function Scoer; did you mean Scorer?"),
+        ("own_rewards:scor", "has no function scor; did you mean score, or Scorer?"),
+        ("own_rewards:_hiden", "own_rewards has no function _hiden"),
+        ("own_rewards:LIMIT", "own_rewards has no function LIMIT"),
+        ("own_rewrads:score", "No module named 'own_rewrads'); did you mean own_rewards?"),
+        ("tasks.wrods:score", "No module named 'tasks.wrods'); did you mean tasks.words?"),
+        ("taks.words:score", "No module named 'taks'); did you mean tasks?"),
+        ("trainer.environments.trie:Tries", "'trainer.environments.trie'); did you mean trainer.environments.tries?"),
+        ("importing:score", "cannot be imported (ModuleNotFoundError: No module named 'own_rewrads')"),
+    ],
+)
+def test_a_misspelt_function_class_or_module_gets_a_suggestion(path, sentence, tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("class Scorer: pass\ndef score(): pass\ndef _hidden(): pass\nLIMIT = 3\n")
+    (tmp_path / "importing.py").write_text("import own_rewrads\n")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/words.py").write_text("def score(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(UserError) as caught:
+        import_function(path, "reward.name")
+    assert str(caught.value).startswith(f"reward.name={path}: ") and str(caught.value).endswith(sentence)

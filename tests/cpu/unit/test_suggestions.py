@@ -6,7 +6,7 @@ import pytest
 
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.config.suggestions import did_you_mean
+from trainer.suggestions import did_you_mean
 
 KEYS = [key for key, *_ in walk_keys(Config())]
 
