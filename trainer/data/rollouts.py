@@ -27,7 +27,8 @@ def write_rollouts(
 ) -> None:
     """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line an episode.
 
-    A step that is replayed after a kill writes the same file again.
+    Prompt and completion are lists of messages, as in the files of validations and in chats to learn from. A step that
+    is replayed after a kill writes the same file again.
 
     Args:
         episodes: as many for each prompt, those of one prompt together.
@@ -45,9 +46,9 @@ def write_rollouts(
         line = {
             "step": step,
             "uid": episode.group,
-            "prompt": prompt.text,
+            "prompt": list(prompt.messages),
             "answer": prompt.answer,
-            "completion": text,
+            "completion": [{"role": "assistant", "content": text}],
             "reward": episode.reward,
             "rewards": dict(episode.rewards),
             "finish_reason": episode.status,
@@ -64,19 +65,19 @@ def write_conversations(
     run_dir: str,
     step: int,
     episodes: Sequence[Episode],
-    messages: Sequence[Sequence[Mapping[str, Any]]],
+    chats: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]],
     fence: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the episodes of a step as `write_rollouts` does: their turns, and the tokens of their samples.
 
     Args:
-        messages: of each episode.
+        chats: of each episode, the messages before the first reply, and those from it on.
     """
     fence()
     directory = os.path.join(run_dir, "rollouts")
     os.makedirs(directory, exist_ok=True)
     lines = []
-    for episode, chat in zip(episodes, messages, strict=True):
+    for episode, (prompt, completion) in zip(episodes, chats, strict=True):
         samples = [
             {
                 "token_ids": sample.token_ids.tolist(),
@@ -88,7 +89,8 @@ def write_conversations(
         line = {
             "step": step,
             "uid": episode.group,
-            "messages": list(chat),
+            "prompt": list(prompt),
+            "completion": list(completion),
             "reward": episode.reward,
             "rewards": dict(episode.rewards),
             "metrics": dict(episode.metrics),
@@ -125,7 +127,7 @@ def read_rollouts(
                 f"{vocab_size}; it was written with another model"
             )
         said = [text for sample in samples for text in _replies(sample, tokenizer)]
-        texts = [row["completion"]] if "completion" in row else [message["content"] for message in row["messages"]]
+        texts = [message["content"] for message in _messages(row) or []]
         if not all(text in texts for text in said):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         # A reward that failed, or of which a part failed, reaches no limit.
@@ -143,10 +145,22 @@ def _samples(row: Any) -> list[dict[str, Any]]:
         nothing = [0.0] * len(prompt)
         mask, logprobs = nothing + [1.0] * len(completion), nothing + row["logprobs"]
         return [{"token_ids": prompt + completion, "mask": mask, "logprobs": logprobs}]
-    samples, messages = row.get("samples"), row.get("messages")
-    if not (isinstance(samples, list) and all(map(_is_sample, samples)) and isinstance(messages, list)):
-        return []
-    return samples if all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages) else []
+    samples = row.get("samples")
+    return samples if isinstance(samples, list) and all(map(_is_sample, samples)) and _messages(row) is not None else []
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages that hold what the policy said; None: they cannot be read.
+
+    Earlier versions wrote a completion as text, and the messages of several turns as `messages`.
+    """
+    completion = row.get("completion", row.get("messages"))
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    readable = isinstance(completion, list) and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) for message in completion
+    )
+    return completion if readable else None
 
 
 def _replies(sample: dict[str, Any], tokenizer: Any) -> list[str]:
@@ -173,7 +187,7 @@ def _is_rollout(row: Any) -> bool:
         and isinstance(row.get("logprobs"), list)
         and len(row["logprobs"]) == len(row["completion_ids"])
         and all(map(_is_number, row["logprobs"]))
-        and isinstance(row.get("completion"), str)
+        and _messages(row) is not None
     )
 
 

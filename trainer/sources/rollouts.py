@@ -22,7 +22,7 @@ from trainer.data.row_digest import digest_rows
 from trainer.environments.play import Attempt
 from trainer.episodes import Episode
 from trainer.generation.fleet import Fleet
-from trainer.metrics.samples import Transcript, draw
+from trainer.metrics.samples import Transcript, draw, split_conversation
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
 from trainer.plugins import import_function
@@ -222,8 +222,8 @@ class RolloutSource:
         if self.cfg.logger.rollouts:
             run_dir = self.cfg.trainer.run_dir
             if self.cfg.environment.name:
-                messages = [one.played.messages for one in last.judged]
-                write_conversations(run_dir, step, last.episodes, messages, self._fence)
+                chats = [split_conversation(one.played.messages, one.played.turns) for one in last.judged]
+                write_conversations(run_dir, step, last.episodes, chats, self._fence)
             else:
                 texts = [one.played.text for one in last.judged]
                 write_rollouts(run_dir, step, last.prompts, last.episodes, texts, self._fence)

@@ -117,7 +117,7 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
     for line in (run / "rollouts" / "step_3.jsonl").read_text().splitlines():
         rollout = json.loads(line)
         assert set(rollout["rewards"]) == {"vowels", "letters", "rank"}
-        assert rollout["rewards"]["letters"] == len(rollout["completion"]) / 1000
+        assert rollout["rewards"]["letters"] == len(rollout["completion"][0]["content"]) / 1000
 
     for step in (0, 2, 4):
         file = f"validation/step_{step}.jsonl"

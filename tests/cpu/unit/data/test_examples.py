@@ -167,7 +167,8 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
         Episode("0:1:1", "0:1", [sample(*two[:2]), sample(*rendered_again)], 0.5, {}, "turns"),
         Episode("0:1:2", "0:1", [sample(("<|end|>", False))], 0.0, {}, "failed"),
     ]
-    write_conversations(str(tmp_path), 5, episodes, [chat, [*chat[:3], {"role": "assistant", "content": "b"}], []])
+    chats = [(chat[:1], chat[1:]), (chat[:1], [*chat[1:3], {"role": "assistant", "content": "b"}]), (chat[:1], [])]
+    write_conversations(str(tmp_path), 5, episodes, chats)
     file = tmp_path / "rollouts/step_5.jsonl"
     data = DataConfig(train_files=[str(file)])
     [part] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
@@ -179,11 +180,16 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert len(right) == 1 and right[0].logprobs is None
     row = json.loads(file.read_text().splitlines()[0])
+    assert (row["prompt"], row["completion"]) == (chat[:1], chat[1:])
+    old = {name: value for name, value in row.items() if name not in ("prompt", "completion")} | {"messages": chat}
+    file.write_text(json.dumps(old) + "\n")
+    assert len(load_train(data, sft(source="rollouts"), tokenizer)[0]) == 1, "the form of earlier versions"
     for change, problem in (
         ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is no rollout"),
         ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is no rollout"),
-        ({"messages": [{"role": "user"}]}, "is no rollout"),
-        ({"messages": chat[:3]}, "another tokenizer"),
+        ({"completion": [{"role": "user"}]}, "is no rollout"),
+        ({"completion": chat[1:3]}, "another tokenizer"),
+        ({"completion": None, "messages": chat[:3]}, "is no rollout"),
     ):
         file.write_text(json.dumps({**row, **change}) + "\n")
         with pytest.raises(UserError, match=problem):
@@ -191,7 +197,8 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
 
 
 def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
-    prompt = Prompt(7, tuple(tokenizer.encode("<|user|>ab<|assistant|>")), "ab", "ba")
+    chat = [{"role": "user", "content": "ab"}]
+    prompt = Prompt(7, tuple(tokenizer.encode("<|user|>ab<|assistant|>")), "ab", "ba", {}, chat)
     texts = ["ba", "ab"]
     start = len(prompt.token_ids)
     episodes = []
@@ -213,11 +220,18 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
         load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
     row = json.loads(Path(file).read_text().splitlines()[0])
+    assert row["prompt"] == [{"role": "user", "content": "ab"}]
+    assert row["completion"] == [{"role": "assistant", "content": "ba"}]
+    (tmp_path / "old.jsonl").write_text(json.dumps({**row, "prompt": "ab", "completion": "ba"}) + "\n")
+    [old] = load_train(DataConfig(train_files=[str(tmp_path / "old.jsonl")]), sft(source="rollouts"), tokenizer)
+    assert old[0].token_ids.tolist() == both[0].token_ids.tolist(), "the form of earlier versions"
     for change, problem in (
         ({"logprobs": [0.0]}, "is no rollout"),
         ({"logprobs": [math.nan, 0.0, 0.0]}, "is no rollout"),
         ({"reward": math.inf}, "is no rollout"),
         ({"completion": "xx"}, "another tokenizer"),
+        ({"completion": [{"role": "assistant", "content": "xx"}]}, "another tokenizer"),
+        ({"completion": ["ba"]}, "is no rollout"),
         ({"prompt_ids": [320]}, "holds token 320, and model.path knows 320; it was written with another model"),
     ):
         (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))

@@ -29,9 +29,9 @@ def test_episodes_of_several_turns_are_written_with_their_turns_and_tokens(tmp_p
     mask, logprobs = np.array([0, 1], np.float32), np.array([0, -0.5], np.float32)
     samples = [Sample(np.array([7, 8]), mask, logprobs, (1, 1)), Sample(np.array([9, 10]), mask, logprobs, (1, 1))]
     chat = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
-    write_conversations(str(tmp_path), 3, [Episode("0:1:0", "0:1", samples, 0.5, {}, "turns")], [chat])
+    write_conversations(str(tmp_path), 3, [Episode("0:1:0", "0:1", samples, 0.5, {}, "turns")], [(chat[:1], chat[1:])])
     tokens = [{"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5]} for ids in ([7, 8], [9, 10])]
     assert json.loads((tmp_path / "rollouts/step_3.jsonl").read_text()) == {
-        "step": 3, "uid": "0:1", "messages": chat, "reward": 0.5, "rewards": {}, "finish_reason": "turns",
-        "failure": None, "metrics": {}, "samples": tokens,
+        "step": 3, "uid": "0:1", "prompt": chat[:1], "completion": chat[1:], "reward": 0.5, "rewards": {},
+        "finish_reason": "turns", "failure": None, "metrics": {}, "samples": tokens,
     }  # fmt: skip
