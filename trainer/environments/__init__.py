@@ -1,5 +1,6 @@
 """Environments: worlds that answer the policy, so that an episode has several turns."""
 
 from trainer.environments.base import Environment, Message, Step
+from trainer.environments.supervised import supervised_chat
 
-__all__ = ["Environment", "Message", "Step"]
+__all__ = ["Environment", "Message", "Step", "supervised_chat"]
