@@ -205,7 +205,7 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
         told = [1.0 + row % 2 / 2 if row in used else None for row in range(12)]
         assert source.state_dict()["curriculum"]["rewards"] == told
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
-    assert [(line["prompt"], line["completion"]) for line in lines] == [
+    assert [(line["prompt"][-1]["content"], line["completion"][0]["content"]) for line in lines] == [
         (f"p{row}", "abcdefghijkl"[row] * (1 + number)) for row in rows for number in range(2)
     ]
 
