@@ -86,54 +86,6 @@ def test_a_run_can_be_extended(tmp_path, model, whole):
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
-@pytest.mark.parametrize("schedule", [{"ckpt_interval": -1}, {"ckpt_interval": -1, "ckpt_interval_minutes": 600}])
-def test_the_last_step_is_saved_whatever_the_interval(tmp_path, model, whole, schedule):
-    """Also by a run that is extended, one that continues from a stop, and a fork."""
-
-    def saved(root: Path) -> list[str]:
-        return sorted(path.name for path in (root / "checkpoints").glob("global_step_*"))
-
-    cfg, stop = toy_config(tmp_path, total_steps=3, **schedule), StopRequest(None)
-    with RunDirectory(cfg, supervised=True).open() as directory:
-        stop.ask("SIGTERM")
-        with pytest.raises(Stopped):
-            toy_trainer(cfg, directory, model, stop).fit()
-    assert saved(tmp_path) == ["global_step_1"]
-    toy_run(cfg, model)
-    assert saved(tmp_path) == ["global_step_1", "global_step_3"]
-    trainer = toy_run(toy_config(tmp_path, **schedule), model)
-    assert saved(tmp_path) == ["global_step_1", "global_step_3", "global_step_5"]
-    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
-
-    parent = str(tmp_path / "checkpoints/global_step_3")
-    fork = toy_config(tmp_path / "fork", resume_mode="from_path", resume_path=parent, **schedule)
-    toy_run(fork, model)
-    assert saved(tmp_path / "fork") == ["global_step_5"]
-
-
-def test_metrics_that_are_deleted_during_a_run_are_complete_and_checked_by_a_resume(tmp_path, model, whole):
-    with RunDirectory(toy_config(tmp_path, total_steps=4), supervised=True).open() as directory:
-        trainer = toy_trainer(directory.cfg, directory, model)
-        update = trainer.learner.update
-
-        def delete(experience, step):
-            (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-            return update(experience, step)
-
-        trainer.learner.update = delete
-        trainer.fit()
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
-    checkpoint = verify(str(tmp_path / "checkpoints/global_step_4"), "hash")
-    assert checkpoint.manifest["metrics_from"] == 1
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
-    with pytest.raises(UserError, match="has no line for step 1, which this run has logged once"):
-        toy_run(toy_config(tmp_path), model)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    trainer = toy_run(toy_config(tmp_path), model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
-
-
 def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, model, caplog):
     def warnings(total_steps: int) -> list[str]:
         caplog.clear()
