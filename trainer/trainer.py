@@ -41,7 +41,7 @@ from trainer.redaction import redact
 from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
-from trainer.run.replay import ReplayAudit, tolerance_on
+from trainer.run.replay import ReplayAudit, audit_of
 from trainer.run.saves import SaveResults
 from trainer.run.schedule import SaveSchedule
 from trainer.run.stopping import StopRequest
@@ -389,9 +389,8 @@ class Trainer:
             self.state.best = {}  # the best step of the parent is not a step of this run
             return
         self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
-        tolerance = tolerance_on(self.learner.cluster.device, t.resume_tolerance)
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
-        self.audit = ReplayAudit(t.run_dir, checkpoint.step, tolerance, same_layout, resume.altered)
+        self.audit = audit_of(t, self.learner.cluster.device, checkpoint.step, same_layout, resume.altered)
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state

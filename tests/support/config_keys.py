@@ -129,6 +129,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.device",
     "trainer.colocate_roles",
     "trainer.offload",
+    "trainer.deterministic",
     "trainer.ray_address",
     "trainer.placement_timeout_s",
     "trainer.master_port",

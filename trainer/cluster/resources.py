@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import Config
+from trainer.config.engines import DETERMINISTIC_CUDA, STABLE_KERNELS
 from trainer.errors import UserError
 
 FindHome = Callable[[int], Sequence[Mapping[str, Any]]]
@@ -92,11 +93,17 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def rank_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ranks that follow from the device (`cuda` or `cpu`) and the driver's `environment`."""
+def rank_environment(device: str, environment: Mapping[str, str], deterministic: bool = False) -> dict[str, str]:
+    """Return the variables of ranks that follow from the device (`cuda` or `cpu`) and the driver's `environment`.
+
+    Args:
+        deterministic: `trainer.deterministic`.
+    """
     if device == "cpu":
-        return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+        return {**STABLE_KERNELS, "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
     return {
+        **STABLE_KERNELS,
+        **(DETERMINISTIC_CUDA if deterministic else {}),
         # Micro-batches of many sizes would leave gaps between tensors that nothing fits into.
         "PYTORCH_ALLOC_CONF": environment.get("PYTORCH_ALLOC_CONF")
         or environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name, over which this one would win

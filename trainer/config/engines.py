@@ -8,6 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables of all processes on GPUs with `trainer.deterministic`. cuBLAS reads them when CUDA starts."""
+STABLE_KERNELS = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
+"""Variables of all processes that compile: else each process chooses kernels that sum by how long they take, and a
+resumed run may compute with others."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -31,10 +37,17 @@ class EngineSpec:
     """Variables of its processes."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables of its processes on CPU."""
+    deterministic_environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of its processes on GPUs with `trainer.deterministic`."""
+    deterministic_torch: bool = False
+    """With `trainer.deterministic`, torch is to choose deterministic kernels for it. false: it chooses its own."""
 
-    def environment_on(self, device: str) -> dict[str, str]:
+    def environment_on(self, device: str, deterministic: bool = False) -> dict[str, str]:
         """Variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""
-        return {**self.environment, **(self.cpu_environment if device == "cpu" else {})}
+        if device == "cpu":
+            return {**STABLE_KERNELS, **self.environment, **self.cpu_environment}
+        strict = {**DETERMINISTIC_CUDA, **self.deterministic_environment} if deterministic else {}
+        return {**STABLE_KERNELS, **self.environment, **strict}
 
 
 # More threads sum in another order, and the log-probs of a resumed run would differ.
@@ -61,11 +74,13 @@ ENGINES: dict[str, EngineSpec] = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",  # compiling takes seconds before the first batch and gives the same bits
         },
+        deterministic_environment={"VLLM_BATCH_INVARIANT": "1"},  # it crashes on CPU, where bits are the same anyway
     ),
     "transformers": EngineSpec(
         path="trainer.generation.transformers_engine:TransformersEngine",
         transports=("shared_memory", "broadcast", "ipc"),
         cpu_environment=_ONE_THREAD,
+        deterministic_torch=True,
     ),
 }
 

@@ -62,6 +62,10 @@ class TrainerConfig(Section):
     colocate_roles: bool = True
     """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
     `num_workers` ranks of its own."""
+    deterministic: bool = False
+    """Make runs on GPUs repeat to the last bit: ranks and engines use deterministic kernels, vLLM computes a sequence
+    in the same way in any batch, and requests go to engines by plan, not by which engine is free first. It costs speed.
+    Runs on CPU repeat without it."""
     offload: str = choice("none", ("none", "optimizer", "all"))
     """What ranks move to host memory while engines on the same GPUs generate, to leave them room: nothing, the
     `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.share_gpus`."""
@@ -178,8 +182,8 @@ class TrainerConfig(Section):
     """What to do if a replayed step differs from the metrics that the killed run logged: `warn`, `stop`, or `fallback`
     (resume from the checkpoint before)."""
     resume_tolerance: float | None = number(None, at_least=0, at_most=1)
-    """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, 0.01 on CUDA,
-    where sums in kernels have no fixed order."""
+    """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, and on CUDA with
+    `deterministic`. Else, on CUDA, one step alone is compared, and what was sampled may differ by chance."""
     stop_at: str | None = None
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""

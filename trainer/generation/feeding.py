@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from trainer.generation.engine import Request
 
@@ -16,11 +16,23 @@ class Feed:
         costs: of one request, by its place.
         engines: number of engines.
         room: most requests that an engine has at a time, unless one piece is larger. None: no limit.
+        planned: the engines that share the pieces by a plan, whoever is done first. Pieces of one that is lost go to
+            any. Empty: all pieces do.
     """
 
-    def __init__(self, pieces: Iterable[list[int]], costs: Sequence[float], engines: int, room: int | None):
+    def __init__(
+        self,
+        pieces: Iterable[list[int]],
+        costs: Sequence[float],
+        engines: int,
+        room: int | None,
+        planned: Collection[int] = (),
+    ):
         self._waiting = deque(pieces)
+        self._planned: list[deque[list[int]]] = [deque() for _ in range(engines)]
         self._costs = costs
+        if planned:
+            self._plan(sorted(planned))
         self._room = room
         self._given: list[list[list[int]]] = [[] for _ in range(engines)]  # pieces that an engine has begun
         self._held: list[set[int]] = [set() for _ in range(engines)]
@@ -29,22 +41,21 @@ class Feed:
     @property
     def is_waiting(self) -> bool:
         """Whether some requests have not been given to an engine."""
-        return bool(self._waiting)
+        return bool(self._waiting) or any(self._planned)
 
     def take(self, engines: Iterable[int]) -> dict[int, list[int]]:
         """Return the requests that `engines` get now. Engines that get nothing are left out."""
         given: dict[int, list[int]] = {}
         able = list(engines)
+        for engine in able:
+            while self._planned[engine] and self._fits(engine, self._planned[engine][0]):
+                self._give(engine, self._planned[engine].popleft(), given)
         while self._waiting:
             able = [engine for engine in able if self._fits(engine, self._waiting[0])]
             if not able:
                 break
             engine = min(able, key=lambda engine: self._load[engine])
-            piece = self._waiting.popleft()
-            given.setdefault(engine, []).extend(piece)
-            self._given[engine].append(piece)
-            self._held[engine].update(piece)
-            self._load[engine] += sum(self._costs[i] for i in piece)
+            self._give(engine, self._waiting.popleft(), given)
         return given
 
     def complete(self, engine: int, requests: Iterable[int]) -> bool:
@@ -58,8 +69,31 @@ class Feed:
     def give_back(self, engine: int) -> None:
         """Take the requests that a lost engine has not completed back, to give them to others."""
         left = [[i for i in piece if i in self._held[engine]] for piece in self._given[engine]]
-        self._waiting.extendleft(reversed([piece for piece in left if piece]))
+        self._waiting.extendleft(reversed([*(piece for piece in left if piece), *self._planned[engine]]))
+        self._planned[engine].clear()
         self._given[engine], self._held[engine], self._load[engine] = [], set(), 0.0
+
+    def replan(self, engines: Collection[int]) -> None:
+        """Let any engine take what was planned for others than `engines`: these are lost."""
+        for engine, pieces in enumerate(self._planned):
+            if pieces and engine not in engines:
+                self._waiting.extend(pieces)
+                pieces.clear()
+
+    def _plan(self, engines: list[int]) -> None:
+        """Give each piece to the engine that has the least so far."""
+        loads = dict.fromkeys(engines, 0.0)
+        while self._waiting:
+            piece = self._waiting.popleft()
+            engine = min(engines, key=lambda engine: loads[engine])
+            loads[engine] += sum(self._costs[i] for i in piece)
+            self._planned[engine].append(piece)
+
+    def _give(self, engine: int, piece: list[int], given: dict[int, list[int]]) -> None:
+        given.setdefault(engine, []).extend(piece)
+        self._given[engine].append(piece)
+        self._held[engine].update(piece)
+        self._load[engine] += sum(self._costs[i] for i in piece)
 
     def _fits(self, engine: int, piece: Sequence[int]) -> bool:
         held = len(self._held[engine])

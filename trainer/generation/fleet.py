@@ -84,6 +84,7 @@ class Fleet:
         build = functools.partial(
             _build_engine,
             spec.path,
+            cfg.trainer.deterministic and spec.deterministic_torch,
             model_path,
             dtype=cfg.rollout.dtype,
             seed=cfg.trainer.seed,
@@ -100,7 +101,8 @@ class Fleet:
             self._choose_homes()
             self._transport = self._choose_transport(self._rank_places)
         home = self._home if self._shares_gpus else None
-        group = cluster.launch_engines(build, (), spec.environment_on(cluster.device), home)
+        environment = spec.environment_on(cluster.device, cfg.trainer.deterministic)
+        group = cluster.launch_engines(build, (), environment, home)
         window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_room, group)
         self._engines = Engines(group, cfg.trainer.max_restarts, window_s, has_room)
         self._channel_number = 0
@@ -222,6 +224,7 @@ class Fleet:
             given: dict[int, list[int]] = {}
             busy: set[int] = set()
             while True:
+                feed.replan({*engines.life.serving, *busy})
                 idle = [engine for engine in engines.life.serving if engine not in busy]
                 given |= (more := feed.take(idle))
                 for engine, places in more.items():
@@ -251,11 +254,13 @@ class Fleet:
     def _feed(self, requests: Sequence[Request], sampling: Sampling) -> Feed:
         count, most = len(self._engines.group), self._cfg.rollout.max_num_seqs
         costs = request_costs(requests, sampling.max_tokens)
+        # Then time does not decide which requests run together, or where.
+        planned = self._engines.life.serving if self._cfg.trainer.deterministic else ()
         if not self._spec.streaming:
-            return Feed(by_length(requests, count, most), costs, count, room=0)
-        # On CPU, runs are exact to the last bit, so time must not decide which requests run together.
-        room = most if self._cluster.device == "cuda" and count > 1 else None
-        return Feed(by_prompt(requests, sampling.max_tokens, room), costs, count, room)
+            return Feed(by_length(requests, count, most), costs, count, 0, planned)
+        # On CPU, runs are exact to the last bit in any case: an engine gets all that it generates at once.
+        room = most if self._cluster.device == "cuda" and count > 1 and not planned else None
+        return Feed(by_prompt(requests, sampling.max_tokens, room), costs, count, room, planned)
 
     def _advance(
         self, calls: Pending, engine: int, places: Sequence[int], requests: Sequence[Request], sampling: Sampling
@@ -424,8 +429,12 @@ class Fleet:
         return self._ranks.call_one("policy", "adapter_config", self._model_path)
 
 
-def _build_engine(path: str, *args: Any, **kwargs: Any) -> Engine:
+def _build_engine(path: str, deterministic: bool, *args: Any, **kwargs: Any) -> Engine:
     """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
+    if deterministic:
+        from trainer.parallel.determinism import use_deterministic_kernels
+
+        use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 

@@ -40,7 +40,8 @@ class Ranks:
 
     def launch(self) -> None:
         """Begin to start the processes. `connect` and `build` wait for them."""
-        env, count = rank_environment(self.cluster.device, os.environ), self.cluster.count_ranks()
+        env = rank_environment(self.cluster.device, os.environ, self.cfg.trainer.deterministic)
+        count = self.cluster.count_ranks()
         hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
         for hosted in hosts:
             name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.config import TrainerConfig
 from trainer.durable import write_file
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
@@ -23,14 +24,30 @@ _HISTORY = 20
 _SMALL = 1e-3
 """A metric that was 0 may leave it by this much: when rewards begin to differ, the policy begins to move."""
 _ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
+_RATE_ROUNDING = 1e-6
 _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in the last bits
 
 
-def tolerance_on(device: str, setting: float | None) -> float:
+def repeats(device: str, deterministic: bool) -> bool:
+    """Return whether the same step computes the same bits again on `cpu` or `cuda`."""
+    return device == "cpu" or deterministic
+
+
+def tolerance_on(device: str, setting: float | None, deterministic: bool = False) -> float:
     """Return the tolerance that `trainer.resume_tolerance` means on `cpu` or `cuda`."""
     if setting is not None:
         return setting
-    return _GPU_TOLERANCE if device == "cuda" else 0.0
+    return 0.0 if repeats(device, deterministic) else _GPU_TOLERANCE
+
+
+def audit_of(
+    trainer: TrainerConfig, device: str, step: int, same_layout: bool, altered: tuple[str, ...]
+) -> ReplayAudit:
+    """Return the audit of a run that resumed from `step` on `cpu` or `cuda` (see `ReplayAudit` for the rest)."""
+    exact = repeats(device, trainer.deterministic)
+    tolerance = tolerance_on(device, trainer.resume_tolerance, trainer.deterministic)
+    chance = not exact and trainer.resume_tolerance is None
+    return ReplayAudit(trainer.run_dir, step, tolerance, same_layout, altered, exact, chance)
 
 
 class ReplayAudit:
@@ -47,16 +64,27 @@ class ReplayAudit:
         altered: metrics, by the beginning of their names, that a changed config alters (see
             `compatibility.altered_metrics`). They are not compared. If they are more than the validation, only the
             first step is compared, because the later ones start from other weights.
+        exact: a step computes the same bits again. If not, the last bits change some sampled tokens, and after them
+            whole completions: only the first step is compared.
+        chance: metrics that depend on what was sampled may differ as far as chance explains (see `beyond_chance`).
     """
 
     def __init__(
-        self, run_dir: str, step: int, tolerance: float, same_layout: bool, altered: tuple[str, ...] = ()
+        self,
+        run_dir: str,
+        step: int,
+        tolerance: float,
+        same_layout: bool,
+        altered: tuple[str, ...] = (),
+        exact: bool = True,
+        chance: bool = False,
     ) -> None:
         self._path = os.path.join(run_dir, REPLAY_FILE)
         self._tolerance = tolerance if same_layout else max(tolerance, _ROUNDING)
         self._altered = altered
         same_steps = set(altered) <= set(OF_VALIDATION)
-        self._all_steps = same_layout and same_steps
+        self._all_steps = same_layout and same_steps and exact
+        self._chance = chance
         self._start = step
         rows = read_metrics(os.path.join(run_dir, METRICS_FILE))
         earlier = read_metrics(self._path)
@@ -85,7 +113,11 @@ class ReplayAudit:
         row = self._expected.pop(step, None)
         if row is not None:
             same = {name: value for name, value in row.items() if not name.startswith(self._altered)}
-            difference = first_difference(same, metrics, self._tolerance)
+            difference = (
+                first_difference(same, metrics, self._tolerance)
+                if not self._chance or "reward/mean" not in row  # supervised training samples nothing
+                else beyond_chance(same, metrics, self._history)
+            )
             if difference is not None:
                 self._expected.clear()
                 self._discard()
@@ -96,6 +128,7 @@ class ReplayAudit:
             how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
             limits = [f"without {', '.join(self._altered)}, which the new config alters"] if self._altered else []
             limits += [] if self._all_steps else ["the first step alone can be compared with this config"]
+            limits += ["sampled values as far as chance allows"] if self._chance else []
             shown = f" ({'; '.join(limits)})" if limits else ""
             steps = "step" if self._matched == 1 else "steps"
             LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, shown)
@@ -122,6 +155,33 @@ def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolera
     return None
 
 
+def beyond_chance(
+    logged: Mapping[str, Any], now: Mapping[str, float], history: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return the first metric that differs although some tokens may have been sampled differently.
+
+    Learning rates must be equal. A `WATCHED` metric differs if it leaves the logged value by a tenth and by eight times
+    the deviation of this value and those of the steps before. With fewer than five steps before, it is not compared.
+    """
+    rates = {name: value for name, value in logged.items() if name.endswith("/lr")}
+    difference = first_difference(rates, now, _RATE_ROUNDING)
+    if difference is not None:
+        return difference
+    for name in WATCHED:
+        past = [row[name] for row in history if row.get(name) is not None]
+        if name not in now or logged.get(name) is None or len(past) < 5:
+            continue
+        allowed = 8 * _deviation([*past, logged[name]]) + 0.1 * abs(logged[name]) + _SMALL
+        if not abs(now[name] - logged[name]) <= allowed:
+            return f"{name} is {now[name]} and was {logged[name]}"
+    return None
+
+
+def _deviation(past: Sequence[float]) -> float:
+    mean = sum(past) / len(past)
+    return math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
+
+
 def jumps(metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each watched metric that is far outside its recent history."""
     sentences = []
@@ -130,8 +190,7 @@ def jumps(metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]]) ->
         value = metrics.get(name)
         if value is None or len(past) < 5:
             continue
-        mean = sum(past) / len(past)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
+        mean, deviation = sum(past) / len(past), _deviation(past)
         if not abs(value - mean) <= 8 * deviation + 0.1 * abs(mean) + _SMALL:
             sentences.append(
                 f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} ± {deviation:.2g}"

@@ -17,6 +17,7 @@ from trainer.errors import AGAIN, UserError, WorkerError
 from trainer.keyed import key
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
+from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
 from trainer.parallel.peak import measure_peak, measure_speed
@@ -44,6 +45,8 @@ class Rank:
 
     def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")) if device == "cpu" else 4)
+        if cfg.trainer.deterministic:
+            use_deterministic_kernels()
         self.cfg = cfg
         self.rank = rank
         self.world_size = world_size

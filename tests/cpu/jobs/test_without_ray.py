@@ -15,6 +15,7 @@ def test_a_job_needs_no_ray(tmp_path, marker, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     before = shared_memory()
     job = ["rollout=transformers", "trainer.num_workers=2", "logger.plot=false", "trainer.resume_mode=latest"]
+    job += ["trainer.deterministic=true"]  # on CPU, too, ranks and engines then take deterministic kernels
     done = run_job(*job, "trainer.ray_address=processes", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert left_running(marker) == []

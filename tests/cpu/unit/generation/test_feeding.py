@@ -89,3 +89,34 @@ def test_completions_travel_as_arrays():
     rest = pickle.dumps(completion, protocol=5, buffer_callback=buffers.append)
     assert sorted(memoryview(buffer).nbytes for buffer in buffers) == [4000, 4000] and len(rest) < 1000
     assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_a_plan_does_not_follow_who_is_done_first():
+    pieces, costs = [[0], [1], [2], [3], [4]], [9, 8, 3, 3, 2]
+    for first, second in ((0, 1), (1, 0)):
+        planned = Feed(pieces, costs, 2, 0, planned=[0, 1])
+        given: dict[int, list[int]] = {0: [], 1: []}
+        for engine in (first, second, first, first, second, second, first):  # in this order they become free
+            for number, places in planned.take([engine]).items():
+                given[number] += places
+            planned.complete(engine, given[engine])
+        assert given == {0: [0, 3], 1: [1, 2, 4]} and not planned.is_waiting
+
+
+def test_without_a_limit_a_plan_gives_all_at_once():
+    assert Feed([[0], [1], [2]], [1, 1, 1], 2, None, planned=[0, 1]).take([0, 1]) == {0: [0, 2], 1: [1]}
+
+
+def test_what_was_planned_for_a_lost_engine_goes_to_the_others():
+    for is_busy in (True, False):
+        planned = Feed([[0], [1], [2], [3]], [1] * 4, 2, 0, planned=[0, 1])
+        if is_busy:
+            assert planned.take([1]) == {1: [1]}
+            planned.give_back(1)
+        planned.replan([0])
+        taken = []
+        while planned.is_waiting:
+            taken += planned.take([0])[0]
+            planned.complete(0, taken)
+        assert sorted(taken) == [0, 1, 2, 3]
+    assert Feed([[0]], [1], 2, 0, planned=[]).take([1]) == {1: [0]}, "no engine serves yet"

@@ -52,11 +52,12 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
             max_restarts: int = 0,
             settles: bool = True,
             num_workers: int = 1,
+            deterministic: bool = False,
             **rollout,
         ) -> tuple[Fleet, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
             cfg.trainer.call_timeout_s, cfg.trainer.master_port = call_timeout_s, master_port
-            cfg.trainer.num_workers = num_workers
+            cfg.trainer.num_workers, cfg.trainer.deterministic = num_workers, deterministic
             cfg.trainer.max_restarts, cfg.trainer.silence_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
@@ -117,6 +118,19 @@ def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, sp
     assert tokens_of([completions[i] for i in range(12)]) == expected
     shares = Counter(one.logprobs[0] for one in completions.values())
     assert sorted(shares.values()) == [2, 10]
+
+
+@pytest.mark.parametrize("spec", [streaming(), plain_engine.SPEC], ids=["streaming", "batched"])
+def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatch, spec):
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    fleet, _ = start("cuda", num_engines=2, max_num_seqs=6, deterministic=True)
+    fleet.start(version=1, fresh=True)
+    requests = [Request([i, 0], seed=i) for i in range(12)]
+    shares = []
+    for _ in range(2):
+        homes = [completion.logprobs[0] for completion in fleet.generate(requests, SAMPLED)]
+        shares.append([homes.index(home) for home in homes])
+    assert shares[0] == shares[1] and sorted(Counter(shares[0]).values()) == [6, 6]
 
 
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+from typing import Any
 
 import pytest
 
 from tests.support.runs import configured, opened, save_steps
 from trainer.config import compose
 from trainer.run import compatibility
-from trainer.run.replay import ReplayAudit, first_difference, jumps, tolerance_on
+from trainer.run.replay import ReplayAudit, audit_of, first_difference, jumps, tolerance_on
 
 
 def logged(tmp_path, rows: list[dict]) -> str:
@@ -178,3 +180,57 @@ def test_a_permitted_change_is_no_jump(tmp_path, caplog):
 def test_replayed_metrics_may_differ_on_gpus_alone(device, setting, tolerance):
     assert tolerance_on(device, setting) == tolerance
     assert compose([]).trainer.resume_tolerance is None
+
+
+@pytest.mark.parametrize("device, deterministic, tolerance", [("cpu", True, 0.0), ("cuda", True, 0.0)])
+def test_deterministic_runs_are_compared_to_the_last_bit(device, deterministic, tolerance):
+    assert tolerance_on(device, None, deterministic) == tolerance
+
+
+HISTORY = [
+    {"step": n, "reward/mean": 0.5 + 0.01 * (n % 3), "policy/grad_norm": 1 + n % 2, "policy/lr": 1e-6, "policy/kl": 0.1}
+    for n in range(1, 11)
+]
+REPLAYED = {"step": 11, "reward/mean": 0.51, "policy/grad_norm": 9.0, "policy/lr": 1e-6, "policy/kl": 0.1}
+
+
+def audited_on(tmp_path, device: str, *steps: dict[str, float], **trainer: Any) -> str | None:
+    """What the audit of a run that resumed from step 10 says of the next steps; these are their differences."""
+    run_dir = logged(tmp_path, [*HISTORY, REPLAYED, {**REPLAYED, "step": 12}])
+    config = dataclasses.replace(compose([]).trainer, run_dir=run_dir, **trainer)
+    audit = audit_of(config, device, 10, True, ())
+    found = [audit.check(step, REPLAYED | change) for step, change in enumerate(steps, start=11)]
+    (tmp_path / "metrics.replay.jsonl").unlink(missing_ok=True)
+    return next((problem for problem in found if problem), None)
+
+
+GOOD_ON_GPUS = [
+    {"reward/mean": 0.53, "policy/kl": 0.103, "policy/grad_norm": 2.0},
+    {"reward/mean": 0.51000001, "rollout/logprob_diff_mean": 7.0, "val/accuracy": 0.9},
+]
+
+
+@pytest.mark.parametrize("change", GOOD_ON_GPUS)
+def test_a_gpu_that_samples_some_tokens_differently_is_no_mismatch(tmp_path, change):
+    """The last bits of one kernel change a token, and with it the rest of a completion."""
+    assert audited_on(tmp_path, "cuda", change, {"reward/mean": 0.9, "policy/lr": 1.0}) is None
+    assert audited_on(tmp_path, "cpu", change) is not None
+    assert audited_on(tmp_path, "cuda", change, deterministic=True) is not None
+
+
+@pytest.mark.parametrize("change", [{"reward/mean": 0.1}, {"policy/lr": 2e-6}, {"policy/kl": 0.5}])
+def test_a_wrong_state_is_a_mismatch_on_a_gpu_too(tmp_path, change):
+    (name, value), *_ = change.items()
+    assert f"{name} is {value} and was" in audited_on(tmp_path, "cuda", change)
+
+
+def test_on_a_gpu_a_tolerance_of_the_user_counts_for_the_first_step(tmp_path):
+    assert audited_on(tmp_path, "cuda", {"reward/mean": 0.52}, resume_tolerance=0.01)
+    assert audited_on(tmp_path, "cuda", {"reward/mean": 0.52}, {"reward/mean": 9.0}, resume_tolerance=0.05) is None
+
+
+def test_supervised_training_samples_nothing(tmp_path):
+    rows = [{"step": n, "sft/loss": 1 / n} for n in range(1, 13)]
+    config = dataclasses.replace(compose([]).trainer, run_dir=logged(tmp_path, rows))
+    assert audit_of(config, "cuda", 10, True, ()).check(11, {"sft/loss": 1.0005 / 11}) is None
+    assert audit_of(config, "cuda", 10, True, ()).check(11, {"sft/loss": 1.05 / 11})

@@ -11,7 +11,7 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.workers import host_memory
-from trainer.workers.host_memory import HostBuffer, HostMemory, buffer_bytes, copy_bytes, storages_of
+from trainer.workers.host_memory import HostBuffer, HostMemory, buffer_bytes, copy_bytes, host_bytes, storages_of
 from trainer.workers.parking import ParkingPlace
 from trainer.workers.rank import Rank
 
@@ -85,6 +85,14 @@ def test_a_buffer_that_the_machine_has_no_memory_for_is_refused(monkeypatch):
     assert memory.size == 0
 
 
+def test_the_readme_says_how_much_host_memory_is_needed():
+    with open("README.md") as file:
+        text = " ".join(file.read().split())
+    policy, reference = 4_022_468_096, 4_022_468_096  # Qwen3-4B, its embeddings tied
+    alone, both = (f"{host_bytes(policy, reference, offload) / 1e9:.0f} GB" for offload in ("none", "all"))
+    assert f"For Qwen3-4B that is {alone}, and {both} with a reference and `trainer.offload=all`" in text
+
+
 def save_and_park(rank: Rank, path: str, directory: str) -> tuple[list[int], int, int, float, float]:
     """Sizes of the memory for copies after each step, what a save needs, the parameters, and two numbers to compare."""
     rank.build(["policy"], path)
@@ -108,5 +116,5 @@ def test_offload_and_saves_share_one_buffer(model_path, tmp_path):
         1, save_and_park, model_path, str(tmp_path), cfg=config(offload="all")
     )
     assert sizes == [needed] * 3
-    assert 0 <= needed - 12 * parameters < 50_000  # README: 12 bytes a parameter; the generators, and rounding
+    assert 0 <= needed - host_bytes(parameters) < 50_000  # small tensors, and rounding
     assert before == again
