@@ -190,6 +190,15 @@ def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
             play(player, Policy(tokenizer, "a"), attempts(bad, good, bad))
 
 
+def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tokenizer):
+    bad = {"do": "raise", "at": 0}
+    with player_of(tokenizer, max_failure_frac=0.5) as player:
+        policy = Policy(tokenizer)
+        with pytest.raises(UserError, match="2 of 3 episodes have failed"):
+            play(player, policy, attempts(bad, {}, bad))
+        assert policy.asked == []
+
+
 def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
     rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
     with player_of(tokenizer, name="trainer.environments.tries:Tries", options={"tries": 2}) as player:

@@ -53,6 +53,14 @@ def test_metrics_and_counters_since_an_incident_stand_beside_those_before():
     assert compare_since(logged, step=5)[-1] == "progress/prompts rises by 4 to 8 a step, before by 4"
 
 
+def test_the_last_twenty_steps_are_those_before():
+    logged = rows(*[9.0] * 10, *[1.0] * 20, 2.0)
+    assert compare_since(logged, step=31)[:2] == [
+        "steps 31 to 31, beside the 20 before",
+        "time/step 2 on average, before 1 to 1",
+    ]
+
+
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_without_steps_on_both_sides_nothing_is_compared(step):
     assert compare_since(rows(1.0, 1.0, 1.0), step) == []

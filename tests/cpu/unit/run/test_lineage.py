@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_a_fork_keeps_the_metrics_of_its_parents_up_to_the_fork(tmp_path):
     assert fork(tmp_path / "moved", tmp_path / "second", step=3) == [1, 2, 3]
     assert fork(tmp_path / "moved", tmp_path / "weights", step=3, resume_load=["weights"]) == []
     assert [row["step"] for row in metrics(tmp_path / "second")] == [4]
+
+
+def test_steps_that_a_parent_has_trained_itself_come_from_its_own_lines(tmp_path):
+    """It went back behind its own fork, and has logged these steps since."""
+    a_run(tmp_path / "parent", steps=(1, 2, 3))
+    earlier = "".join(json.dumps({"step": step, "reward/mean": 7.0}) + "\n" for step in (0, 1, 2))
+    (tmp_path / "parent/metrics.parent.jsonl").write_text(earlier)
+    assert fork(tmp_path / "parent", tmp_path / "fork", step=2) == [0, 1, 2]
+    lines = (tmp_path / "fork/metrics.parent.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reward/mean"] for line in lines] == [7.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("content", [None, "{}\n{}\n"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.replies import source_of
 from tests.support.runs import configured
 from trainer.config import DataConfig, RewardConfig, TinyConfig
 from trainer.data.ledger import Draw
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.keyed import request_seed
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -106,42 +108,6 @@ def test_rewards_do_not_depend_on_the_order_of_completions(tmp_path, model, monk
             patch.syspath_prepend(str(root))
             results.append(rewards(root, model, order))
     assert results[0] == results[1]
-
-
-class Replies:
-    """Engines whose completions `reply` makes of the prompt, the number of the completion and the sampling."""
-
-    def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
-        self._tokenizer, self._reply = tokenizer, reply
-        self.awake = contextlib.nullcontext
-        self.seeds: list[int] = []
-
-    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
-        for place, request in enumerate(requests):
-            self.seeds.append(request.seed)
-            prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
-            tokens = self._tokenizer.encode(self._reply(prompt, place % 2, sampling), add_special_tokens=False)
-            yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
-
-    def shutdown(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def source_of(root: Path, model: str, reply: Callable[[str, int, Sampling], str]) -> Iterator[RolloutSource]:
-    """A source of the prompts `p0` to `p11`, whose reward is the length of a completion."""
-    root.mkdir(exist_ok=True)
-    lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)]
-    (root / "prompts.jsonl").write_text("\n".join(lines))
-    cfg = configured(root / "run", val_interval=-1)
-    cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
-    cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")])
-    cfg.reward = RewardConfig(name="tests.support.named_rewards:length", num_processes=1)
-    cfg.logger.samples_interval = 0
-    tokenizer = load_tokenizer(model)
-    engines: Any = Replies(tokenizer, reply)
-    with RolloutSource(cfg, engines, model, tokenizer, Timer(), lambda: None) as source:
-        yield source
 
 
 def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path, model):
@@ -291,3 +257,19 @@ def check_step(
         assert trained == telling[:wanted] and names[-1] == trained[-1], "no more is used up than was needed"
     else:
         assert set(telling) <= set(trained) and len(used) == wanted * batches
+
+
+def test_every_step_prompt_and_completion_has_a_seed_of_its_own(tmp_path, model):
+    """A resumed run draws the same numbers, and no step those of another."""
+    with source_of(tmp_path, model, lambda *_: "ab") as source:
+        source.cfg.trainer.train_batch_size = 3
+        draws = source.ledger.take(3)
+        for step in (4, 5):  # the same prompts again: nothing was committed
+            source.next(step)
+        assert source.fleet.seeds == [
+            request_seed(source.cfg.trainer.seed, step, f"{draw.epoch}:{draw.row}", number)
+            for step in (4, 5)
+            for draw in draws
+            for number in range(2)
+        ]
+        assert len(set(source.fleet.seeds)) == 12
