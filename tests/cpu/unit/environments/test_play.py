@@ -199,6 +199,15 @@ def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tok
         assert policy.asked == []
 
 
+def test_every_environment_is_closed_however_its_episode_has_ended(player, tokenizer, tmp_path):
+    rows = [{"turns": 1}, {"turns": 9}, {"turns": 3}, {"do": "raise", "at": 2, "turns": 9}]
+    rows = [{**row, "closed": f"{tmp_path}/{i}"} for i, row in enumerate(rows)]
+    played = play(player, Policy(tokenizer, "a", "bb", "c…"), attempts(*rows))
+    assert [one.status for one in played] == ["stop", "length", "stop", "failed"]
+    closed = {path.name for path in tmp_path.iterdir()}
+    assert {"0", "1", "2"} <= closed
+
+
 def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
     rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
     with player_of(tokenizer, name="trainer.environments.tries:Tries", options={"tries": 2}) as player:

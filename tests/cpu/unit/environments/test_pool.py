@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.jobs import wait_until
 from trainer.config import EnvironmentConfig
+from trainer.environments.base import Step
 from trainer.environments.pool import EnvironmentPool, Session
 from trainer.errors import WorkerError
 from trainer.incidents import INCIDENTS, read_incidents
@@ -88,6 +90,31 @@ def test_an_environment_that_fails_again_costs_its_episode_alone(pool, do, statu
     failed, *others = play(pool, {"do": do, "at": 1}, *[{"prompt": str(i)} for i in range(3)])
     assert (failed.status, failed.failure) == (status, reason)
     assert all(not session.failure and len(session.steps) == 3 for session in others)
+
+
+def test_an_environment_is_made_again_once():
+    session = Session({}, seed=3)
+    session.take(Step())
+    session.replies.append({"role": "assistant", "content": "a"})
+    session.blame("timeout", "slow")
+    assert not session.ended and session.call() == ("start", {}, 3), "it begins again, and nothing is lost"
+    assert len(session.steps) == 1
+    session.take(Step())
+    assert session.call() == ("step", {"role": "assistant", "content": "a"})
+    session.blame("failed", "died")
+    assert (session.ended, session.status, session.failure) == (True, "failed", "died")
+    session.fail("timeout", "later")
+    assert session.failure == "died", "the first reason counts"
+    assert session.call() is None, "there is nothing to close"
+
+
+def test_environments_are_spread_over_the_processes(pool):
+    sessions = [Session({}, seed=i) for i in range(6)]
+    pool.advance(sessions)
+    assert sorted(Counter(id(session.host) for session in sessions).values()) == [3, 3]
+    for session in sessions:
+        session.ended = True
+    pool.advance(sessions)
 
 
 def test_an_environment_that_answers_a_repeated_reply_in_another_way_has_failed(pool, tmp_path):

@@ -123,3 +123,13 @@ def test_the_loop_of_a_supervised_run_takes_one_optimizer_step_with_its_own_opti
     assert (t.best_metric, t.best_mode) == ("val/loss", "min")
     assert not (loop.has_critic or loop.has_reference) and loop.algorithm.policy_loss == "reinforce"
     assert cfg.trainer.total_steps != 7, "the user's config stays as it is"
+
+
+@pytest.mark.parametrize("weight, loss", [(None, "reinforce"), (2.5, "importance_weighted_ce")])
+def test_the_loss_of_rollouts_is_weighted_if_its_bound_is_set(weight, loss):
+    """Their own log-probs are those of the sampler: no pass computes others."""
+    cfg = compose([])
+    cfg.sft.max_weight = weight
+    algorithm = loop_config(cfg).algorithm
+    assert (algorithm.policy_loss, algorithm.max_weight) == (loss, weight)
+    assert (algorithm.old_logprobs, algorithm.advantage_estimator) == ("sampler", "reward")
