@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
 import glob
+import json
 import os
+import shutil
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
@@ -15,12 +21,14 @@ from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.parts import CONFIG_FILE, read_config
 from trainer.checkpoint.store import open_store
 from trainer.config import Config
-from trainer.documents import parse_yaml
-from trainer.errors import UserError
-from trainer.metrics.best import Best, find_best
+from trainer.documents import parse_object, parse_yaml
+from trainer.errors import UserError, sentence_of
+from trainer.metrics.best import SUPERVISED, Best, compared_by, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import escape, guard_output, show
 from trainer.run.best import best_of
+from trainer.run.starts import STARTS_FILE
+from trainer.suggestions import did_you_mean
 
 _PER_RUN = (
     "trainer.run_name",
@@ -34,6 +42,10 @@ _PER_RUN = (
 """Keys that differ between runs without a meaning for their results."""
 _UNKNOWN = "-"
 _WIDTH_OF_FILES = 1000
+_WIDTH_OF_RESULTS = 60
+_MOST_KEYS = 12
+_WIDEST = 24
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -111,17 +123,31 @@ def find_runs(paths: list[str]) -> list[str]:
     return runs
 
 
-def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> None:
+def compare_runs(
+    paths: list[str],
+    picture: str | None,
+    metric: str | None = None,
+    columns: list[str] | None = None,
+    metrics: Sequence[str] = (),
+    style: str = "table",
+) -> None:
     """Print a table of runs, best first, and draw the curves of the metric.
 
     Args:
-        picture: the PNG file to write.
+        picture: the PNG file to write; None: `compare.png`, if it can be written, and none unless `style` is `table`.
         metric: None: the `trainer.best_metric` of the first run.
+        columns: patterns of the config keys to show; None: those that differ, as many as fit.
+        metrics: patterns of further metrics, whose last values are shown.
+        style: `table`, `csv` or `json`.
+
+    Raises:
+        UserError: there is no run, or no key or metric of a name.
     """
     runs = [read_run(path) for path in find_runs(paths)]
-    defaults = Config().trainer
-    metric = metric or runs[0].config.get("trainer.best_metric", defaults.best_metric)
-    mode = runs[0].config.get("trainer.best_mode", defaults.best_mode)
+    logged = {name for run in runs for row in run.rows for name in row if name != "step"}
+    if metric is not None and metric not in logged:
+        raise UserError(f"--metric={metric}: no run has logged it; {did_you_mean(metric, logged) or _listed(logged)}")
+    metric, mode = _compared_by(runs[0], metric)
     best = {run.path: best_of(run.rows, metric, mode) for run in runs}
     found = {reached.metric for reached in best.values() if reached}
     if len(found) == 1:  # the mean reward, if no run has an accuracy above 0
@@ -129,38 +155,140 @@ def compare_runs(paths: list[str], picture: str, metric: str | None = None) -> N
     else:
         best = {run.path: find_best(run.rows, metric, mode, of_training=True) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
-    _print_table(runs, metric, best)
-    _draw(runs, metric, picture)
-    show(f"curves: {picture}")
+    keys, left_out = _columns(runs, columns)
+    shown = [name for name in _matching("--metrics", metrics, sorted(logged)) if name != metric]
+    rows = [_results(run, keys, shown, metric, best[run.path]) for run in runs]
+    if style == "json":
+        print(json.dumps(rows, indent=2))
+    elif style == "csv":
+        _print_csv(rows)
+    else:
+        _print_table(rows, keys)
+        if left_out:
+            show(f"{len(left_out)} more keys differ ({_listed(left_out)}); choose columns with --columns, all with '*'")
+    if picture is not None:
+        _draw(runs, metric, picture)
+    elif style == "table":
+        picture = "compare.png"
+        try:
+            _draw(runs, metric, picture)
+        except OSError as error:
+            show(f"the curves were not drawn ({sentence_of(error)}); name a file with --out", error=True)
+            return
+    if picture is not None and style == "table":
+        show(f"curves: {picture}")
+
+
+def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
+    """Return the metric to compare, and its mode: that of the run, unless another metric is named."""
+    defaults = Config().trainer
+    own = run.config.get("trainer.best_metric", defaults.best_metric)
+    mode = run.config.get("trainer.best_mode", defaults.best_mode)
+    supervised = any("sft/loss" in row for row in run.rows)
+    name, its_mode = compared_by(own, mode, supervised)
+    if metric in (None, name):
+        return name, its_mode
+    return metric, "min" if metric == SUPERVISED[0] and own != metric else mode
+
+
+def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], list[str]]:
+    """Return the config keys to show, and those that differ but are left out.
+
+    The keys that a command of the runs names come first. Without patterns, a table has at most `_MOST_KEYS` of them,
+    and on a terminal as many as fit.
+    """
+    differing = differing_keys(runs)
+    if patterns is not None:
+        known = list(dict.fromkeys([*differing, *(key for run in runs for key in run.config)]))
+        return _matching("--columns", patterns, differing if patterns == ["*"] else known), []
+    named = {word.partition("=")[0].lstrip("+") for run in runs for word in _last_command(run.path)}
+    ordered = sorted(differing, key=lambda key: key not in named)
+    room = shutil.get_terminal_size().columns - _WIDTH_OF_RESULTS if sys.stdout.isatty() else _WIDTH_OF_FILES
+    kept: list[str] = []
+    for key in ordered[:_MOST_KEYS]:
+        values = [len(str(run.config.get(key, _UNKNOWN))) for run in runs]
+        room -= max([len(key.rpartition(".")[2]), *(min(value, _WIDEST) for value in values)]) + 3
+        if room < 0 and kept:
+            break
+        kept.append(key)
+    return [key for key in differing if key in kept], [key for key in ordered if key not in kept]
+
+
+def _matching(option: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern covers, or whose last part it covers.
+
+    Raises:
+        UserError: a pattern covers none.
+    """
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        covered = [
+            name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+        ]
+        if not covered:
+            raise UserError(f"{option}={pattern}: the runs have none; {did_you_mean(pattern, names) or _listed(names)}")
+        found |= dict.fromkeys(covered)
+    return list(found)
+
+
+def _listed(names: Collection[str]) -> str:
+    few = list(names)[:_FEW]
+    return ", ".join(few) + (", …" if len(names) > len(few) else "")
+
+
+def _last_command(path: str) -> list[str]:
+    """Return the words of the last command that started a run; empty if they are not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(os.path.join(path, STARTS_FILE), "rb") as file:
+            return parse_object(file.read().splitlines()[-1], {"command": [str]})["command"]
+    return []
+
+
+def _results(run: Run, keys: list[str], metrics: list[str], metric: str, best: Best | None) -> dict[str, Any]:
+    """Return a row of the table, by column."""
+    row: dict[str, Any] = {"run": _name(run)}
+    row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
+    row |= {f"best {metric}": best and best.value, "at step": best and best.step}
+    row |= {"last": _last(run, metric), **{name: _last(run, name) for name in metrics}}
+    return row | {"steps": run.steps}
+
+
+def _last(run: Run, metric: str) -> float | None:
+    return next((row[metric] for row in reversed(run.rows) if row.get(metric) is not None), None)
+
+
+def _print_csv(rows: list[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def _rank(best: Best | None, mode: str) -> tuple[bool, float]:
     return best is None, 0.0 if best is None else best.value * (-1 if mode == "max" else 1)
 
 
-def _print_table(runs: list[Run], metric: str, best: dict[str, Best | None]) -> None:
+def _print_table(rows: list[dict[str, Any]], keys: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    keys = differing_keys(runs)
     table = Table()
     lasts = [key.rpartition(".")[2] for key in keys]
     # A long name makes a wide column: the last word stands for the key if it is the only such key.
-    names = [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
-    for name in ("run", *names):
-        table.add_column(Text(escape(name, lines=False)), overflow="fold")
-    for name in (f"best {metric}", "at step", "last", "steps"):
-        table.add_column(Text(escape(name, lines=False)), justify="right", no_wrap=True)
-    for run in runs:
-        reached = best[run.path]
-        last = next((row[metric] for row in reversed(run.rows) if row.get(metric) is not None), None)
-        numbers = (f"{reached.value:.4g}", str(reached.step)) if reached else (_UNKNOWN, _UNKNOWN)
-        settings = [str(run.config.get(key, _UNKNOWN)) for key in keys]
-        cells = (_name(run), *settings, *numbers, _UNKNOWN if last is None else f"{last:.4g}", str(run.steps))
+    short = {key: last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
+    texts = {"run", *keys}
+    for name in rows[0]:
+        title = Text(escape(short.get(name, name), lines=False))
+        table.add_column(title, **({"overflow": "fold"} if name in texts else {"justify": "right", "no_wrap": True}))
+    for row in rows:
+        cells = (str(value) if name in texts else _as_text(value) for name, value in row.items())
         table.add_row(*(Text(escape(cell, lines=False)) for cell in cells))
     # A file or a pipe has no width: no line is cut there.
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
+
+
+def _as_text(value: float | None) -> str:
+    return _UNKNOWN if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def _name(run: Run) -> str:
@@ -201,14 +329,25 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="trainer compare", description="Compare runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
-    parser.add_argument("--out", default="compare.png", help="picture of the curves (default: %(default)s)")
+    keys = "config keys to show, as patterns with commas between them, such as 'optimizer.lr,n'; default: what differs"
+    parser.add_argument("--columns", type=_patterns, metavar="KEYS", help=keys)
+    metrics = "further metrics, whose last values are shown, as patterns with commas between them, such as 'val/*'"
+    parser.add_argument("--metrics", type=_patterns, default=[], metavar="NAMES", help=metrics)
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", dest="style", action="store_const", const="json", help="print JSON")
+    style.add_argument("--csv", dest="style", action="store_const", const="csv", help="print comma-separated values")
+    parser.add_argument("--out", help="picture of the curves (default: compare.png, none with --json and --csv)")
     args = parser.parse_args(argv)
     try:
-        compare_runs(args.runs, args.out, args.metric)
+        compare_runs(args.runs, args.out, args.metric, args.columns, args.metrics, args.style or "table")
     except (UserError, OSError) as error:
-        show(f"error: {error}", error=True)
+        show(f"error: {sentence_of(error)}", error=True)
         return 2
     return 0
+
+
+def _patterns(text: str) -> list[str]:
+    return [pattern for pattern in text.split(",") if pattern]
 
 
 if __name__ == "__main__":

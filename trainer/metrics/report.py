@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, sentence_of
 from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
-from trainer.output import guard_output
+from trainer.output import guard_output, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,11 +34,14 @@ _YELLOW, _GREY = "#F0E442", "#B0B0B0"
 _PHASE_COLOURS = dict(zip(PHASES, (_BLUE, _YELLOW, _ORANGE, _SKY, _GREEN, _PURPLE, _RED), strict=True))
 
 
-def write_report(run_dir: str) -> str:
-    """Draw the metrics of `{run_dir}/metrics.jsonl` as `{run_dir}/report.png`, and return the path of the picture.
+def write_report(run_dir: str, out: str | None = None) -> str:
+    """Draw the metrics of `{run_dir}/metrics.jsonl`, and return the path of the picture.
 
     A panel is left out if the run has not logged its metric. The report of a fork shows its parent, too, in lighter
     colours.
+
+    Args:
+        out: the PNG file; None: `{run_dir}/report.png`.
 
     Raises:
         UserError: there are no metrics.
@@ -75,7 +78,7 @@ def write_report(run_dir: str) -> str:
         origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
         marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
         figure.suptitle(f"{name} after step {rows[-1]['step']}{origin}{marks}", fontweight="bold")
-        path = os.path.join(run_dir, "report.png")
+        path = out or os.path.join(run_dir, "report.png")
         figure.savefig(path + ".tmp", format="png", dpi=130)
     os.replace(path + ".tmp", path)
     return path
@@ -246,10 +249,12 @@ def main() -> int:
     guard_output()
     parser = argparse.ArgumentParser(prog="trainer report", description="Draw RUN_DIR/report.png.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
+    parser.add_argument("--out", help="another file for the picture, for example of a run that you may only read")
+    args = parser.parse_args()
     try:
-        print(write_report(parser.parse_args().run_dir))
+        show(write_report(args.run_dir, args.out))
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {sentence_of(error)}", error=True)
         return 2
     return 0
 

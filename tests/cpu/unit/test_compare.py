@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +16,8 @@ import yaml
 from trainer.compare import main
 from trainer.config import compose
 from trainer.main import best_value
+
+ROOT = Path(__file__).parents[3]
 
 
 def write_run(path, accuracies, **config):
@@ -63,6 +71,103 @@ def test_start_weights_are_no_result_of_training(tmp_path, capsys):
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [(row[1].strip(), row[2].strip()) for row in rows] == [("b", "0.75"), ("a", "0.5"), ("c", "0.25")]
     assert [best_value(compose([f"trainer.run_dir={run}"])) for run in runs] == [0.5, 0.75, 0.25]
+
+
+def many_keys(tmp_path, number: int) -> list[str]:
+    """Two runs that differ in so many keys; `key_30`, if there is one, was on their command lines."""
+    runs = []
+    for i in (1, 2):
+        runs.append(write_run(tmp_path / f"run{i}", [i / 4], **{f"key_{n:02}": i * n for n in range(1, number + 1)}))
+        start = {"command": ["trainer", "train", f"trainer.key_30={30 * i}"]}
+        (tmp_path / f"run{i}" / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    return runs
+
+
+def header(text: str) -> list[str]:
+    line = next(line for line in text.splitlines() if "┃" in line)
+    return [cell.strip() for cell in line.split("┃")[1:-1]]
+
+
+def test_of_many_keys_those_of_the_commands_are_shown_and_the_others_can_be_chosen(tmp_path, capsys):
+    runs, picture = many_keys(tmp_path, 37), ["--out", str(tmp_path / "x.png")]
+    assert main([*runs, *picture]) == 0
+    out = capsys.readouterr().out
+    assert header(out) == ["run", *(f"key_{n:02}" for n in (*range(1, 12), 30)), *RESULTS]
+    assert "25 more keys differ (trainer.key_12, trainer.key_13, " in out
+    assert main([*runs, *picture, "--columns", "key_3?,trainer.key_05"]) == 0
+    out = capsys.readouterr().out
+    assert header(out) == ["run", *(f"key_{n:02}" for n in (*range(30, 38), 5)), *RESULTS] and "more keys" not in out
+    assert main([*runs, *picture, "--columns", "*"]) == 0
+    assert len(header(capsys.readouterr().out)) == 1 + 37 + len(RESULTS)
+    assert main([*runs, *picture, "--columns", "rollout.n"]) == 0
+    assert header(capsys.readouterr().out)[:2] == ["run", "n"], "a key that does not differ can be shown"
+    assert main([*runs, "--columns", "key_x"]) == 2
+    assert "error: --columns=key_x: the runs have none; " in capsys.readouterr().err
+
+
+RESULTS = ["best val/accuracy", "at step", "last", "steps"]
+
+
+def test_a_program_reads_the_table_as_json_or_csv(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = many_keys(tmp_path, 1)
+    assert main([*runs, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {
+        "run": "run2",
+        "trainer.key_01": 2,
+        "best val/accuracy": 0.5,
+        "at step": 0,
+        "last": 0.5,
+        "steps": 0,
+    }
+    assert main([*runs, "--csv"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "run,trainer.key_01,best val/accuracy,at step,last,steps",
+        "run2,2,0.5,0,0.5,0",
+        "run1,1,0.25,0,0.25,0",
+    ]
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_table_fits_a_terminal(tmp_path):
+    runs = many_keys(tmp_path, 37)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
+    command = [sys.executable, "-m", "trainer.compare", *runs, "--out", str(tmp_path / "x.png")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            output += os.read(ours, 65536)
+        except OSError:  # how a pty says that the other side is gone
+            break
+    os.close(ours)
+    assert process.wait() == 0, output.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
+    table = [line.rstrip() for line in text.splitlines() if set(line) & set("│┃━")]
+    assert table and max(map(len, table)) <= 100 and "key_30" in header(text) and "0.25" in table[-1]
+
+
+def test_a_supervised_run_is_compared_by_its_lowest_held_out_loss(tmp_path, capsys):
+    paths = []
+    for name, losses in (("a", [3.0, 2.0, 2.5]), ("b", [3.0, 1.0, 4.0])):
+        path = write_run(tmp_path / name, [])
+        rows = [{"step": step, "sft/loss": 9.0, "val/loss": loss} for step, loss in enumerate(losses, start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths.append(path)
+    assert main([*paths, "--json", "--metrics", "sft/*"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["run"], row["best val/loss"], row["at step"], row["last"], row["sft/loss"]) for row in rows] == [
+        ("b", 1.0, 2, 4.0, 9.0),
+        ("a", 2.0, 2, 2.5, 9.0),
+    ]
+
+
+def test_a_metric_that_no_run_has_logged_is_refused(runs, capsys):
+    assert main([*runs, "--metric", "val/acuracy"]) == 2
+    assert capsys.readouterr().err.startswith("error: --metric=val/acuracy: no run has logged it; did you mean val/acc")
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):

@@ -85,7 +85,14 @@ def test_a_report_of_nothing_says_so(tmp_path):
         [sys.executable, "-m", "trainer.metrics.report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 2
-    assert f"{tmp_path}/metrics.jsonl does not exist" in result.stderr
+    assert result.stderr == f"error: {tmp_path}/metrics.jsonl does not exist; give the directory of a run\n"
+
+
+def test_the_report_of_a_run_that_may_only_be_read_goes_elsewhere(tmp_path):
+    report_of(tmp_path / "run", [step_metrics(1)])
+    (tmp_path / "run/report.png").unlink()
+    assert write_report(str(tmp_path / "run"), str(tmp_path / "out.png")) == str(tmp_path / "out.png")
+    assert (tmp_path / "out.png").exists() and not (tmp_path / "run/report.png").exists()
     make_tracker(tmp_path).log(1, {"policy/lr": 1.0})
     with pytest.raises(UserError, match="nothing to draw yet"):
         write_report(str(tmp_path))
