@@ -316,6 +316,25 @@ def redact_text(text: str) -> str:
     return hide_known(text)
 
 
+def redact_yaml(text: str) -> str:
+    """Return YAML, as a program prints a config, without the values of keys that hold secrets (see `redact_text`)."""
+    shown: list[str] = []
+    below: int | None = None  # the indent of the key whose content is secret
+    for line in text.split("\n"):
+        indent, key = len(line) - len(line.lstrip()), re.match(r"([ -]*)([\w.@/-]+):(?: |$)", line)
+        is_item = line.lstrip().startswith("-")
+        if line.strip() and below is not None and not (indent > below or indent == below and is_item):
+            below = None
+        if key is not None and below is None and is_secret(key[2]):
+            below = indent
+        if below is not None:
+            content = line[key.end() :] if key is not None else line.strip()
+            if not re.fullmatch(r"\s*|\*\*\*|null|true|false|\{\}|\[\]", content):
+                line = (line[: key.end()] if key is not None else " " * indent + "- " * is_item) + HIDDEN
+        shown.append(line)
+    return redact_text("\n".join(shown))
+
+
 def hide_known(text: str) -> str:
     """Return a text without the known secrets: those of environment variables, and those given to `remember`."""
     return known.sub(HIDDEN, text) if (known := _known()) is not None else text

@@ -21,6 +21,7 @@ from trainer.config.command_line import run_to_end
 from trainer.metrics.best import compared_by
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show_messages
 from trainer.places import absolute
+from trainer.redaction import redact_text
 
 
 def main() -> NoReturn:
@@ -30,6 +31,8 @@ def main() -> NoReturn:
     if os.getppid() != message["parent"]:  # it died before that took effect
         os._exit(1)
     os.set_inheritable(message["reports"], False)
+    for command in (sys.argv, sys.orig_argv):
+        command += message["overrides"]
 
     def report(**content: Any) -> None:
         os.write(message["reports"], json.dumps(content).encode() + b"\n")
@@ -52,7 +55,7 @@ def main() -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the parent has blocked them
         outcome = run_to_end(job)
         LOG_FILE.write(outcome.shown)  # the parent shows it
-        report(text=outcome.trace or outcome.text)
+        report(text=redact_text(outcome.trace or outcome.text))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(outcome.status)

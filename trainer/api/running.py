@@ -145,7 +145,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
     with _signals_to_child() as send_to, open(reading, "rb") as reports:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.api.child", *overrides],
+                [sys.executable, "-m", "trainer.api.child"],  # all users of the machine can read this line
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if replaced else None,
                 stderr=subprocess.STDOUT if replaced else None,
@@ -158,7 +158,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
         send_to(process)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pickle.dump({**message, "reports": writing, "parent": os.getpid()}, pipe)
+            pickle.dump({**message, "overrides": overrides, "reports": writing, "parent": os.getpid()}, pipe)
         for line in process.stdout or ():
             sys.stdout.write(line.decode("utf-8", "replace"))
             sys.stdout.flush()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.config_file import ConfigFiles
@@ -30,7 +32,7 @@ from trainer.errors import (
     one_line,
 )
 from trainer.output import LOG_FILE, guard_output, logging_to_file, show, show_messages
-from trainer.redaction import redact, redact_text
+from trainer.redaction import redact, redact_text, redact_yaml
 from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -262,6 +264,20 @@ def _run_launched(job: Job, dict_config: DictConfig) -> float | None:
     return value
 
 
+@contextlib.contextmanager
+def _hydra_output() -> Iterator[None]:
+    """Leave secrets out of what Hydra prints of the config with `--info` and `--cfg`, which run no job."""
+    if not any(word.startswith(("--info", "--cfg", "-c", "-i")) for word in sys.argv[1:]):
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        show(redact_yaml(printed.getvalue().rstrip("\n")))
+
+
 def _compose_and_run(job: Job) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -288,7 +304,8 @@ def _compose_and_run(job: Job) -> None:
 
     composed, sweep = False, _Sweep()
     try:
-        app()
+        with _hydra_output():
+            app()
         sweep.check()
     except ValueError:
         sweep.check()  # Optuna cannot name the best trial if all have failed

@@ -7,12 +7,22 @@ import json
 from urllib.parse import quote, quote_plus
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.redaction import SecretFilter, is_secret, redact, redact_command, redact_text, remember, secrets_of
+from trainer.redaction import (
+    SecretFilter,
+    is_secret,
+    redact,
+    redact_command,
+    redact_text,
+    redact_yaml,
+    remember,
+    secrets_of,
+)
 
 
 def words(text: str) -> list[str]:
@@ -135,6 +145,21 @@ def test_a_reference_names_the_variable_that_holds_the_secret(monkeypatch):
     assert without == redact(redact(config), references=False), "what was saved compares equal to what is given"
     assert set(without) - {"plain", "saved"} == {key for key, value in without.items() if value == "***"}
     assert redact_command(["options.api_key=0123456789"]) == ["options.api_key=${oc.env:JUDGE_API_KEY}"]
+
+
+def test_a_printed_config_has_no_secrets():
+    config = {
+        "a": {"api_key": "hush-1", "n": 1, "cookies": {"x": "hush-2", "y": ["hush-3", 4]}, "max_tokens": 5},
+        "passwords": ["hush-4", {"deep": "hush-5"}],
+        "secret": "hush-6 " * 40,
+        "token": None,
+        "end": "plain",
+    }
+    shown = redact_yaml(yaml.safe_dump(config, sort_keys=False))
+    assert "hush" not in shown
+    parsed = yaml.safe_load(shown.replace("***", "hidden"))
+    assert parsed["a"]["cookies"] == {"x": "hidden", "y": ["hidden", "hidden"]} and parsed["a"]["max_tokens"] == 5
+    assert parsed["end"] == "plain" and parsed["a"]["n"] == 1 and parsed["token"] is None
 
 
 def test_the_working_directory_is_no_secret(monkeypatch):

@@ -63,6 +63,8 @@ def test_a_refused_config_raises_and_prints_nothing(tmp_path, monkeypatch, capfd
     for _ in range(2):
         with pytest.raises(UserError, match="trainer.nub_workers: no such key; did you mean trainer.num_workers"):
             train(["trainer.nub_workers=2"])
+    with pytest.raises(UserError, match=r"no viable alternative at input .*api_key:\*\*\*"):
+        train(["+environment.options={api_key:hush,n:"])
     assert capfd.readouterr() == ("", "")
     assert [signal.getsignal(number) for number in HANDLED] == handlers
     assert (logger.level, logger.propagate, logger.handlers) == before
