@@ -14,6 +14,7 @@ import math
 import numbers
 import os
 import secrets
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from trainer.documents import is_count, is_number, parse_object
 from trainer.durable import write_file
 from trainer.errors import UserError
 from trainer.metrics.samples import COLUMNS, Transcript
-from trainer.redaction import redact_text
+from trainer.redaction import redact_command, redact_text
 
 if TYPE_CHECKING:
     import wandb
@@ -290,7 +291,9 @@ def _start_wandb(run_dir: str, logger: LoggerConfig, config: dict[str, Any], run
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
+    command = sys.argv  # W&B saves it
     try:
+        sys.argv = redact_command(command)
         return wandb.init(
             project=logger.wandb.project,
             entity=logger.wandb.entity,
@@ -314,3 +317,5 @@ def _start_wandb(run_dir: str, logger: LoggerConfig, config: dict[str, Any], run
         raise UserError(
             f"logger.wandb.mode={mode}: {redact_text(str(error))}; correct that, or choose offline or off"
         ) from error
+    finally:
+        sys.argv = command

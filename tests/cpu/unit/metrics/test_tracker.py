@@ -273,10 +273,11 @@ def wandb_history(path: Path) -> dict[int, dict[str, str]]:
 
 def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, listener):
     run_dir, environment = tmp_path / "run", wandb_environment(tmp_path, listener)
-    killed = run_python(WANDB_RUN, str(run_dir), "offline", "", "-1", "0", "5", env=environment)
+    secret = "environment.options.api_key=hush-1"
+    killed = run_python(WANDB_RUN, str(run_dir), "offline", "", "-1", "0", "5", secret, env=environment)
     run_id = json.loads(killed.stdout)["wandb_run_id"]
     time.sleep(1)  # W&B names directories by the second
-    resumed = run_python(WANDB_RUN, str(run_dir), "offline", run_id, "3", "4", "6", env=environment)
+    resumed = run_python(WANDB_RUN, str(run_dir), "offline", run_id, "3", "4", "6", secret, env=environment)
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout) == {"wandb_run_id": run_id}
 
@@ -293,6 +294,8 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
         "a name", "a group", ["one", "two"], "some notes"
     )  # fmt: skip
     assert "reward/mean" not in resumed.stdout + resumed.stderr, "W&B prints no table of metrics"
+    kept = [file.read_bytes() for file in (run_dir / "wandb").rglob("*") if file.is_file()]
+    assert kept and not any(b"hush" in content for content in kept)
 
 
 def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
