@@ -26,6 +26,7 @@ from trainer.errors import UserError, sentence_of
 from trainer.metrics.best import SUPERVISED, Best, compared_by, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.output import escape, guard_output, show
+from trainer.redaction import redact
 from trainer.run.best import best_of
 from trainer.run.starts import STARTS_FILE
 from trainer.suggestions import did_you_mean
@@ -80,7 +81,7 @@ def _config_of(path: str) -> dict[str, Any]:
     if os.path.exists(file):
         try:
             with open(file, "rb") as handle:
-                return parse_yaml(handle.read(), {str: dict})
+                return redact(parse_yaml(handle.read(), {str: dict}))  # earlier versions saved secrets
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     store = open_store(record.read(path) or os.path.join(path, "checkpoints"))

@@ -199,3 +199,10 @@ def test_long_keys_and_values_are_not_cut_where_output_goes_to_a_file(tmp_path, 
     header, *rows = (line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line)
     assert len(rows) == 2 and all(name in header for name in settings) and "x" * 30 + "1" in rows[0]
     assert "allow_config_change" not in header
+
+
+def test_secrets_of_runs_of_earlier_versions_are_not_shown(tmp_path, capsys):
+    paths = [write_run(tmp_path / str(seed), [seed], seed=seed, secret_key=f"hush-{seed}") for seed in (1, 2)]
+    assert main([*paths, "--out", str(tmp_path / "x.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "seed" in shown and "hush" not in shown
