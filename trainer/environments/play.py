@@ -155,12 +155,13 @@ class EnvironmentPlayer:
         """
         sessions = [Session(attempt.row, environment_seed(self._seed, attempt.uid)) for attempt in attempts]
         episodes = [_Playing(attempt, session) for attempt, session in zip(attempts, sessions, strict=True)]
+        step = attempts[0].step
         with clock("environment"):
             self._pool.advance(sessions)
             for episode in episodes:
                 self._begin(episode)
         for turn in range(self._config.max_turns):
-            self._check_failures(sessions)
+            self._check_failures(sessions, step)
             active = [episode for episode in episodes if not episode.status]
             if not active:
                 break
@@ -177,7 +178,7 @@ class EnvironmentPlayer:
                     self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
         with clock("environment"):
             self._pool.advance(sessions)  # closes what is left
-        self._check_failures(sessions)
+        self._check_failures(sessions, step)
         yield dict(enumerate(map(self._played, episodes)))
 
     def _begin(self, episode: _Playing) -> None:
@@ -208,12 +209,13 @@ class EnvironmentPlayer:
         elif not conversation.add_messages(step.messages, self._longest):
             episode.end("length")
 
-    def _check_failures(self, sessions: Sequence[Session]) -> None:
+    def _check_failures(self, sessions: Sequence[Session], step: int) -> None:
         failures = [session.failure for session in sessions if session.failure]
         if len(failures) > self._config.max_failure_frac * len(sessions):
             raise UserError(
-                f"environment.name={self._config.name}: {len(failures)} of {len(sessions)} episodes have failed, more "
-                f"than environment.max_failure_frac={self._config.max_failure_frac:g} allows; the first: {failures[0]}"
+                f"environment.name={self._config.name}: {len(failures)} of {len(sessions)} episodes of step {step} "
+                f"({len(failures) / len(sessions):.1%}) have failed, more than environment.max_failure_frac="
+                f"{self._config.max_failure_frac:g} allows; the first: {failures[0]}"
             )
 
     def _played(self, episode: _Playing) -> Played:

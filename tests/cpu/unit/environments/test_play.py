@@ -184,7 +184,7 @@ def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
     with player_of(tokenizer, max_failure_frac=0.5) as player:
         play(player, Policy(tokenizer, "a"), attempts(bad, good))
         with pytest.raises(
-            UserError, match=r"environment.name=.*Echo: 2 of 3 episodes have failed, more than "
+            UserError, match=r"environment.name=.*Echo: 2 of 3 episodes of step 5 \(66.7%\) have failed, more than "
             r"environment.max_failure_frac=0.5 allows; the first: step raised RuntimeError: it broke"
         ):  # fmt: skip
             play(player, Policy(tokenizer, "a"), attempts(bad, good, bad))

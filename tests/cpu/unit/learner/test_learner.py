@@ -343,3 +343,25 @@ def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model, 
                 losses.append(learner.update(learner.score(taught, step), step))
             found.append(losses)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(model, estimator):
+    """On one rank in a mini-batch of two prompts, and on two ranks in mini-batches of one."""
+    some = [replace(one, reward=None, failure="is nan") if i in (1, 6) else one for i, one in enumerate(episodes())]
+    kept = [one for one in some if one.reward is not None]
+
+    def learnt(given: list[Episode], ranks: int, mini_batch: int) -> dict[str, float]:
+        cfg = Config()
+        cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
+        cfg.algorithm.advantage_estimator = estimator
+        with local_cluster(ranks, cfg) as cluster:
+            learner = Learner(cluster.cfg, cluster, Timer())
+            learner.build(model)
+            return learner.update(learner.score(given, 1), 1)
+
+    for ranks, mini_batch in ((1, 2), (2, 1)):
+        expected, found = learnt(kept, 1, mini_batch), learnt(some, ranks, mini_batch)
+        for name in expected:
+            if name.startswith(("policy/", "critic/", "reward/")):
+                assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
