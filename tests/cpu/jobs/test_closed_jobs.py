@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.jobs import environment, family, kill_all, left_running, members, metrics, start_job
+from tests.support.jobs import environment, family, kill_all, left_running, members, metrics, start_job, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -82,8 +85,32 @@ def intrude(port: int, **env: str) -> subprocess.Popen:
     )
 
 
+class Executed:
+    """Whoever loads a pickle of it makes a directory."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.path,)
+
+
+def disturb(ports: Iterable[int], executed: Path) -> list[socket.socket]:
+    """Send each port what no protocol allows, and leave connections open that say nothing."""
+    pickled = pickle.dumps(Executed(executed))
+    texts = [os.urandom(4096), bytes(4096), b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", pickled, *[b""] * 20]
+    connections = []
+    for port in ports:
+        for text in texts:
+            with contextlib.suppress(OSError):  # it was closed at the other end
+                connections.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                connections[-1].sendall(text)
+    return connections
+
+
 def test_a_job_is_closed_to_strangers_and_a_signal_to_its_process_group_stops_it(tmp_path, marker):
-    """It listens on loopback alone and refuses clients without its token. SIGTERM to the process group, as `timeout`
+    """It listens on loopback alone and refuses clients without its token; what else strangers send disturbs no step and
+    runs nothing. SIGTERM to the process group, as `timeout`
     and schedulers send it, reaches every process that shares the driver's group; the job saves and exits with 75.
     """
     job = start_job(*BASE, "trainer.num_workers=2", cwd=tmp_path)
@@ -102,6 +129,12 @@ def test_a_job_is_closed_to_strangers_and_a_signal_to_its_process_group_stops_it
             text, _ = intruder.communicate(timeout=120)
             assert intruder.returncode == 7 and "InvalidAuthToken" in text, text
         assert ray_directory(job).stat().st_mode & 0o077 == 0, "other users can enter it"
+        connections = disturb([port for _, port in found], tmp_path / "executed")
+        assert len(connections) > 100
+        log = tmp_path / "outputs/default/metrics.jsonl"
+        logged = log.read_bytes().count(b"\n")
+        wait_until(lambda: log.read_bytes().count(b"\n") > logged + 3 or job.poll() is not None)
+        assert job.poll() is None and not (tmp_path / "executed").exists()
     finally:
         os.killpg(job.pid, signal.SIGTERM)
         status, output = end(job, output)
