@@ -164,11 +164,15 @@ def _is_secret_parameter(name: str) -> bool:
     return is_secret(name) or name.lower() in ("key", "sig", "signature") or name.lower().endswith("-signature")
 
 
+def _environment() -> list[tuple[str, str]]:
+    return [(name, os.environ.get(name, "")) for name in list(os.environ)]  # another thread may remove one
+
+
 def _variables() -> dict[str, str]:
     """Return the environment variables that hold secrets: name by value."""
     return {
         value.strip(): name
-        for name, value in os.environ.items()
+        for name, value in _environment()
         if name not in _NO_SECRETS and len(value.strip()) >= _SHORTEST and is_secret(name)
     }
 
@@ -245,7 +249,7 @@ def _hidden(value: Any, references: bool) -> Any:
 def _variable_with(secret: str) -> str | None:
     if len(secret) < _SHORTEST:  # the name of a variable that has it could tell what it is
         return None
-    named = [name for name, value in os.environ.items() if value == secret and name not in _NO_SECRETS]
+    named = [name for name, value in _environment() if value == secret and name not in _NO_SECRETS]
     return min(named, key=lambda name: (not is_secret(name), name), default=None)
 
 

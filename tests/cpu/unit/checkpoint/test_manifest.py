@@ -205,3 +205,19 @@ def resume_and_count(rank: Rank, root: str, model: str) -> int:
 
 def test_a_resume_reads_the_manifest_once(saved_run, model):
     assert run_ranks(1, resume_and_count, str(saved_run), str(model)) == [1]
+
+
+@pytest.mark.parametrize("level", ["hash", "size", "off"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_shard_that_is_no_file_is_refused_before_it_is_read(run_dir, level, kind):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    file = checkpoint / "data.json"
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+    with pytest.raises(DamagedError, match="data.json.*is not inside the checkpoint, or is no file"):
+        verify(str(checkpoint), level)

@@ -173,6 +173,17 @@ def assert_matches(pattern: str, error) -> None:
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("name", ["pipe.jsonl", "zero.jsonl", "zero.parquet", "folder.jsonl"])
+def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    for zero in ("zero.jsonl", "zero.parquet"):
+        (tmp_path / zero).symlink_to("/dev/zero")
+    kind = {"pipe": "a pipe", "zero": "a device", "folder": "a directory"}[name.partition(".")[0]]
+    with pytest.raises(UserError, match=rf"^data.train_files=.*{name}: is {kind}, not a regular file; .*write it"):
+        check_files(DataConfig(train_files=[str(tmp_path / name)], val_files=[]), validation=False)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
