@@ -100,6 +100,33 @@ class Feed:
         return self._room is None or held == 0 or held + len(piece) <= self._room
 
 
+def share_out(
+    requests: Sequence[Request],
+    max_tokens: int,
+    engines: int,
+    most: int,
+    streaming: bool,
+    device: str,
+    planned: Collection[int] = (),
+) -> Feed:
+    """Return how these requests are shared out over engines.
+
+    Args:
+        max_tokens: longest completion.
+        engines: number of engines.
+        most: requests that an engine can generate together (`rollout.max_num_seqs`).
+        streaming: the engines take further requests while they generate. If not, they get one batch at a time.
+        device: of the engines.
+        planned: see `Feed`.
+    """
+    costs = request_costs(requests, max_tokens)
+    if not streaming:
+        return Feed(by_length(requests, engines, most), costs, engines, 0, planned)
+    # On CPU, runs are exact to the last bit in any case: an engine gets all that it generates at once.
+    room = most if device == "cuda" and engines > 1 and not planned else None
+    return Feed(by_prompt(requests, max_tokens, room), costs, engines, room, planned)
+
+
 def request_costs(requests: Sequence[Request], max_tokens: int) -> list[float]:
     """Return the most tokens that each request can take. A prompt counts once for all its completions."""
     counts: dict[bytes, int] = {}

@@ -19,7 +19,7 @@ from trainer.config.engines import ENGINES
 from trainer.errors import UserError, WorkerError, describe_error, origin_of, set_origin
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.engines import Engines
-from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
+from trainer.generation.feeding import Feed, share_out
 from trainer.generation.homes import Home, choose_homes, gpus_of, ranks_beside
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.signals import SIGNALS
@@ -220,7 +220,7 @@ class Fleet:
         """
         engines = self._engines
         with self.awake():
-            feed, calls = self._feed(requests, sampling), Pending(engines.group)
+            feed, calls = self._feed(requests, sampling.max_tokens), Pending(engines.group)
             given: dict[int, list[int]] = {}
             busy: set[int] = set()
             while True:
@@ -251,16 +251,11 @@ class Fleet:
                     yield part
                 engines.advance(0)
 
-    def _feed(self, requests: Sequence[Request], sampling: Sampling) -> Feed:
+    def _feed(self, requests: Sequence[Request], max_tokens: int) -> Feed:
         count, most = len(self._engines.group), self._cfg.rollout.max_num_seqs
-        costs = request_costs(requests, sampling.max_tokens)
         # Then time does not decide which requests run together, or where.
         planned = self._engines.life.serving if self._cfg.trainer.deterministic else ()
-        if not self._spec.streaming:
-            return Feed(by_length(requests, count, most), costs, count, 0, planned)
-        # On CPU, runs are exact to the last bit in any case: an engine gets all that it generates at once.
-        room = most if self._cluster.device == "cuda" and count > 1 and not planned else None
-        return Feed(by_prompt(requests, sampling.max_tokens, room), costs, count, room, planned)
+        return share_out(requests, max_tokens, count, most, self._spec.streaming, self._cluster.device, planned)
 
     def _advance(
         self, calls: Pending, engine: int, places: Sequence[int], requests: Sequence[Request], sampling: Sampling

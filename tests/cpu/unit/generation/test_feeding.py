@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import pytest
 
 from trainer.generation.engine import Completion, Request
-from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs
+from trainer.generation.feeding import Feed, by_length, by_prompt, request_costs, share_out
 
 
 def requests_of(*lengths: int) -> list[Request]:
@@ -59,6 +60,39 @@ def test_an_engine_gets_more_once_it_has_room():
 
 def test_a_piece_larger_than_the_room_runs_alone():
     assert feed([[0, 1, 2], [3]], [1] * 4, engines=1, room=2).take([0]) == {0: [0, 1, 2]}
+
+
+def everything(shared: Feed, engines: int) -> dict[int, list[int]]:
+    given = shared.take(range(engines))
+    assert sorted(place for places in given.values() for place in places) == list(range(8)) and not shared.is_waiting
+    return given
+
+
+def test_on_cpu_with_one_engine_and_by_plan_time_does_not_decide_which_requests_run_together():
+    """Engines get all of their requests at once, also if that is more than they generate together."""
+    requests = [requests_of(3, 4, 5, 6)[i // 2] for i in range(8)]
+    given = everything(share_out(requests, 10, 2, most=2, streaming=True, device="cpu"), 2)
+    assert given == {0: [6, 7, 0, 1], 1: [4, 5, 2, 3]}
+    everything(share_out(requests, 10, 1, most=2, streaming=True, device="cuda"), 1)
+    everything(share_out(requests, 10, 2, most=2, streaming=True, device="cuda", planned=[0, 1]), 2)
+
+
+def test_several_engines_on_gpus_get_further_requests_when_they_have_room():
+    requests = [requests_of(3, 4, 5, 6)[i // 2] for i in range(8)]
+    shared = share_out(requests, 10, 2, most=2, streaming=True, device="cuda")
+    assert shared.take([0, 1]) == {0: [6, 7], 1: [4, 5]} and shared.is_waiting
+    assert shared.complete(1, [4]) and shared.take([1]) == {}
+    assert not shared.complete(1, [5]) and shared.take([1]) == {1: [2, 3]}
+    three = share_out([requests[0]] * 3, 10, 2, most=2, streaming=True, device="cuda")
+    assert three.take([0, 1]) == {0: [0, 1], 1: [2]}, "a prompt with more completions than room is cut"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_that_do_not_stream_get_one_batch_at_a_time(device):
+    shared = share_out(requests_of(*range(1, 9)), 10, 2, most=2, streaming=False, device=device)
+    assert shared.take([0, 1]) == {0: [6, 7], 1: [4, 5]} and shared.is_waiting
+    assert shared.take([0, 1]) == {}
+    assert not shared.complete(1, [4, 5]) and shared.take([1]) == {1: [2, 3]}
 
 
 def test_what_a_lost_engine_has_not_completed_comes_first_again():
