@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.support.jobs import wait_until
 from tests.support.nodes import Nodes
-from trainer.cluster.nodes import Node, NodeWatch
+from trainer.cluster.nodes import Node, NodeWatch, _Record
 
 LISTEN = """
 import socket, sys, time
@@ -149,6 +151,29 @@ def test_nodes_that_are_no_longer_watched_are_not_lost():
     wait_until(lambda: watch.lost() == {gone: "its raylet is gone"})
     watch.watch([])
     assert watch.lost() == {} and watch.losses("127.0.0.1") == 1
+    watch.close()
+
+
+def test_a_raylet_that_refuses_now_and_then_is_not_gone():
+    """Only refusals in a row count. The thread of the watch tries no connection of its own here."""
+    watch = NodeWatch(limit_s=60.0)
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        port = raylet.getsockname()[1]
+    node, record = Node("a", "127.0.0.1", port), _Record(heard=time.monotonic())
+
+    def connect() -> None:
+        asyncio.run(watch._connect(node, record))
+        watch._judge(node, record)
+
+    for _ in range(3):
+        connect()
+        connect()
+        with socket.create_server(("127.0.0.1", port)):
+            connect()
+    assert watch.losses(node.address) == 0
+    for _ in range(3):
+        connect()
+    assert watch.losses(node.address) == 1
     watch.close()
 
 
