@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import posixpath
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -104,7 +105,8 @@ def _ls(args: argparse.Namespace) -> Result:
     metrics = sorted({row["score_metric"] for row in rows if row["score"] is not None and row["score_metric"]})
     lines += [f"score: {' or '.join(metrics)} at that step"] if metrics else []
     if not args.verify and any(row["valid"] for row in rows):
-        lines.append("sizes agree: the content was not read; `trainer checkpoint ls --verify` reads every byte")
+        command = f"trainer checkpoint ls --verify {shlex.quote(args.root)}"
+        lines.append(f"sizes agree: the content was not read; `{command}` reads every byte")
     hidden = [name for name in store.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(BOOKKEEPING)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []

@@ -102,7 +102,11 @@ def test_a_flipped_byte_is_seen_when_bytes_are_read_and_not_denied_before(tmp_pa
     flip_a_byte(tmp_path, 2)
     assert main(["ls", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.count("sizes agree") == 3 and "yes" not in out and "ls --verify` reads every byte" in out
+    assert (
+        out.count("sizes agree") == 3
+        and "yes" not in out
+        and f"`trainer checkpoint ls --verify {tmp_path}` reads every byte" in out
+    )
     assert main(["ls", "--verify", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert first.endswith("all bytes agree  latest") and "NO: weights/shard does not have the content" in second
