@@ -98,7 +98,7 @@ class Signals:
             for number, handler in before.items():
                 signal.signal(number, handler)
             if not is_watched:
-                self._end_watch()
+                self.end_watch()
             watch = self._watch, self._watch_pipe
             self.__init__()
             self._watch, self._watch_pipe = watch
@@ -270,12 +270,14 @@ class Signals:
             os.close(numbers)
         signal.set_wakeup_fd(self._watch_pipe, warn_on_full_buffer=False)
 
-    def _end_watch(self) -> None:
+    def end_watch(self) -> None:
+        """End the process that watches this one, so that it does not outlive it by a moment."""
         if self._watch is not None:  # else this process was forked meanwhile
             signal.set_wakeup_fd(-1)
             os.close(self._watch_pipe)
-            os.kill(self._watch, signal.SIGKILL)
-            os.waitpid(self._watch, 0)
+            with contextlib.suppress(OSError):  # it was killed, and a library has waited for it
+                os.kill(self._watch, signal.SIGKILL)
+                os.waitpid(self._watch, 0)
             self._watch = None
 
     def _leave_watch(self) -> None:

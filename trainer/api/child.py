@@ -58,6 +58,7 @@ def main() -> NoReturn:
         report(text=redact_text(outcome.trace or outcome.text))
         sys.stdout.flush()
         sys.stderr.flush()
+        SIGNALS.end_watch()
         os._exit(outcome.status)
 
 

@@ -107,6 +107,7 @@ def run_app(job: Job, command: str = "train") -> None:
         outcome.show()
         sys.stdout.flush()
         sys.stderr.flush()
+        SIGNALS.end_watch()
         # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
         os._exit(outcome.status)
 

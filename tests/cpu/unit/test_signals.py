@@ -228,6 +228,17 @@ def test_the_watch_of_signals_ends_with_its_process():
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_watch_of_signals_ends_before_the_run_says_that_it_has_ended(is_lost):
+    lose = "os.kill(watch, 9); os.waitpid(watch, 0)" if is_lost else ""
+    code = (
+        f"{BEGINNING}\nwatch = signals.SIGNALS._watch\n{lose}\nsignals.SIGNALS.end_watch()\n"
+        "print(os.path.exists(f'/proc/{watch}'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 @pytest.mark.parametrize("number", HANDLED)
 def test_a_signal_after_the_end_of_the_run_does_not_change_its_status(number, tmp_path):
     """Exit handlers run when the job has told how it ended: that is the latest moment at which Python runs."""
