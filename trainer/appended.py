@@ -6,6 +6,7 @@ delete, replace or edit such a file while the run appends to it; then `AppendedF
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,6 +21,8 @@ LOG = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_CHANGED = (0, 0, 0, 0)
+"""The stamp of a file that somebody has deleted or changed between a check and a write. The next check repairs it."""
 REPLACED = ".replaced"
 """Ending of the file that keeps what stood in place of an appended file."""
 
@@ -144,11 +147,13 @@ class AppendedFile:
             self.check()
             handle = open_appended(self._path, self._mode)
             try:
+                status = os.fstat(handle)
+                is_same = status.st_size == 0 if self._stamp is None else _stamp_of(status) == self._stamp
                 with naming(self._path):
                     write_whole(handle, lines)
                     if durable:
                         os.fsync(handle)
-                self._stamp = _stamp_of(os.fstat(handle))
+                self._stamp = _stamp_of(os.fstat(handle)) if is_same else _CHANGED
             finally:
                 os.close(handle)
             self._keep(lines)
@@ -179,7 +184,7 @@ class AppendedFile:
                 return
             self._fence()
             if found is not None:
-                os.replace(self._path, self._path + REPLACED)
+                _keep_replaced(self._path)
             write_file(self._path, content, self._fence, self._mode)
             self._stamp = self._current()
         LOG.warning(
@@ -216,6 +221,20 @@ class AppendedFile:
             return _stamp_of(os.stat(self._path, follow_symlinks=False))
         except FileNotFoundError:
             return None
+
+
+def _keep_replaced(path: str) -> None:
+    """Keep what stands at `path` as `NAME.replaced`, too.
+
+    It also stays at `path`, so that a full disk or a kill does not leave the run without the file.
+    """
+    replaced = path + REPLACED
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(replaced)
+        os.link(path, replaced, follow_symlinks=False)
+    except OSError:  # a directory, or a file system without hard links
+        os.replace(path, replaced)
 
 
 def _stamp_of(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.metrics import make_tracker
 from tests.support.toy import toy_config
-from trainer.appended import REPLACED, AppendedFile, append_line, mend_last_line
+from trainer import appended
+from trainer.appended import REPLACED, AppendedFile, append_line, mend_last_line, open_appended
 from trainer.errors import UserError
 from trainer.incidents import INCIDENTS, JOB, Incident, read_incidents
 from trainer.metrics.tracker import read_metrics
@@ -134,6 +135,45 @@ def test_a_process_that_lost_the_run_directory_does_not_take_the_file_back(tmp_p
     with pytest.raises(UserError, match="another job"):
         file.append(b"{}\n")
     assert (tmp_path / "lines.jsonl").read_bytes() == b'{"of": "the other"}\n'
+
+
+def test_a_rewrite_that_fails_leaves_what_stood_there(tmp_path):
+    """A full disk, or a kill, must not leave the run without the file."""
+    calls = []
+
+    def fence() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise UserError("before the new file appears")
+
+    path = tmp_path / "lines.jsonl"
+    file = AppendedFile(str(path), fence)
+    file.append(b'{"a": 1}\n')
+    path.write_bytes(b'{"b": 1}\n')
+    with pytest.raises(UserError, match="before the new file"):
+        file.append(b'{"c": 1}\n')
+    assert path.read_bytes() == (tmp_path / f"lines.jsonl{REPLACED}").read_bytes() == b'{"b": 1}\n'
+    file.append(b'{"c": 1}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"c": 1}\n'
+
+
+@pytest.mark.parametrize("harm", [delete, edit, empty])
+@pytest.mark.parametrize("again", [delete, lambda path: None])
+def test_a_change_between_check_and_write_is_found_at_the_next_check(tmp_path, harm, again, monkeypatch):
+    path = tmp_path / "lines.jsonl"
+    file = AppendedFile(str(path))
+    file.append(b'{"a": 1}\n')
+
+    def open_later(name: str, mode: int | None) -> int:
+        harm(path)
+        return open_appended(name, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(appended, "open_appended", open_later)
+        file.append(b'{"b": 1}\n')
+    again(path)
+    file.append(b'{"c": 1}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"b": 1}\n{"c": 1}\n'
 
 
 def test_threads_append_whole_lines_and_nobody_sees_a_change(tmp_path, caplog, request):
