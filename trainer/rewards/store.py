@@ -48,7 +48,7 @@ class RewardStore:
     def find(self, key: str, step: str) -> Result | None:
         """Return the result of the call, if it is known for this step."""
         known = self._load()
-        return known.get(key) or known.get(f"{key} {step}")
+        return known.get(f"{key} {step}") or known.get(key)  # it may have succeeded in a later step, before a kill
 
     def add(self, results: Mapping[str, Result], step: str) -> None:
         """Add results, and wait until they are on the disk."""

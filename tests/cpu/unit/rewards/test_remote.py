@@ -219,6 +219,8 @@ def test_a_failure_is_stored_for_its_own_step(tmp_path):
         replay = judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 1")
         assert (replay.rewards, replay.failures.count, len(server.requests)) == ([0.0], 1, 1)
         assert judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 2").rewards == [3.0]
+        replay = judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 1")
+        assert replay.failures.count == 1, "as it was logged, although a later step has a reward since"
 
 
 def test_failures_that_end_the_run_are_not_stored(tmp_path):
