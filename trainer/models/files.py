@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.hub import first_line, is_connection_error, pinned, with_retries
+from trainer.models.given import MODEL_FILES
 from trainer.models.untrusted import check_model_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
-_MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
+_MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
+"""The files to download. All that a checkpoint compares is there, on whatever machine a run starts and resumes."""
 
 
 def resolve_model_path(path: str) -> str:

@@ -36,6 +36,8 @@ MODEL_FILES = (
 BACKBONE_FILES = ("config.json",)
 """All that the critic's directory gives besides weights."""
 _CODE = "**/*.py"
+_BACKUPS = ("~", ".bak", ".orig", ".old")
+"""Endings of the copies that editors and users leave. Nothing reads them."""
 _HARMLESS = (
     "transformers_version",
     "_name_or_path",
@@ -43,8 +45,12 @@ _HARMLESS = (
     "_commit_hash",
     "tokenizer_file",
     "special_tokens_map_file",
+    "is_local",
+    "local_files_only",
 )
 """Keys that say who wrote a file, and where. They act on nothing."""
+_RENAMED = {"torch_dtype": "dtype"}
+"""Keys that newer versions of transformers write under another name."""
 _SHORT = 200
 """A value whose JSON has at most this many characters is kept as it is, so that a message can show it."""
 _MEDIUM = 1 << 16
@@ -66,7 +72,7 @@ def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODE
     given = {}
     for name in sorted(found):
         path = os.path.join(directory, name)
-        if os.path.isfile(path):
+        if os.path.isfile(path) and not name.endswith(_BACKUPS):
             given[name] = read_file_given(path)
     return given
 
@@ -130,7 +136,7 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
         if isinstance(value, dict) and value and len(json.dumps(value)) <= _MEDIUM:
             found += _leaves(value, f"{prefix}{key}.")
         else:
-            found.append((prefix + key, value))
+            found.append((prefix + _RENAMED.get(key, key), value))
     return found
 
 

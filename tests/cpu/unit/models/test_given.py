@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from trainer.config.model import TinyConfig
 from trainer.models.given import differences, read_given
+from trainer.models.tiny import build_tiny
 
 CONFIG = {
     "rms_norm_eps": 1e-06,
@@ -103,7 +106,22 @@ def test_a_change_is_named(model, name, content, sentence):
         ("model.safetensors.index.json", {"weight_map": {}}),
         ("eval_results.json", {"accuracy": 1}),
         ("code/modeling.py", "a = 2\n"),  # nothing executes it
+        ("tokenizer_config.json~", "{}"),
+        ("chat_template.jinja.orig", "{{ other }}"),
     ],
 )
 def test_a_change_that_acts_on_nothing_is_none(model, name, content):
     assert changes(model, name, content) == []
+
+
+def test_a_tokenizer_that_transformers_has_saved_again_is_the_same(tmp_path):
+    """So is a config in which an older version has called the dtype `torch_dtype`."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    build_tiny(TinyConfig(), first)
+    AutoTokenizer.from_pretrained(first).save_pretrained(second)
+    given = {name: read_given(path, False) for name, path in (("first", first), ("second", second))}
+    tokenizer = [{k: v for k, v in one.items() if "config" not in k or "tokenizer" in k} for one in given.values()]
+    assert tokenizer[0] == tokenizer[1] and "tokenizer_config.json" in tokenizer[0]
+    write(tmp_path, "new/config.json", {"dtype": "bfloat16", "text_config": {"dtype": "float32"}})
+    write(tmp_path, "old/config.json", {"torch_dtype": "bfloat16", "text_config": {"torch_dtype": "float32"}})
+    assert read_given(str(tmp_path / "new"), False) == read_given(str(tmp_path / "old"), False)
