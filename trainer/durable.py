@@ -6,6 +6,7 @@ import contextlib
 import errno
 import glob
 import os
+import pathlib
 import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -80,6 +81,37 @@ def file_problem(path: str) -> str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}, not a regular file"
+
+
+_ELSEWHERE = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "ENOKEY", "EKEYEXPIRED", "EKEYREJECTED"),  # who asks, of Kerberos too
+        *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EBUSY", "EINTR"),  # what this process or machine has left
+        *("ESTALE", "ENOTCONN", "ENODEV", "ENXIO", "ESHUTDOWN", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED"),
+        *("ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),  # a server of files
+    )
+)
+
+
+def says_nothing_of_content(error: OSError) -> bool:
+    """Return whether a file could not be read for a reason outside of it. EIO is none: a bad sector gives it, too."""
+    return error.errno in _ELSEWHERE
+
+
+def access_problem(path: str) -> str:
+    """Return which part of `path` this user may not read, and why; empty if there is none."""
+    folders = [*reversed(pathlib.PurePath(os.path.abspath(path)).parents)]
+    for part, mode, verb in [*((str(folder), os.X_OK, "enter") for folder in folders), (path, os.R_OK, "read")]:
+        if not os.access(part, mode, effective_ids=True):
+            with contextlib.suppress(OSError):
+                status = os.stat(part)
+                return (
+                    f"user {os.geteuid()} may not {verb} {part}, which belongs to user {status.st_uid} and has the "
+                    f"mode {stat.S_IMODE(status.st_mode):04o}"
+                )
+            return ""
+    return ""
 
 
 def open_regular(path: str) -> BinaryIO:

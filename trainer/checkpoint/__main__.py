@@ -20,7 +20,7 @@ from trainer.checkpoint import record
 from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, list_steps
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import Checkpoint, DamagedError
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, UnreadableError
 from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
 from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         result, lines, status = _COMMANDS[args.command](args)
     except (UserError, OSError) as error:
         print(f"error: {_printable(sentence_of(error))}", file=sys.stderr)
-        return 1 if isinstance(error, DamagedError) else 2
+        return 1 if isinstance(error, DamagedError) and not isinstance(error, UnreadableError) else 2
     print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
     return status
 
@@ -328,9 +328,9 @@ def _one(path: str, level: str) -> Checkpoint:
     for step in reversed(checkpoints.steps()):
         try:
             return manifests.verify(checkpoints.store.path(step), level if level != "off" else "size")
+        except UnreadableError as error:
+            raise UserError(f"{error}; give the command as its owner, or ask for access") from error
         except DamagedError as error:
-            if isinstance(error.__cause__, PermissionError):  # it may be good
-                raise error.__cause__ from None
             print(f"skipped a damaged checkpoint: {_printable(str(error))}", file=sys.stderr)
     raise UserError(f"{path}: no checkpoint there is valid")
 

@@ -74,8 +74,9 @@ class LocalFiles:
 
         Raises:
             FileNotFoundError: there is no regular file.
+            OSError: the directory cannot be read.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(os.path.join(self.path, path))
             if stat.S_ISREG(status.st_mode):
                 return status.st_size

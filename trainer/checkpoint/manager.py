@@ -21,7 +21,8 @@ from typing import Any
 
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, UnreadableError
 from trainer.checkpoint.parts import Part, Restore
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
@@ -232,15 +233,23 @@ class CheckpointManager:
             whole: False: shards on the local disks of several nodes are not checked here, but by ranks.
 
         Raises:
-            UserError: there are checkpoints but none is valid; or the storage is failing.
+            UserError: there are checkpoints but none is valid; the newest cannot be read, and may be valid; or the
+                storage is failing.
         """
         problems: list[str] = []
         for step in reversed(self.steps()):
             if before is not None and step >= before:
                 continue
+            unreadable: UserError | None = None
             for path in self.store.places(step):
                 try:
                     checkpoint = manifests.verify(path, self.verify, whole)
+                except UnreadableError as error:
+                    unreadable = error
+                    continue
+                except StoreError as error:
+                    unreadable = StoreError(f"{path}: {error}")
+                    continue
                 except DamagedError as error:
                     problems.append(str(error))
                     continue
@@ -249,6 +258,11 @@ class CheckpointManager:
                 if len(problems) > 1:
                     self._test_storage(len(problems))
                 return checkpoint
+            if unreadable is not None:
+                raise type(unreadable)(
+                    f"trainer.resume_mode=latest: {unreadable}; the checkpoint may be whole, so the run does not "
+                    "continue from an older one: make it readable, or move it away"
+                ) from unreadable
         if problems:
             raise UserError(
                 f"trainer.resume_mode=latest: no checkpoint in {self.store.root} is valid: {'; '.join(problems)}; "

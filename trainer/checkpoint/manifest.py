@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ from trainer.checkpoint.bucket import StoreError
 from trainer.checkpoint.names import MANIFEST, step_in
 from trainer.checkpoint.store import CheckpointFiles, files_at
 from trainer.documents import Shape, is_count, is_number, mismatch, parse_object
-from trainer.durable import digest_bytes
+from trainer.durable import access_problem, digest_bytes, says_nothing_of_content
 from trainer.errors import UserError
-from trainer.places import below
+from trainer.places import below, is_url
 
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
@@ -60,6 +59,21 @@ class Checkpoint:
 
 class DamagedError(UserError):
     """A checkpoint cannot be used. The message names the damaged file."""
+
+
+class UnreadableError(DamagedError):
+    """A file of a checkpoint cannot be read now, for a reason that says nothing about its content (no permission).
+
+    The checkpoint may be whole, so nobody may delete it, or use an older one in its place.
+    """
+
+
+def read_error(path: str, name: str, error: OSError) -> DamagedError:
+    """Return the error to raise if the file `name` of the checkpoint at `path` could not be read."""
+    if not says_nothing_of_content(error):
+        return DamagedError(f"{path}: {name} cannot be read ({error.strerror or error})")
+    denied = "" if is_url(path) else access_problem(os.path.join(path, name))
+    return UnreadableError(f"{path}: {name} cannot be read ({error.strerror}{denied and f': {denied}'})")
 
 
 def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
@@ -156,7 +170,7 @@ def read(path: str) -> Checkpoint:
     except StoreError:
         raise
     except OSError as error:
-        raise DamagedError(f"{path}: {MANIFEST} cannot be read ({error.strerror or error})") from error
+        raise read_error(path, MANIFEST, error) from error
     try:
         manifest = parse_object(data, {"format_version": is_count})
     except ValueError as error:
@@ -187,7 +201,7 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
     except StoreError:
         raise
     except OSError as error:
-        raise DamagedError(f"{checkpoint.path}: {name} cannot be read ({error.strerror or error})") from error
+        raise read_error(checkpoint.path, name, error) from error
     except ValueError as error:
         raise DamagedError(f"{checkpoint.path}: {name} is damaged ({error})") from error
 
@@ -219,8 +233,7 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
     away = {path for paths in checkpoint.nodes.values() for path in paths}
     here = [entry for entry in entries if entry.path not in away]
     if whole:
-        files = checkpoint.files
-        here += [entry for entry in entries if entry.path in away and _size_or_none(files, entry) is not None]
+        here += [entry for entry in entries if entry.path in away and _size_or_none(checkpoint, entry) is not None]
         if level != "off" and len(here) < len(entries):
             elsewhere = next(entry.path for entry in entries if entry not in here)
             names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
@@ -231,11 +244,11 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
 def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) -> None:
     """Check some files of a checkpoint against its manifest (see `verify`)."""
     assert level in VERIFY, level
-    path, files = checkpoint.path, checkpoint.files
+    path = checkpoint.path
     if level == "off":
         return
     with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
-        for entry, size in zip(entries, pool.map(lambda e: _size_or_none(files, e), entries), strict=True):
+        for entry, size in zip(entries, pool.map(lambda e: _size_or_none(checkpoint, e), entries), strict=True):
             if size is None:
                 raise DamagedError(f"{path}: {entry.path} is missing")
             if size != entry.bytes:
@@ -247,7 +260,7 @@ def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) 
 
 def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
     """Check the content of one file of a checkpoint against its manifest (see `verify`)."""
-    digest = _digest_or_error(checkpoint.files, entry)
+    digest = _digest_or_error(checkpoint, entry)
     if digest != entry.hash:
         raise DamagedError(
             f"{checkpoint.path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
@@ -255,19 +268,30 @@ def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
         )
 
 
-def _size_or_none(files: CheckpointFiles, entry: FileEntry) -> int | None:
-    with contextlib.suppress(FileNotFoundError):
-        return files.size(entry.path)
-    return None
-
-
-def _digest_or_error(files: CheckpointFiles, entry: FileEntry) -> str:
+def _size_or_none(checkpoint: Checkpoint, entry: FileEntry) -> int | None:
     try:
-        return files.digest(entry.path)
+        return checkpoint.files.size(entry.path)
+    except FileNotFoundError:
+        return None
     except StoreError:
         raise
     except OSError as error:
+        raise _read_error(checkpoint, entry, error) from error
+
+
+def _digest_or_error(checkpoint: Checkpoint, entry: FileEntry) -> str:
+    try:
+        return checkpoint.files.digest(entry.path)
+    except StoreError:
+        raise
+    except OSError as error:
+        if says_nothing_of_content(error):
+            raise _read_error(checkpoint, entry, error) from error
         return f"unreadable: {error.strerror}"
+
+
+def _read_error(checkpoint: Checkpoint, entry: FileEntry, error: OSError) -> DamagedError:
+    return read_error(checkpoint.path, below(checkpoint.manifest.get("folder", ""), entry.path), error)
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.local_store import LocalFiles, LocalStore
-from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.manifest import DamagedError, UnreadableError
 from trainer.checkpoint.names import NODE, step_in
 from trainer.checkpoint.object_store import ObjectFiles
 from trainer.durable import read_file, sync_directory
@@ -115,6 +115,8 @@ class NodeDisk:
             checkpoint = manifests.read(store.path(step))
             if checkpoint.manifest["self"] != digest:
                 raise DamagedError(f"{checkpoint.path} belongs to another checkpoint")
+        except UnreadableError:  # nobody may delete it
+            raise
         except DamagedError:
             if os.path.exists(store.path(step)):
                 store.remove(store.withdraw(step))
@@ -127,6 +129,8 @@ class NodeDisk:
             try:
                 manifests.check_entries(checkpoint, [entry], level)
                 valid.append(entry.path)
+            except UnreadableError:
+                raise
             except DamagedError:
                 os.remove(path)
         return valid

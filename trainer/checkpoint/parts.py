@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.checkpoint.bucket import StoreError
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_object
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_error, read_object
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles
 from trainer.config import RESUME_LOAD, Config, with_new_names
@@ -131,7 +131,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     except StoreError:
         raise
     except OSError as error:
-        raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} cannot be read ({error.strerror or error})") from error
+        raise read_error(checkpoint.path, CONFIG_FILE, error) from error
     except ValueError as error:
         raise DamagedError(f"{checkpoint.path}: {CONFIG_FILE} is damaged ({error})") from error
     return redact(with_new_names(config))  # earlier versions saved secrets

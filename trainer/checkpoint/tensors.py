@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.bucket import StoreError
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
+from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_error
 from trainer.checkpoint.names import MANIFEST
 from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
 from trainer.documents import Shape, parse_object
@@ -54,7 +54,7 @@ class NamedFiles:
         except StoreError:
             raise
         except OSError as error:
-            raise DamagedError(f"{self.path}: {path} cannot be read ({error.strerror})") from error
+            raise read_error(self.path, path, error) from error
         if digest_bytes(data) != self.entries[path].hash:
             raise DamagedError(f"{self.path}: {path} does not have the content that was saved")
         return data

@@ -13,7 +13,7 @@ from trainer.appended import AppendedFile, mend_last_line
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.manifest import DamagedError, UnreadableError
 from trainer.checkpoint.nodes import AskedRanks
 from trainer.checkpoint.reach import check_access, give_access
 from trainer.checkpoint.retention import Retention
@@ -184,6 +184,10 @@ class RunDirectory:
             try:
                 self.carried.restore(manifests.read(self.checkpoints.store.path(step)))
                 return
+            except UnreadableError as error:
+                raise UserError(
+                    f"trainer.resume_mode={self.cfg.trainer.resume_mode}: {error}; make it readable"
+                ) from error
             except DamagedError as error:
                 LOG.warning("the files of the run directory are not restored from a damaged checkpoint: %s", error)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import resource
 import shutil
 import signal
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -379,3 +382,47 @@ def test_storage_that_loses_written_data_is_refused(damaged):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextlib.contextmanager
+def other_user() -> Iterator[Path]:
+    """Be a user whom permissions concern, as root is not, in the block; yields a directory that this user may enter."""
+    with tempfile.TemporaryDirectory() as folder:  # below `tmp_path` no other user may enter
+        os.chmod(folder, 0o777)
+        before = os.geteuid()
+        os.seteuid(before or 65534)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(before)
+            for path in Path(folder).rglob("global_step_*"):
+                path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("part", "verb"),
+    [
+        ("global_step_2/manifest.json", "read"),
+        ("global_step_2", "enter"),
+        ("global_step_2/counters.json", "read"),
+        ("global_step_2/weights", "enter"),
+    ],
+)
+def test_a_newest_checkpoint_that_may_not_be_read_is_not_skipped(part, verb):
+    with other_user() as folder:
+        checkpoints = manager(folder)
+        for step in (1, 2):
+            save(checkpoints, step)
+        mode = (folder / part).stat().st_mode & 0o777
+        (folder / part).chmod(0)
+        user = os.geteuid()
+        sentence = (
+            rf"^trainer.resume_mode=latest: {folder}/global_step_2: .* cannot be read \(Permission denied: user {user} "
+            rf"may not {verb} {folder}/{part}, which belongs to user {user} and has the mode 0000\); the checkpoint "
+            "may be whole, so the run does not continue from an older one: make it readable, or move it away$"
+        )
+        with pytest.raises(UserError, match=sentence):
+            checkpoints.latest()
+        assert checkpoints.latest(before=2).step == 1
+        (folder / part).chmod(mode)
+        assert checkpoints.latest().step == 2
