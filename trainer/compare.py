@@ -71,7 +71,7 @@ def read_run(path: str) -> Run:
     """
     file = os.path.join(path, METRICS_FILE)
     if not os.path.exists(file):
-        raise UserError(f"{path}: is no run directory; it has no {METRICS_FILE}")
+        raise UserError(_no_run(path))
     return Run(path, _flat(_config_of(path)), read_metrics(file))
 
 
@@ -100,6 +100,12 @@ def differing_keys(runs: list[Run]) -> list[str]:
     return [key for key in keys if len({repr(config.get(key)) for config in known}) > 1]
 
 
+def _no_run(path: str) -> str:
+    if not os.path.exists(path):
+        return f"{path}: no such directory"
+    return f"{path}: is no run directory; it has no {METRICS_FILE}"
+
+
 def find_runs(paths: list[str]) -> list[str]:
     """Return the run directories among `paths`, and those in the directories that hold several, such as a sweep.
 
@@ -118,9 +124,9 @@ def find_runs(paths: list[str]) -> list[str]:
         elif not os.path.isfile(path):
             others.append(path)
     if not runs:
-        raise UserError(f"{others[0] if others else paths[0]}: is no run directory; it has no {METRICS_FILE}")
+        raise UserError(_no_run(others[0] if others else paths[0]))
     for path in others:
-        show(f"left out {path}: it has no {METRICS_FILE}", error=True)
+        show(f"left out {_no_run(path)}", error=True)
     return runs
 
 
@@ -147,7 +153,8 @@ def compare_runs(
     runs = [read_run(path) for path in find_runs(paths)]
     logged = {name for run in runs for row in run.rows for name in row if name != "step"}
     if metric is not None and metric not in logged:
-        raise UserError(f"--metric={metric}: no run has logged it; {did_you_mean(metric, logged) or _listed(logged)}")
+        meant = did_you_mean(metric, logged) or f"they have {_listed(sorted(logged))}"
+        raise UserError(f"--metric={metric}: no run has logged it; {meant}")
     metric, mode = _compared_by(runs[0], metric)
     best = {run.path: best_of(run.rows, metric, mode) for run in runs}
     found = {reached.metric for reached in best.values() if reached}
@@ -216,20 +223,24 @@ def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], li
 
 
 def _matching(option: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that a pattern covers, or whose last part it covers.
+    """Return the names that a pattern covers, or whose last parts it covers: `optimizer.lr` covers both optimizers.
 
     Raises:
         UserError: a pattern covers none.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
-        covered = [
-            name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
-        ]
+        covered = [name for name in names if any(fnmatchcase(end, pattern) for end in _ends(name, pattern.count(".")))]
         if not covered:
-            raise UserError(f"{option}={pattern}: the runs have none; {did_you_mean(pattern, names) or _listed(names)}")
+            meant = did_you_mean(pattern, names) or f"they have {_listed(names)}"
+            raise UserError(f"{option}={pattern}: the runs have none that fits; {meant}")
         found |= dict.fromkeys(covered)
     return list(found)
+
+
+def _ends(name: str, dots: int) -> tuple[str, str]:
+    """Return the name, and its last parts with so many dots between them."""
+    return name, ".".join(name.split(".")[-dots - 1 :])
 
 
 def _listed(names: Collection[str]) -> str:

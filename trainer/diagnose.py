@@ -27,7 +27,7 @@ from trainer.output import escape, guard_output, show
 from trainer.places import inside, is_same, is_url
 from trainer.run.aftermath import compare_since
 from trainer.run.next_command import command_of, next_command
-from trainer.run.starts import LOG_NAME, STARTS_FILE
+from trainer.run.starts import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
 
 _SHOWN = 10
 _MEMBERS = ("rank", "engine")
@@ -223,13 +223,22 @@ def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]
 
 
 def _last_words(run_dir: str) -> str:
-    """Return the last line of the log that is not about the report, without its time."""
+    """Return the last line of the log that says how the run ended, without its time.
+
+    Lines about the report say nothing of it, nor does a later start that was refused because there is a run.
+    """
     try:
         with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
             lines = [line.split(" ", 2)[-1] for line in file.read().splitlines() if line.strip()]
     except FileNotFoundError:
         return "nothing was logged"
-    return next((line for line in reversed(lines) if not line.startswith("report: ")), "nothing was logged")
+    refused = False
+    for line in reversed(lines):
+        if line.startswith("error: ") and f": {HOLDS_A_RUN}; " in line:
+            refused = True
+        elif not line.startswith("report: ") and not (refused and line.endswith(" …")):
+            return line
+    return "nothing was logged"
 
 
 def _counts(incidents: list[Incident]) -> str:

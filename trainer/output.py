@@ -137,7 +137,8 @@ class LogFile(logging.Handler):
         self._waiting = []
 
     def close(self) -> None:
-        """Close the file. Later lines wait for the next one."""
+        """Close the file, and drop the lines that wait. Later lines wait for the next file."""
+        self._waiting = []
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -203,6 +203,8 @@ class _Sweep:
         Raises:
             _JobError: with status 75 if a job has stopped early, 2 if all that have failed were refused, else 1.
         """
+        if self._ends:
+            LOG_FILE.close()  # the last job's, which does not hold what is said of the sweep
         launched = noted_ends()
         for end in launched:
             if end.status:

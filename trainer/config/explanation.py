@@ -15,6 +15,8 @@ from trainer.suggestions import did_you_mean
 
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
 """What to write in place of `GROUP=PATH`."""
+_MOST_KEYS = 20
+"""Number of keys of a section that a sentence names at most."""
 
 
 def explain(error: BaseException, words: Sequence[str], files: ConfigFiles, conf: str) -> str:
@@ -95,8 +97,10 @@ class _Explanation:
         given = self.given(key)
         shown = f"{key}={given}" if given else key
         if key in (sections := dict(walk_sections(Config()))):
-            keys = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(sections[key]))
-            return self._with_wrong_keys(text=f"{shown}: {key} is a section; its keys are {keys}")
+            keys = [f"{key}.{field.name}" for field in dataclasses.fields(sections[key])]
+            if len(keys) > _MOST_KEYS:
+                keys[_MOST_KEYS:] = ["… (docs/config.md lists all)"]
+            return self._with_wrong_keys(text=f"{shown}: {key} is a section; its keys are {', '.join(keys)}")
         kind = kind_of(key)
         if kind.startswith("a list") and given and given[0] not in "[{":
             return f"{key}: must be a list; write {key}=[{given}]"

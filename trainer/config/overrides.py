@@ -63,6 +63,8 @@ def arranged(words: Sequence[str]) -> list[str]:
         if long == "--info" and not equals and rest[:1] and rest[0] not in _CHOICES_OF_INFO:
             flags.append(f"{long}=all")
         elif long in _WITHOUT_VALUE:
+            if equals:
+                raise UserError(f"{word}: takes no value; write {name}")
             flags.append(long)
         elif equals or rest:
             flags.append(f"{long}={value if equals else rest.pop(0)}")

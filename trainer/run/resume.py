@@ -22,6 +22,7 @@ from trainer.metrics.tracker import METRICS_FILE
 from trainer.places import absolute, is_same, is_url
 from trainer.redaction import redact
 from trainer.run import compatibility, lineage
+from trainer.run.starts import HOLDS_A_RUN
 
 LOG = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
     if t.resume_mode in (None, "none"):
         if holds_run:
             raise UserError(
-                f"trainer.run_dir={t.run_dir}: already holds a run; continue it with trainer.resume_mode=latest, or "
+                f"trainer.run_dir={t.run_dir}: {HOLDS_A_RUN}; continue it with trainer.resume_mode=latest, or "
                 "choose another trainer.run_name"
             )
         return None

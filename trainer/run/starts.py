@@ -28,6 +28,8 @@ from trainer.redaction import redact, redact_command
 CONFIG_FILE = "config.yaml"
 STARTS_FILE = "starts.jsonl"
 LOG_NAME = "log.txt"
+HOLDS_A_RUN = "already holds a run"
+"""In the sentence about a start that was refused because the directory is not empty."""
 _GIT_S = 10.0
 
 

@@ -77,7 +77,9 @@ def many_keys(tmp_path, number: int) -> list[str]:
     """Two runs that differ in so many keys; `key_30`, if there is one, was on their command lines."""
     runs = []
     for i in (1, 2):
-        runs.append(write_run(tmp_path / f"run{i}", [i / 4], **{f"key_{n:02}": i * n for n in range(1, number + 1)}))
+        same = {role: {"optimizer": {"lr": 0.5, "betas": [0.9]}} for role in ("policy", "critic")}
+        differing = {f"key_{n:02}": i * n for n in range(1, number + 1)}
+        runs.append(write_run(tmp_path / f"run{i}", [i / 4], **same, **differing))
         start = {"command": ["trainer", "train", f"trainer.key_30={30 * i}"]}
         (tmp_path / f"run{i}" / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return runs
@@ -101,8 +103,15 @@ def test_of_many_keys_those_of_the_commands_are_shown_and_the_others_can_be_chos
     assert len(header(capsys.readouterr().out)) == 1 + 37 + len(RESULTS)
     assert main([*runs, *picture, "--columns", "rollout.n"]) == 0
     assert header(capsys.readouterr().out)[:2] == ["run", "n"], "a key that does not differ can be shown"
+    assert main([*runs, *picture, "--columns", "policy.optimizer.lr,optimizer.be*"]) == 0
+    betas = [f"trainer.{role}.optimizer.betas" for role in ("critic", "policy")]
+    assert header(capsys.readouterr().out) == ["run", "lr", *betas, *RESULTS]
     assert main([*runs, "--columns", "key_x"]) == 2
-    assert "error: --columns=key_x: the runs have none; " in capsys.readouterr().err
+    assert "error: --columns=key_x: the runs have none that fits; did you mean" in capsys.readouterr().err
+    assert main([*runs, "--metrics", "nothing"]) == 2
+    assert "error: --metrics=nothing: the runs have none that fits; they have val/accuracy" in capsys.readouterr().err
+    assert main(["no/run"]) == 2
+    assert capsys.readouterr().err == "error: no/run: no such directory\n"
 
 
 RESULTS = ["best val/accuracy", "at step", "last", "steps"]
@@ -181,7 +190,7 @@ def test_a_sweep_and_all_that_its_directory_holds_can_be_compared(runs, tmp_path
     picture = ["--out", str(tmp_path / "x.png")]
     assert main([*map(str, sorted(tmp_path.iterdir())), *picture]) == 0
     by_glob = capsys.readouterr()
-    assert by_glob.err == f"left out {tmp_path}/refused: it has no metrics.jsonl\n"
+    assert by_glob.err == f"left out {tmp_path}/refused: is no run directory; it has no metrics.jsonl\n"
     assert main([str(tmp_path), *picture]) == 0
     by_sweep = capsys.readouterr()
     assert by_sweep.out == by_glob.out and by_sweep.err == ""

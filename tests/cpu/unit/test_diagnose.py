@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.diagnose import main
-from trainer.errors import Origin, WorkerError, set_origin
+from trainer.errors import Origin, UserError, WorkerError, set_origin
 from trainer.incidents import INCIDENTS, describe
 from trainer.run.starts import record_start
 
@@ -105,6 +105,16 @@ def test_the_place_of_the_report_is_not_how_a_run_ended(run, capsys):
     with (run / "log.txt").open("a") as file:
         file.write("2026-11-22 04:00:00 finished step 9 of 9\n2026-11-22 04:00:01 report: run/report.png\n")
     assert said(run, capsys)[1] == "ended      finished step 9 of 9"
+
+
+def test_a_later_start_that_was_refused_is_not_how_a_run_ended(run, tmp_path, capsys):
+    (run / "metrics.jsonl").touch()
+    with pytest.raises(UserError) as refused, OpenRun(settings(run)):
+        pass
+    with (run / "log.txt").open("a") as file:
+        file.write("2026-11-22 04:00:00 stopped after step 9\n2026-11-22 04:00:01 importing torch …\n")
+        file.write(f"2026-11-22 04:00:02 error: {refused.value}\n")
+    assert said(run, capsys)[1] == "ended      stopped after step 9"
 
 
 def test_a_damaged_checkpoint_is_not_good(run, capsys):

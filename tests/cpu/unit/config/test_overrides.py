@@ -70,6 +70,7 @@ def refusal(*words: str) -> str | None:
         ("trainer.=1", "trainer.=1: this is no name of a key; write trainer.KEY=VALUE"),
         ("algorithm@x=ppo", "algorithm@x=ppo: names have no @; write algorithm=VALUE"),
         ("-trainer.seed=1", "-trainer.seed=1: keys have no dashes before them; write trainer.seed=1"),
+        ("-m=3", "-m=3: takes no value; write -m"),
         ("--nothing", "--nothing: no such flag; trainer train --help lists them"),
         ("--multrun", "--multrun: no such flag; did you mean --multirun?"),
         # groups
@@ -114,6 +115,7 @@ def refusal(*words: str) -> str | None:
         ("reward.weights=[a]", "reward.weights[0]: must be a number"),
         ("data.train_files={a:1}", "data.train_files={a:1}: must be a list [VALUE, VALUE]"),
         ("trainer=null", "trainer=null: trainer is a section; its keys are trainer.run_name, "),
+        ("trainer=3", ", … (docs/config.md lists all)"),
         ("trainer.policy={optimizer:{lrr:1}}", "trainer.policy.optimizer.lrr: no such key; did you mean "),
         # interpolations
         ("trainer.seed=${nothing}", "trainer.seed: ${nothing} names no key; write ${SECTION.KEY}, "),

@@ -42,8 +42,8 @@ def job(cfg):
     if seed == 6:
         return 0.0
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
+    LOG_FILE.open(os.path.join(cfg.trainer.run_dir, "log.txt"))
     if seed == 8:
-        LOG_FILE.open(os.path.join(cfg.trainer.run_dir, "log.txt"))
         logging.getLogger("trainer.job").info("waiting")
         while True:
             SIGNALS.check()
@@ -75,6 +75,8 @@ def test_a_failed_job_does_not_end_the_others_and_the_status_says_so(tmp_path):
     assert "error: trainer.seed=2: is refused\n" in done.stderr and "RuntimeError: a bug\n" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: 2 of 4 jobs failed: outputs/default/trainer.seed=2; outputs/default/")
+    log = (tmp_path / "outputs/default/trainer.seed=5/log.txt").read_text()
+    assert "error" not in log, "a log has nothing of the other jobs"
 
 
 def test_a_sweep_whose_failed_jobs_were_all_refused_ends_with_status_2(tmp_path):
