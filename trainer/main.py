@@ -16,7 +16,7 @@ from trainer.config.command_line import run_app
 from trainer.config.engines import ENGINES
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
-from trainer.metrics.best import find_best
+from trainer.metrics.best import compared_by, find_best
 from trainer.metrics.names import is_metric, pass_at
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
@@ -130,10 +130,14 @@ def train(cfg: Config) -> float | None:
     return best_value(cfg)
 
 
-def best_value(cfg: Config) -> float | None:
-    """Return the best value of `trainer.best_metric` that training has reached; None if no step has measured it."""
+def best_value(cfg: Config, supervised: bool = False) -> float | None:
+    """Return the best value that training has reached of the metric that runs are compared by (see `compared_by`).
+
+    None: no step has measured it.
+    """
     t = cfg.trainer
-    best = find_best(read_metrics(os.path.join(t.run_dir, METRICS_FILE)), t.best_metric, t.best_mode, of_training=True)
+    metric, mode = compared_by(t.best_metric, t.best_mode, supervised)
+    best = find_best(read_metrics(os.path.join(t.run_dir, METRICS_FILE)), metric, mode, of_training=True)
     return best and best.value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from trainer.signals import SIGNALS
 
 if __name__ == "__main__":
@@ -10,23 +12,24 @@ if __name__ == "__main__":
 from trainer.config import Config
 from trainer.config.command_line import run_app
 from trainer.main import best_value, prepare
+from trainer.metrics.best import compared_by
 from trainer.metrics.startup import StartUp
 from trainer.stages import stage
 
 
 def train(cfg: Config) -> float | None:
-    """Train on examples. Returns the best value of `trainer.best_metric`; None if no step has measured it."""
+    """Train on examples. Returns the best value of the metric that runs are compared by; None if it has none."""
     with StartUp(cfg.logger.progress):
         device = prepare(cfg, generates=False)
         with stage("importing transformers"):
             from trainer.jobs import train_supervised
         train_supervised(cfg, device)
-    return best_value(cfg)
+    return best_value(cfg, supervised=True)
 
 
 def main() -> None:
     """Train on examples as the command line says; ends the process."""
-    run_app(train, "sft")
+    run_app(train, "sft", functools.partial(compared_by, supervised=True))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
@@ -23,10 +23,12 @@ from trainer.errors import UserError
 from trainer.redaction import redact_command, remember, secrets_of
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
+DIRECTION = "${optuna_direction:${trainer.best_metric},${trainer.best_mode}}"
+"""In which Optuna looks, if the command line does not say it."""
 _OPTUNA = {
     "defaults": [{"sampler": "keyed_tpe"}, "_self_"],
     "_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
-    "direction": "${optuna_direction:${trainer.best_mode}}",
+    "direction": DIRECTION,
     # In the directory of the sweep, so that the same command continues a killed sweep.
     "storage": "sqlite:///${hydra.sweep.dir}/optuna.db",
     "study_name": "sweep",
@@ -85,15 +87,31 @@ def with_files_group(arguments: Sequence[str]) -> list[str]:
     return [*arguments[:position], "data=files", *arguments[position:]]
 
 
-def register() -> None:
-    """Make the schema and the resolvers known to Hydra and OmegaConf; harmless when repeated."""
+ComparedBy = Callable[[str, str], tuple[str, str]]
+"""Of `trainer.best_metric` and `trainer.best_mode`, gives the metric and the mode that jobs are compared by."""
+
+
+def compared_as_given(metric: str, mode: str) -> tuple[str, str]:
+    """Return the metric and the mode as they are."""
+    return metric, mode
+
+
+def register(compared_by: ComparedBy = compared_as_given) -> None:
+    """Make the schema and the resolvers known to Hydra and OmegaConf; harmless when repeated.
+
+    Args:
+        compared_by: for the direction in which Optuna looks.
+    """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
+
+    def direction(metric: str, mode: str) -> str:
+        return f"{compared_by(metric, mode)[1]}imize"
 
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
     OmegaConf.register_new_resolver("in_sweep", lambda name: name if _sweep_suffix() else None, replace=True)
-    OmegaConf.register_new_resolver("optuna_direction", lambda mode: f"{mode}imize", replace=True)
+    OmegaConf.register_new_resolver("optuna_direction", direction, replace=True)
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
     OmegaConf.register_new_resolver("embedded", _embedded, replace=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
+from trainer.config.hydra import DIRECTION
 from trainer.config.launched import prepare_notes
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 LOG = logging.getLogger(__name__)
+_LOSSES = ("val/loss", "sft/loss")
 
 
 class SweepCallback(Callback):
@@ -64,6 +66,7 @@ class SweepCallback(Callback):
                 prepare_notes(config.hydra.sweep.dir)
                 _make_private(str(config.hydra.launcher.get("submitit_folder", "")))
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
+                _check_direction(config)
                 os.makedirs(config.hydra.sweep.dir, exist_ok=True)
                 resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]
                 _continue_study(config.hydra.sweeper, config.hydra.sweep.dir, resumes)
@@ -99,6 +102,27 @@ def _check_shown(key: str, values: list[str]) -> None:
         raise UserError(
             f"{key}: the jobs of this sweep would differ in a secret alone, and no directory can be named after it; "
             "sweep the name of an environment variable instead, or start the jobs one by one"
+        )
+
+
+def _check_direction(config: DictConfig) -> None:
+    """Check that Optuna looks for the jobs that the comparison of runs calls the best.
+
+    Raises:
+        UserError: it would look for the worst.
+    """
+    from omegaconf import OmegaConf
+
+    t, chosen = config.trainer, config.hydra.sweeper.direction
+    own = OmegaConf.create({"trainer": {"best_metric": t.best_metric, "best_mode": t.best_mode}, "value": DIRECTION})
+    if chosen != own.value:
+        raise UserError(
+            f"hydra.sweeper.direction={chosen}: trainer.best_metric={t.best_metric} with "
+            f"trainer.best_mode={t.best_mode} says {own.value} here; leave hydra.sweeper.direction out"
+        )
+    if chosen == "maximize" and t.best_metric in _LOSSES:
+        raise UserError(
+            f"trainer.best_mode=max: the sweep would look for the highest {t.best_metric}; set trainer.best_mode=min"
         )
 
 

@@ -54,12 +54,28 @@ def job(cfg):
 
 run_app(job)
 """
+SUPERVISED_JOB = """
+import json, os
+import trainer.jobs
+from trainer.sft import main
+
+def train(cfg, device):
+    lr = cfg.sft.optimizer.lr
+    os.makedirs(cfg.trainer.run_dir, exist_ok=True)
+    with open("jobs", "a") as file:
+        file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
+    with open(os.path.join(cfg.trainer.run_dir, "metrics.jsonl"), "w") as file:
+        file.write(json.dumps({"step": 1, "sft/loss": 1.0, "val/loss": (lr - 0.3) ** 2}) + "\\n")
+
+trainer.jobs.train_supervised = train
+main()
+"""
 OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "trainer.policy.optimizer.lr=interval(0.1,0.9)"]
 
 
-def sweep(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def sweep(directory: Path, *overrides: str, script: str = JOB) -> subprocess.CompletedProcess[str]:
     directory.mkdir(exist_ok=True)
-    (directory / "job.py").write_text(JOB)
+    (directory / "job.py").write_text(script)
     command = [sys.executable, "job.py", "-m", *overrides]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, env=environment())
 
@@ -95,6 +111,46 @@ def test_optuna_looks_for_the_best_metric_in_the_direction_of_best_mode(mode, tm
     assert {str(Path(path).parent) for _, path in jobs(tmp_path)} == {"outputs/found"}
     assert "best val/accuracy" in done.stdout and (tmp_path / "outputs/found/sweep.png").stat().st_size > 5000
     assert "Warning" not in done.stderr
+
+
+SUPERVISED = [
+    "hydra/sweeper=optuna",
+    "hydra.sweeper.n_trials=4",
+    "sft.optimizer.lr=interval(0.1,0.9)",
+    "data=files",
+    "data.train_files=[x.jsonl]",
+    "data.val_files=[y.jsonl]",
+]
+
+
+def test_optuna_looks_for_the_lowest_held_out_loss_of_supervised_jobs(tmp_path):
+    done = sweep(tmp_path, *SUPERVISED, "trainer.run_name=found", script=SUPERVISED_JOB)
+    assert done.returncode == 0, done.stdout + done.stderr
+    distances = {abs(lr - 0.3): lr for lr, _ in jobs(tmp_path)}
+    assert len(distances) == 4
+    found = (tmp_path / "outputs/found/optimization_results.yaml").read_text()
+    assert f"sft.optimizer.lr: {distances[min(distances)]}" in found
+    assert "best val/loss" in done.stdout and done.stdout.index("sweep.png") > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "hydra.sweeper.direction=maximize",
+            "error: hydra.sweeper.direction=maximize: trainer.best_metric=val/accuracy with trainer.best_mode=max says "
+            "minimize here; leave hydra.sweeper.direction out\n",
+        ),
+        (
+            "trainer.best_metric=val/loss",
+            "error: trainer.best_mode=max: the sweep would look for the highest val/loss; set trainer.best_mode=min\n",
+        ),
+    ],
+)
+def test_a_sweep_that_would_look_for_the_worst_job_is_refused_before_the_first(override, sentence, tmp_path):
+    done = sweep(tmp_path, *SUPERVISED, override, script=SUPERVISED_JOB)
+    assert (done.returncode, done.stderr) == (2, sentence), done.stdout
+    assert not (tmp_path / "jobs").exists() and not (tmp_path / "outputs/default/optuna.db").exists()
 
 
 def test_a_killed_optuna_sweep_continues_as_if_nobody_had_killed_it(tmp_path):
