@@ -418,7 +418,10 @@ def _cached_model(cfg: Config) -> str:
     data = dataclasses.asdict(cfg.data)
     if not cfg.data.generator:  # what is held out of files has no part in the model
         data |= {"val_files": [], "val_size": -1}
-    recipe = {"tiny": dataclasses.asdict(cfg.model.tiny), "sft": dataclasses.asdict(cfg.sft), "data": data}
+    tiny = dataclasses.asdict(cfg.model.tiny)
+    if tiny["start_accuracy"] is None:  # the model of earlier versions, under the name that they gave it
+        del tiny["start_accuracy"]
+    recipe = {"tiny": tiny, "sft": dataclasses.asdict(cfg.sft), "data": data}
     return os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
 
 

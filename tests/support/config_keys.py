@@ -189,6 +189,7 @@ HARMLESS: tuple[str, ...] = (
     "trainer.reference.fsdp.prefetch",
     "trainer.reference.fsdp.compile",
     "model.cache_dir",
+    "model.tiny.start_accuracy",
     "data.train_files",
     "data.val_files",
     "data.prompt_key",
@@ -258,6 +259,5 @@ REFUSED: tuple[str, ...] = (
     "model.tiny.max_position_embeddings",
     "model.tiny.tie_word_embeddings",
     "model.tiny.seed",
-    "model.tiny.start_accuracy",
 )
 """Keys that no resume may change."""

@@ -21,6 +21,10 @@ WEIGHTS_FILE = "start_weights.json"
 FILES_FILE = "start_files.json"
 _FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
 _TEMPLATE = "model.chat_template"
+_SAME_EMBEDDED = (
+    "give data and model.tiny.start_accuracy as in that run (null if it began with a version without that key), so "
+    "that the embedded model is the same"
+)
 
 
 def start_weights_part(cfg: Config, model_path: str) -> Part:
@@ -61,9 +65,10 @@ def start_weights_part(cfg: Config, model_path: str) -> Part:
         for name, digest in digests.items():
             known = saved.get(name)
             if known not in (None, digest.result()) and not is_allowed(name, t.allow_config_change):
+                remedy = _SAME_EMBEDDED if name == "model.path" and cfg.model.path is None else "restore them"
                 refused.append(
                     f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
-                    f"depends on those; restore them, or allow others with trainer.allow_config_change=[{name}]"
+                    f"depends on those; {remedy}, or allow others with trainer.allow_config_change=[{name}]"
                 )
         refused += _refused_files(checkpoint, given, paths, t.allow_config_change, can_fork=not adapted)
         if refused:

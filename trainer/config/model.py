@@ -31,7 +31,8 @@ class TinyConfig(Section):
     """The output head shares the weights of the embedding."""
     start_accuracy: float | None = number(0.7, above=0, at_most=1)
     """The warm start ends when the model answers this share of 128 training prompts exactly, and at the latest after
-    `sft.steps`: a model that knows its task leaves nothing to learn. null: always after `sft.steps`."""
+    `sft.steps`: a model that knows its task leaves nothing to learn. null: always after `sft.steps`, as in versions
+    without this key. A run that such a version began needs null to continue with a reference or adapters."""
     seed: int = number(1, at_least=0, at_most=LARGEST_SEED)
     """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
     of several seeds start from one model."""

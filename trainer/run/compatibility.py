@@ -15,11 +15,13 @@ from trainer.errors import UserError, as_list
 from trainer.redaction import agree
 
 # Changes of these keys do not change the computed values, beyond rounding: directories, logging, saving, validation,
-# and the split of the work over machines. Data is here because the ledger compares the examples themselves.
+# and the split of the work over machines. Data is here because the ledger compares the examples themselves, and
+# model.tiny.start_accuracy because the start weights are compared where a checkpoint depends on them.
 HARMLESS = (
     "logger.*",
     "data.*",
     "model.cache_dir",
+    "model.tiny.start_accuracy",
     "trainer.total_steps",
     "reward.timeout_s",
     "reward.num_processes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -87,7 +88,7 @@ class Evaluation:
         threshold, largest = self.cfg.reward.success_threshold, self._playing.largest_reward
         self._count += 1
         due = self._count == 2 or (self._count == 1 and step == self.cfg.trainer.total_steps)
-        if due and largest < threshold and not self._has_succeeded():
+        if due and -math.inf < largest < threshold and not self._has_succeeded():
             LOG.warning(
                 "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is 0 and "
                 "steps are compared by val/reward/mean; set the threshold to the reward of a success",

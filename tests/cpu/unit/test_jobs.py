@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.support.runs import configured, save_steps
 from trainer.config import Config, DataConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.jobs import _cached_model, _check_inputs, _open, prepare_model
+from trainer.keyed import key
 from trainer.run.stopping import StopRequest
 from trainer.signals import Stopped
 
@@ -64,6 +66,16 @@ def test_what_is_held_out_of_files_makes_no_other_embedded_model(tmp_path):
     assert {_cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {_cached_model(cfg)}
     other = dataclasses.replace(cfg.data, train_size=5)
     assert _cached_model(dataclasses.replace(cfg, data=other)) != _cached_model(cfg)
+
+
+def test_without_start_accuracy_the_embedded_model_has_the_name_that_earlier_versions_gave_it(tmp_path):
+    cfg = on_files(tmp_path)
+    usual, cfg.model.tiny.start_accuracy = _cached_model(cfg), None
+    tiny = dataclasses.asdict(cfg.model.tiny)
+    del tiny["start_accuracy"]
+    data = dataclasses.asdict(cfg.data) | {"val_files": [], "val_size": -1}
+    recipe = json.dumps({"tiny": tiny, "sft": dataclasses.asdict(cfg.sft), "data": data}, sort_keys=True)
+    assert _cached_model(cfg) == os.path.join(cfg.model.cache_dir, f"tiny-{key(recipe):016x}") != usual
 
 
 class StopAfter(StopRequest):

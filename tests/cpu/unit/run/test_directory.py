@@ -161,14 +161,14 @@ def weights_file(path, content: bytes) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("change", ["lora", "reference", "neither"])
+@pytest.mark.parametrize("change", ["lora", "reference", "embedded", "neither"])
 def test_a_resume_refuses_changed_start_weights(tmp_path, change):
     model = weights_file(tmp_path / "model", b"a" * 1000)
 
     def start(**trainer) -> OpenRun:
         cfg = settings(tmp_path / "run", resume_mode="latest", **trainer)
-        cfg.model.path = model
-        cfg.algorithm.kl_coef = 0.1 if change == "reference" else 0.0
+        cfg.model.path = None if change == "embedded" else model
+        cfg.algorithm.kl_coef = 0.1 if change in ("reference", "embedded") else 0.0
         cfg.trainer.policy.lora.rank = 4 if change == "lora" else None
         run = OpenRun(cfg)
         run.parts = [config_part(cfg), start_weights_part(cfg, model)]
@@ -184,8 +184,9 @@ def test_a_resume_refuses_changed_start_weights(tmp_path, change):
         if change == "neither":
             run.load()
         else:
-            with pytest.raises(UserError, match="model.path=.*not those that the run began with"):
+            with pytest.raises(UserError, match="model.path=.*not those that the run began with") as refused:
                 run.load()
+            assert ("model.tiny.start_accuracy" in str(refused.value)) == (change == "embedded")
     for allowed in (["model.path"], ["model"]):
         with start(allow_config_change=allowed) as run:
             run.load()
