@@ -271,8 +271,9 @@ def _last(run: Run, metric: str) -> float | None:
 
 def _print_csv(rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer.writerow({name: escape(name, lines=False) for name in rows[0]})
+    for row in rows:
+        writer.writerow({k: escape(v, lines=False) if isinstance(v, str) else v for k, v in row.items()})
 
 
 def _rank(best: Best | None, mode: str) -> tuple[bool, float]:

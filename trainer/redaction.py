@@ -34,13 +34,15 @@ def _words(text: str) -> frozenset[str]:
 _STRONG = ("secret", "password", "passwd", "passphrase", "credential", "apikey", "authtoken", "accesstoken")
 """Beginnings of a name's word, or ends of it, that make the value a secret."""
 _STRONG_WORDS = _words(
-    "authorization bearer cookie cookies creds passcode passwords pwd privatekey secretkey accesskey"
+    "accesskey appkey authkey authorization bearer cookie cookies creds passcode passwords privatekey pwd secretkey "
+    "userpass"
 )
 _LAST_WORDS = _words("auth dsn jwt otp")
 _KEY_OWNERS = _words(
-    "api access account admin anthropic app auth aws azure client cohere deploy encryption gemini google groq hf "
-    "host hub huggingface judge license master mistral openai openrouter private secret server service session "
-    "shared signing ssh storage subscription together wandb"
+    "api access account admin anthropic app auth aws azure brave client cohere daytona deepseek deploy e2b encryption "
+    "endpoint exa fireworks gemini google groq hf host hub huggingface jina judge kaggle langfuse langsmith license "
+    "llm master mistral modal nvidia openai openrouter perplexity private replicate sandbox secret serpapi serper "
+    "server service session shared signing ssh storage subscription tavily together wandb webhook"
 )
 """Words before `key` that make it a secret: `api_key`, but not `prompt_key`."""
 _TOKEN_OWNERS = _words(
@@ -59,11 +61,20 @@ _TEXT_WORDS = _words(
     "tool top total train turn unk unknown video vision vocab word"
 )
 """Words before `token` that make it a part of a text: `eos_token`."""
+_PAIRS = frozenset(
+    tuple(pair.split("_"))
+    for pair in _words(
+        "api_key access_key anthropic_key openai_key private_key wandb_key access_token api_token auth_token "
+        "bearer_token github_token gitlab_token hf_token auth_header auth_headers auth_value"
+    )
+)
+"""Neighbours that make a name a secret wherever they stand in it: `api_key_prod`, `HF_TOKEN_READ`."""
 _PASS_OWNERS = _words("admin db ftp http login mail mysql pg postgres proxy redis root smtp ssh user")
 _ABOUT = _words(
-    "budget column count dir directory enabled env expiry field file files folder format helper interval len "
-    "length limit manager mode name names path paths policy provider required scheme size store timeout ttl type "
-    "uri url var variable"
+    "bits bonus budget chance coef column count digits dir directory enabled env expiry field file files folder "
+    "format fraction helper interval len length level limit manager max min mode name names path paths penalty policy "
+    "prob probability provider range rate required reward scheme score size store timeout ttl type uri url var "
+    "variable weight"
 )
 """Last words of names that say something about a secret: `password_file`, `api_key_env`."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -72,16 +83,18 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 @functools.lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Return whether a key with this name, or a part of a dotted name, holds a secret: `api_key`, `Authorization`."""
-    return any(_is_secret_part(part) for part in re.split(r"[./:\s]+", name))
+    return any(_is_secret_part(part) for part in re.split(r"[./:\s]+", unicodedata.normalize("NFKC", name)))
 
 
 def _is_secret_part(name: str) -> bool:
     words = [word.lower() for word in _WORDS.findall(name)]
-    if not words or len(words) > 1 and words[-1] in _ABOUT:
+    if not words or len(words) > 1 and (words[-1] in _ABOUT or words[0] in ("n", "num")):
         return False
     if any(word in _STRONG_WORDS or word.startswith(_STRONG) or word.endswith(_STRONG) for word in words):
         return True
     last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last not in ("id", "ids") and not _PAIRS.isdisjoint(zip(words, words[1:], strict=False)):
+        return True
     if last == "id":
         return before == "session" or words[-3:-1] == ["access", "key"]
     if last in ("key", "keys"):
@@ -91,7 +104,9 @@ def _is_secret_part(name: str) -> bool:
     if last == "tokens":
         return before in _TOKEN_OWNERS
     if last == "pass":
-        return before in _PASS_OWNERS
+        return before in _PASS_OWNERS or words == ["pass"]
+    if last == "pat":
+        return before in ("gh", "github", "gitlab")
     return last in _LAST_WORDS or words == ["session"]
 
 
@@ -99,7 +114,11 @@ def _is_secret_part(name: str) -> bool:
 # Known secrets
 
 _remembered: dict[str, None] = {}
-_NO_SECRETS = ("PWD", "OLDPWD")  # the working directory
+_NO_SECRETS = ("PWD", "OLDPWD", "GOOGLE_APPLICATION_CREDENTIALS")  # paths, in spite of their names
+_HARMLESS = re.compile(r"-?\d{0,3}(\.\d*)?(e[+-]?\d+)?|<[^<>\s]{1,40}>", re.IGNORECASE)
+"""Numbers that are too short for a secret, such as weights and counts, and special tokens, such as `<eot>`."""
+_LONG_LINE = 16
+"""Characters of the shortest line of a secret of several lines that is searched for."""
 
 
 def remember(*secrets: str) -> None:
@@ -112,13 +131,27 @@ def secrets_of(value: Any, name: str = "") -> list[str]:
     found: list[str] = []
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            found += secrets_of(inner, f"{name}.{key}" if is_secret(name) else str(key))
+            if key == "value" and _is_named_secret(value):
+                found += secrets_of(inner, "secret")
+            else:
+                found += secrets_of(inner, f"{name}.{key}" if is_secret(name) else str(key))
     elif isinstance(value, (list, tuple)):
         for inner in value:
             found += secrets_of(inner, name)
     elif _has_content(value) and is_secret(name):
         found.append(str(value))
     return found
+
+
+def hidden_keys(value: Any, name: str = "", hides: bool = False) -> list[str]:
+    """Return the keys of a nested config whose secret was left out: the value is `***`."""
+    if isinstance(value, Mapping):
+        items = [(f"{name}.{key}" if name else str(key), is_secret(str(key)), one) for key, one in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(name, False, one) for one in value]
+    else:
+        return [name] if hides and isinstance(value, str) and HIDDEN in value.split() else []
+    return [found for key, is_one, one in items for found in hidden_keys(one, key, hides or is_one)]
 
 
 def forms_of(secret: str) -> set[str]:
@@ -184,6 +217,8 @@ def _known() -> re.Pattern[str] | None:
 @functools.lru_cache(maxsize=64)
 def _pattern(secrets: tuple[str, ...]) -> re.Pattern[str] | None:
     forms = {form for secret in secrets for form in forms_of(secret) if len(form) >= _SHORTEST}
+    lines = {line.strip() for secret in secrets if "\n" in secret for line in secret.splitlines()}
+    forms |= {line for line in lines if len(line) >= _LONG_LINE and " " not in line}  # a log shows line by line
     longest_first = sorted(forms, key=lambda form: (-len(form), form))
     return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE) if forms else None
 
@@ -208,11 +243,9 @@ def redact(value: Any, name: str = "", references: bool = True) -> Any:
 
 def _redact(value: Any, name: str, hides: bool, references: bool) -> Any:
     if isinstance(value, Mapping):
-        named = str(value.get("name") or value.get("key") or "")  # of `[{name: Authorization, value: …}]`
+        is_named = _is_named_secret(value)
         return {
-            key: _redact(
-                inner, str(key), hides or is_secret(str(key)) or key == "value" and is_secret(named), references
-            )
+            key: _redact(inner, str(key), hides or is_secret(str(key)) or key == "value" and is_named, references)
             for key, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -220,6 +253,11 @@ def _redact(value: Any, name: str, hides: bool, references: bool) -> Any:
     if hides:
         return _hidden(value, references)
     return _redact_string(value, references) if isinstance(value, str) else value
+
+
+def _is_named_secret(value: Mapping[Any, Any]) -> bool:
+    """Return whether `value` is of the form `{name: Authorization, value: …}`."""
+    return is_secret(str(value.get("name") or value.get("key") or ""))
 
 
 def _redact_string(text: str, references: bool) -> str:
@@ -233,10 +271,12 @@ def _redact_string(text: str, references: bool) -> str:
 
 def _hidden(value: Any, references: bool) -> Any:
     """Return what stands for the value of a key that holds a secret."""
-    if not references and not isinstance(value, bool):
-        return HIDDEN
+    if value is None or value == "":
+        return value if references else HIDDEN
     if not _has_content(value):
         return value
+    if not references:
+        return HIDDEN
     text = str(value)
     if re.fullmatch(r"\$\{oc\.env:[A-Za-z_]\w*\}", text):  # as it was saved
         return text
@@ -254,7 +294,12 @@ def _variable_with(secret: str) -> str | None:
 
 
 def _has_content(value: Any) -> bool:
-    return value is not None and not isinstance(value, bool) and value != ""
+    """Return whether a value can be a secret."""
+    if value is None or isinstance(value, bool) or value == "":
+        return False
+    if isinstance(value, str) and not value.startswith("<"):  # digits in quotes can be a short password
+        return True
+    return _HARMLESS.fullmatch(str(value)) is None
 
 
 def agree(saved: Any, now: Any) -> bool:
@@ -280,7 +325,7 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         follows = i > 0 and arguments[i - 1].startswith("--") and "=" not in arguments[i - 1]
         if equals and re.fullmatch(r"[-+~]*[\w./@-]+", name) and is_secret(name):
-            shown.append(f"{name}={_hidden(value, True)}")
+            shown.append(f"{name}={value if _HARMLESS.fullmatch(value) else _hidden(value, True)}")
         elif follows and is_secret(arguments[i - 1]):
             shown.append(str(_hidden(argument, True)))
         else:
@@ -301,10 +346,12 @@ _FORMATS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_NAMED = re.compile(r"""(?P<quote>\\?["']|)(?P<name>-{0,2}[A-Za-z_][\w.@-]*)(?P=quote)\s*(?P<sign>[:=])[ \t]*""")
+# Without the look behind, the search in a word of n letters would take n² steps.
+_NAMED = re.compile(r"""(?P<quote>\\?["']|(?<![\w.@-]))(?P<name>[\w.@-]+)(?P=quote)\s*(?P<sign>[:=])[ \t]*""")
 _FLAG = re.compile(r"(?<!\S)--(?P<name>[A-Za-z][\w.-]*)[ \t]+(?=[^-\s])")
 _BARE = re.compile(r"(?:(?:Bearer|Basic|Token|Digest|Bot|ApiKey)[ \t]+)?(?:\\.|[^\s,;&\"'`)}\]])*", re.IGNORECASE)
 _BARE_IN_BRACES = re.compile(r"(?:\\.|[^\n,}\]])*")
+_SOURCE_LINE = re.compile(r'^ *File "[^"\n]*", line \d+.*\n(?P<code>.*)$', re.MULTILINE)
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -345,27 +392,34 @@ def hide_known(text: str) -> str:
 
 
 def _hide_named(text: str) -> str:
-    shown, done = [], 0
+    shown, done, depth, counted = [], 0, 0, 0
+    code = [match.span("code") for match in _SOURCE_LINE.finditer(text)]
     found = sorted([*_NAMED.finditer(text), *_FLAG.finditer(text)], key=lambda match: match.start())
     for match in found:
         start = match.end()
         if match.start() < done or not is_secret(match["name"]):
             continue
-        in_braces = _depth(text, match.start()) > 0
+        depth, counted = depth + _depth(text, counted, match.start()), match.start()
+        in_braces = depth > 0
         # A sentence says `key: problem`, so a colon alone names no value.
         if match.re is _NAMED and match["sign"] == ":" and not (in_braces or match["quote"]):
             continue
+        if text[start : start + 1] not in ('"', "'") and any(begin <= start < end for begin, end in code):
+            continue  # `token = row["token"]` in a traceback: only a literal is a secret
         end = _end_of_value(text, start, in_braces)
         value = text[start:end].strip("\\\"' ")
         if value in ("", HIDDEN, "null", "None", "true", "True", "false", "False", "VALUE") or value.startswith("${"):
+            continue
+        if _HARMLESS.fullmatch(value):
             continue
         shown += [text[done:start], HIDDEN]
         done = end
     return "".join([*shown, text[done:]])
 
 
-def _depth(text: str, end: int) -> int:
-    return sum(text.count(a, 0, end) - text.count(b, 0, end) for a, b in (("{", "}"), ("[", "]")))
+def _depth(text: str, start: int, end: int) -> int:
+    """Return how many more brackets open than close between two places."""
+    return sum(text.count(a, start, end) - text.count(b, start, end) for a, b in (("{", "}"), ("[", "]")))
 
 
 def _end_of_value(text: str, start: int, in_braces: bool) -> int:
@@ -386,7 +440,9 @@ def _end_of_value(text: str, start: int, in_braces: bool) -> int:
 
 
 _STARS = r"\*{2,}|\.{3,}|…|•{2,}|x{4,}"
-_AROUND_HIDDEN = re.compile(rf"[^\s\"'`:=,;(){{}}\[\]]*(?:\0|{_STARS})[^\s\"'`,;(){{}}\[\]]*", re.IGNORECASE)
+_END = r"\s\"'`:=,;(){}\[\]"
+# The look behind keeps the search linear, as in `_NAMED`.
+_AROUND_HIDDEN = re.compile(rf"(?<![^{_END}])[^{_END}]*(?:\0|{_STARS})[^\s\"'`,;(){{}}\[\]]*", re.IGNORECASE)
 _HIDDEN_WORDS = re.compile(r"\*\*\*(?:\s+\*\*\*)+")
 _LONGEST_TEXT = 4000
 

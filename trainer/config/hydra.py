@@ -20,7 +20,7 @@ from trainer.config.explanation import unresolved
 from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
-from trainer.redaction import redact_command, remember, secrets_of
+from trainer.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
 DIRECTION = "${optuna_direction:${trainer.best_metric},${trainer.best_mode}}"
@@ -155,7 +155,13 @@ def to_config(dict_config: Any) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(unresolved(error)) from error
     assert isinstance(config, Config)
-    remember(*secrets_of(dataclasses.asdict(config)), os.environ.get(config.reward.remote.header_env or "", ""))
+    nested = dataclasses.asdict(config)
+    if hidden := hidden_keys(nested):
+        raise UserError(
+            f"{hidden[0]}: {HIDDEN} stands for a secret that was left out where this config was printed or saved; give "
+            "it by an environment variable: ${oc.env:NAME}"
+        )
+    remember(*secrets_of(nested), os.environ.get(config.reward.remote.header_env or "", ""))
     refuse_unknown_keys(config)
     config.model.cache_dir = os.path.expanduser(config.model.cache_dir)
     config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))

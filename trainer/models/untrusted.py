@@ -30,6 +30,8 @@ _BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
+_INDEX_IN_USE = "model.safetensors.index.json"
+_START_OF_POINTER = b"version https://git-lfs.github.com/"
 _STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
 """A zip file, or the pickle of torch's older format."""
 
@@ -94,13 +96,20 @@ def _check_once(path: str, name: str, largest: int | None, key: str) -> None:
 
 
 def _check_content(file: str, name: str) -> None:
+    with open_regular(file) as opened:
+        if opened.read(len(_START_OF_POINTER)) == _START_OF_POINTER:
+            raise ValueError("it is a pointer of Git LFS, not the file itself; run `git lfs pull` in that directory")
     if name == "config.json":
         with open_regular(file) as opened:
             parse_object(opened.read())
     elif name.endswith(".index.json"):
-        for shard in set(files_in_index(file).values()):
-            if (problem := file_problem(os.path.join(os.path.dirname(file), shard))) is not None:
-                raise ValueError(f"it names {shard}, which {problem}")
+        shards = {os.path.join(os.path.dirname(file), shard) for shard in files_in_index(file).values()}
+        # Downloads often leave out weights in a second format, but not their index.
+        if name != _INDEX_IN_USE and not any(map(os.path.lexists, shards)):
+            return
+        for shard in sorted(shards):
+            if (problem := file_problem(shard)) is not None:
+                raise ValueError(f"it names {os.path.relpath(shard, os.path.dirname(file))}, which {problem}")
     elif name.endswith(".safetensors"):
         tensor_shapes(file)
     elif name.startswith("pytorch_model") and name.endswith(".bin"):

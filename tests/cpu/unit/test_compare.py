@@ -136,6 +136,9 @@ def test_a_program_reads_the_table_as_json_or_csv(tmp_path, capsys, monkeypatch)
         "run2,2,0.5,0,0.5,0",
         "run1,1,0.25,0,0.25,0",
     ]
+    os.rename(runs[0], strange := runs[0] + "\x1b[2J")
+    assert main([strange, *runs[1:], "--csv"]) == 0
+    assert "run1\\x1b[2J,1," in capsys.readouterr().out
     assert not list(tmp_path.glob("*.png"))
 
 

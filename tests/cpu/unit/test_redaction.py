@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from trainer.config import Config
 from trainer.config.fields import walk_keys
+from trainer.config.hydra import compose
+from trainer.errors import UserError
 from trainer.redaction import (
     SecretFilter,
+    hidden_keys,
     is_secret,
     redact,
     redact_command,
@@ -23,6 +26,7 @@ from trainer.redaction import (
     remember,
     secrets_of,
 )
+from trainer.run.compatibility import find_changes
 
 
 def words(text: str) -> list[str]:
@@ -36,6 +40,7 @@ SECRET_NAMES = words("""
     bearer_token token hf_token HF_TOKEN api_token access_tokens cookie cookies session session_id session_key jwt
     client_secret AccountKey SharedAccessKey openai_api_key judge_key signing_key db_pass creds api_key_2 token1 otp dsn
     environment.options.api_key credentials.user WANDB_API_KEY RAY_AUTH_TOKEN --api-key refreshToken AWS_ACCESS_KEY_ID
+    api_key_prod OPENAI_KEY_PROD HF_TOKEN_READ auth_headers tavily_key authKey github_pat pass use_auth_token
 """)
 OTHER_NAMES = words("""
     max_tokens tokenizer token_ids token_id eos_token pad_token bos_token stop_token think_end_token image_token
@@ -44,7 +49,8 @@ OTHER_NAMES = words("""
     header_env token_path auth_url auth_type secret_name RAY_AUTH_TOKEN_PATH HF_TOKEN_PATH SSH_AUTH_SOCK
     TOKENIZERS_PARALLELISM GPG_KEY KEYBOARD_LAYOUT DBUS_SESSION_BUS_ADDRESS forward_pass bypass compass passes
     monkey turkey_size tokens_per_s pin_memory header group_key row_key basic keyed first_token user_key
-    max_tokens_per_micro_batch chat_template_kwargs num_key_value_heads key_cache authored per_token
+    max_tokens_per_micro_batch chat_template_kwargs num_key_value_heads key_cache authored per_token password_reward
+    num_secrets n_secrets secret_range secret_max cookie_bonus bearer_weight password_penalty forward_pass_rate path
 """)
 
 
@@ -109,8 +115,8 @@ def test_what_is_no_secret_stays_as_it_is(config):
     assert redact_text(text) == text and redact_command(text.split()) == text.split()
 
 
-def test_numbers_are_hidden_and_switches_are_not():
-    given = {"api_key": 123456, "auth": True, "password": None, "token": "", "credentials": {"user": "u", "n": 0.5}}
+def test_numbers_are_hidden_unless_they_are_short_and_switches_are_not():
+    given = {"api_key": 123456, "auth": True, "password": None, "token": "", "credentials": {"user": "u", "n": 1234}}
     assert redact(given) == {
         "api_key": "***",
         "auth": True,
@@ -118,7 +124,65 @@ def test_numbers_are_hidden_and_switches_are_not():
         "token": "",
         "credentials": {"user": "***", "n": "***"},
     }
-    assert secrets_of(given) == ["123456", "u", "0.5"]
+    assert secrets_of(given) == ["123456", "u", "1234"]
+    harmless = {"secret": 7, "auth": {"weight": 0.5, "lr": 1e-6}, "token": "<eot>", "cookies": [-1, 999]}
+    assert redact(harmless) == redact(harmless, references=False) == harmless and secrets_of(harmless) == []
+    command = ["environment.options={secret: 7, token: <eot>}", "environment.options.secret=7"]
+    assert redact_command(command) == command
+    assert redact({"password": "123"})["password"] == "***", "the user has put quotes around it"
+
+
+@given(
+    name=st.sampled_from([*SECRET_NAMES, *OTHER_NAMES]),
+    values=st.lists(
+        st.one_of(st.integers(-999, 999), st.floats(-999, 999), st.sampled_from(["<eot>", "<|end|>"])),
+        min_size=2,
+        max_size=2,
+        unique_by=str,
+    ),
+)
+@settings(deadline=None)
+def test_a_changed_number_is_noticed_whatever_its_name(name, values):
+    saved, now = ({"environment": {"options": {name: value}}} for value in values)
+    pair = redact(redact(saved), references=False), redact(now, references=False)
+    assert len(find_changes(*pair, {})) == (values[0] != values[1])
+
+
+def test_the_search_takes_few_steps_in_texts_without_end():
+    word = "a" * 1_000_000
+    assert redact_text(word) == word and redact_text(f"{word}.api_key=hush") == f"{word}.api_key=***"
+    assert "hush" not in redact_text("[token:hush] " * 20_000)
+    assert SecretFilter(["abcd1234efgh"])(word) == word[:4000]
+
+
+def test_a_traceback_keeps_its_code_but_no_literal():
+    code = "    token = self.next(row, api_key=api_key)"
+    text = f'Traceback (most recent call last):\n  File "a.py", line 3, in reward\n{code}\nKeyError: 5'
+    assert redact_text(text) == text
+    assert "hush" not in redact_text(text.replace("self.next", '"hush"; x'))
+    assert "hush" not in redact_text(f"{text}\napi_key=hush")
+
+
+def test_each_line_of_a_secret_of_several_lines_is_hidden(monkeypatch):
+    monkeypatch.setenv("SIGNING_KEY", "begin the key\nMIIEvQIBADANBgkqhkiG9w0B\nAQEFAASCBKcwggSjAgEAAoIB\n")
+    assert redact_text("line 2: MIIEvQIBADANBgkqhkiG9w0B") == "line 2: ***"
+    assert redact_text("to begin the key") == "to begin the key"
+
+
+def test_the_path_of_a_file_with_credentials_is_no_secret(monkeypatch):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/home/somebody/key.json")
+    assert redact_text("/home/somebody/key.json: no such file") == "/home/somebody/key.json: no such file"
+
+
+def test_the_value_of_a_named_header_is_a_secret():
+    assert secrets_of({"headers": [{"name": "Authorization", "value": "hush-hush"}]}) == ["hush-hush"]
+
+
+def test_a_config_in_which_a_secret_was_left_out_is_refused():
+    config = {"options": {"api_key": "***", "separator": "***", "list": [{"auth": "Bearer ***"}], "n": 1}}
+    assert hidden_keys(config) == ["options.api_key", "options.list.auth"]
+    with pytest.raises(UserError, match=r"environment.options.api_key: \*\*\* stands for a secret"):
+        compose(["+environment.options={api_key: '***'}"])
 
 
 def test_a_reference_names_the_variable_that_holds_the_secret(monkeypatch):

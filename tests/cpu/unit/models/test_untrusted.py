@@ -142,6 +142,23 @@ def test_an_index_names_files_of_its_directory_alone(model, content, problem):
         resolve_model_path(str(model))
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin.index.json", "consolidated.safetensors.index.json"])
+def test_an_index_whose_weights_were_not_downloaded_is_accepted(model, name):
+    (model / name).write_text(json.dumps({"weight_map": {"a": "one.bin", "b": "two.bin"}}))
+    assert resolve_model_path(str(model)) == str(model)
+    (model / name).write_text(json.dumps({"weight_map": {"a": "1.bin", "b": "two.bin"}}))
+    torch.save({}, model / "1.bin")
+    with pytest.raises(UserError, match=f"its {name} cannot be used .it names two.bin, which cannot be read"):
+        resolve_model_path(str(model))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_pointers_of_git_lfs_are_named(model, name):
+    (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    with pytest.raises(UserError, match=f"its {name} cannot be used .it is a pointer of Git LFS.*git lfs pull"):
+        resolve_model_path(str(model))
+
+
 def test_links_to_files_are_followed(model, tmp_path_factory):
     blob = tmp_path_factory.mktemp("blobs") / "blob"
     (model / "model.safetensors").rename(blob)
