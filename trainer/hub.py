@@ -17,7 +17,9 @@ _pinned: dict[str, str] = {}
 
 
 def pin(revisions: Mapping[str, str]) -> dict[str, str]:
-    """Use these commits of models, by their ids, in this process from now on; returns those before.
+    """Use these commits of models and data sets, by their ids, in this process from now on; returns those before.
+
+    The id of a data set is `hf://OWNER/NAME`.
 
     A run that continues uses the commits that it began with, although `main` of the Hub may have moved since.
     """
@@ -27,9 +29,24 @@ def pin(revisions: Mapping[str, str]) -> dict[str, str]:
     return before
 
 
+def pin_data(name: str, commit: str) -> None:
+    """Use this commit of the data set `name` from now on: a run reads all its data of one commit."""
+    _pinned[name] = commit
+
+
 def pinned(name: str) -> str | None:
-    """Return the commit that is pinned for the model `name`."""
+    """Return the commit that is pinned for the model or data set `name`."""
     return _pinned.get(name)
+
+
+def pinned_data() -> dict[str, str]:
+    """Return the commits that are pinned for data sets."""
+    return {name: commit for name, commit in _pinned.items() if is_data(name)}
+
+
+def is_data(name: str) -> bool:
+    """Return whether the id is that of a data set."""
+    return name.startswith("hf://")
 
 
 def revision_of(path: str) -> str | None:

@@ -13,7 +13,7 @@ from trainer.config import Config
 from trainer.documents import Shape
 from trainer.durable import digest_weights
 from trainer.errors import UserError, as_list
-from trainer.hub import revision_of
+from trainer.hub import pinned_data, revision_of
 from trainer.models.files import resolve_model_path
 from trainer.models.given import BACKBONE_FILES, Given, differences, read_file_given, read_given
 
@@ -53,6 +53,7 @@ def start_weights_part(cfg: Config, model_path: str) -> Part:
         names = {"model.path": cfg.model.path, "trainer.critic.path": t.critic.path}
         weights = {name: digest.result() for name, digest in digests.items()}
         revisions = {str(names[name]): commit for name, path in paths.items() if (commit := revision_of(path))}
+        revisions |= pinned_data()
         files = {"files": {name: found.result() for name, found in given.items()}, "revisions": revisions}
         documents = {WEIGHTS_FILE: weights, FILES_FILE: files}
         return {name: json.dumps(one, indent=1, sort_keys=True).encode() for name, one in documents.items()}
@@ -78,7 +79,7 @@ def start_weights_part(cfg: Config, model_path: str) -> Part:
 
 
 def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the commits of the Hub that the run began with, by model id.
+    """Return the commits of the Hub that the run began with, by the ids of models and data sets.
 
     Raises:
         DamagedError: the file cannot be read.

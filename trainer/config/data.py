@@ -17,8 +17,9 @@ GENERATORS: dict[str, tuple[str, ...]] = {"arithmetic": ("max_value",), "reverse
 @dataclass
 class DataConfig(Section):
     train_files: list[str] = field(default_factory=list)
-    """Training prompts: `.jsonl` or `.parquet` files, or Hub datasets as `hf://OWNER/NAME?config=C&split=S`.
-    On the command line it implies `data=files`, unless a group or an experiment chooses the data."""
+    """Training prompts: `.jsonl` or `.parquet` files, or Hub datasets as
+    `hf://OWNER/NAME?config=C&split=S&revision=COMMIT`. On the command line it implies `data=files`, unless a group or
+    an experiment chooses the data."""
     val_files: list[str] = field(default_factory=list)
     """Held-out prompts for validation, in the same formats as `train_files`."""
     prompt_key: str = "prompt"

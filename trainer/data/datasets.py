@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from trainer.data.limits import TextTooLong, encode, most_characters
 from trainer.documents import parse_json
 from trainer.durable import file_problem
 from trainer.errors import UserError, as_list
-from trainer.hub import first_line, is_connection_error, with_retries
+from trainer.hub import first_line, is_connection_error, pin_data, pinned, with_retries
 
 _LINE_BYTES = 64 << 20
 _RENDER_S = 20.0
+_COMMIT = re.compile("[0-9a-f]{40}")
 _MOST_PROBLEMS = 10
 _CHECKED_ROWS = 10
 """Rows of each file that are checked before anything starts."""
@@ -427,17 +429,38 @@ def _hub_rows(url: str, key: str) -> Rows:
 
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query))
-    unknown = options.keys() - {"config", "split"}
+    unknown = options.keys() - {"config", "split", "revision"}
     if unknown:
-        raise UserError(f"{key}={url}: takes config and split, not {', '.join(sorted(unknown))}")
+        raise UserError(f"{key}={url}: takes config, split and revision, not {', '.join(sorted(unknown))}")
     name = f"{parts.netloc}{parts.path}".strip("/")
+    commit = options.get("revision", pinned(f"hf://{name}"))
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        raise UserError(f"{key}={url}: revision must be a commit, of 40 hexadecimal digits")
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
     try:
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        if not offline:
             # Asked first, because `load_dataset` would try for half a minute where there is no network.
-            with_retries(lambda: huggingface_hub.HfApi().dataset_info(name, timeout=10))
-        dataset = datasets.load_dataset(name, options.get("config"), split=options.get("split", "train"))
+            with_retries(lambda: huggingface_hub.HfApi().dataset_info(name, revision=commit, timeout=10))
+        split = options.get("split", "train")
+        dataset = datasets.load_dataset(name, options.get("config"), split=split, revision=commit)
     except Exception as error:  # each of the clients below has a family of errors of its own
         hint = "; with HF_HUB_OFFLINE=1 a copy in the cache is used" if is_connection_error(error) else ""
-        raise UserError(f"{key}={url}: cannot be loaded from the Hub ({first_line(error)}){hint}") from error
+        at = f" at the commit {commit}" if commit is not None else ""
+        raise UserError(f"{key}={url}: cannot be loaded from the Hub{at} ({first_line(error)}){hint}") from error
+    loaded = _commit_of(dataset)
+    if offline and commit not in (None, loaded):  # the library takes the newest copy in its cache, of any commit
+        why = "the address names" if "revision" in options else "the run began with"
+        raise UserError(
+            f"{key}={url}: the newest copy in the cache is of the commit {loaded}, and {why} "
+            f"{commit}; start without HF_HUB_OFFLINE, or remove the newer copy"
+        )
+    if loaded is not None and "revision" not in options:
+        pin_data(f"hf://{name}", loaded)
     for number, row in enumerate(dataset, start=1):
         yield f"{url}, row {number}", row
+
+
+def _commit_of(dataset: Any) -> str | None:
+    """Return the commit of a data set of the Hub: the name of the directory that has its copy in the cache."""
+    folders = {os.path.basename(os.path.dirname(file["filename"])) for file in dataset.cache_files}
+    return folders.pop() if len(folders) == 1 and all(map(_COMMIT.fullmatch, folders)) else None

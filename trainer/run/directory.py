@@ -21,7 +21,7 @@ from trainer.checkpoint.start_weights import read_revisions
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.hub import pin
+from trainer.hub import is_data, pin
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.metrics.best import compared_by
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
@@ -94,7 +94,7 @@ class RunDirectory:
                 self.checkpoints.store.start(self.claim.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
-                self._revisions = pin(self._revisions_of_models())
+                self._revisions = pin(self._revisions_of_parent())
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
                     path = self.cfg.trainer.run_dir
                     LOG.info("%s holds no checkpoint to continue: training starts from the beginning", path)
@@ -109,10 +109,12 @@ class RunDirectory:
             raise
         return self
 
-    def _revisions_of_models(self) -> dict[str, str]:
+    def _revisions_of_parent(self) -> dict[str, str]:
         """Return the commits of the Hub to use: those that the run, or the parent of a fork, began with."""
-        resume = self.resume
-        return read_revisions(resume.checkpoint) if resume and "weights" in resume.restore.kinds else {}
+        if self.resume is None:
+            return {}
+        kinds, revisions = self.resume.restore.kinds, read_revisions(self.resume.checkpoint)
+        return {name: one for name, one in revisions.items() if ("data" if is_data(name) else "weights") in kinds}
 
     def _mend_last_lines(self) -> None:
         """Mend the torn last lines that a kill has left, also if nothing will be appended any more."""

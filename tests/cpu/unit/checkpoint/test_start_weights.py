@@ -1,13 +1,15 @@
-"""The model that a run began with: its files, and its commit on the Hub."""
+"""The model that a run began with: its files, and its commit on the Hub. The commit of its data there, too."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import pytest
 from huggingface_hub import constants
 
@@ -15,8 +17,10 @@ from tests.support.odd_files import rewrite
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.parts import config_part, json_part
 from trainer.checkpoint.start_weights import FILES_FILE, start_weights_part
+from trainer.config import DataConfig
+from trainer.data.datasets import read_examples
 from trainer.errors import UserError
-from trainer.hub import pinned, revision_of
+from trainer.hub import pin, pinned, revision_of
 from trainer.models.files import resolve_model_path
 
 COMMITS = "a" * 40, "b" * 40
@@ -140,3 +144,65 @@ def test_a_run_keeps_the_commit_of_the_hub_that_it_began_with(tmp_path, monkeypa
     with pytest.raises(UserError, match=f"at the commit {COMMITS[0]} that the run began with"):
         with open_run(tmp_path / "run", "own/model"):
             pass
+
+
+def put_data(cache: Path, commit: str, answer: str, age: int) -> None:
+    """Put a copy of a data set at a commit into the cache of the library, as a load from the Hub does."""
+    rows = cache.parent / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1", "answer": answer}) + "\n")
+    made = datasets.load_dataset("json", data_files=str(rows), split="train", cache_dir=str(cache.parent / answer))
+    copy = cache / "own___rows/default/0.0.0" / commit
+    shutil.copytree(Path(made.cache_files[0]["filename"]).parent, copy)
+    (copy / "json-train.arrow").rename(copy / "rows-train.arrow")
+    info = json.loads((copy / "dataset_info.json").read_text())
+    for split in info["splits"].values():
+        split["dataset_name"] = "rows"
+    (copy / "dataset_info.json").write_text(json.dumps(info | {"dataset_name": "rows"}))
+    os.utime(copy, (2e9 - age, 2e9 - age))
+
+
+def answer_of(address: str) -> str:
+    (example,) = read_examples(DataConfig(train_files=[address]), "train")
+    return example["answer"]
+
+
+def test_a_run_keeps_the_commit_of_a_data_set_that_it_began_with(tmp_path, monkeypatch):
+    """Without the Hub the library reads the newest copy in its cache, of whatever commit."""
+    cache = tmp_path / "cache"
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+    model = write_model(tmp_path / "model")
+    put_data(cache, COMMITS[0], "2", age=2)
+    with open_run(tmp_path / "run", model) as run:
+        assert answer_of("hf://own/rows?split=train") == "2" and pinned("hf://own/rows") == COMMITS[0]
+        run.save(1)
+    assert pinned("hf://own/rows") is None
+    put_data(cache, COMMITS[1], "3", age=1)
+    assert answer_of("hf://own/rows") == "3"
+    pin({})
+    moved = (
+        f"data.train_files=hf://own/rows: the newest copy in the cache is of the commit {COMMITS[1]}, and the run "
+        f"began with {COMMITS[0]}; start without HF_HUB_OFFLINE, or remove the newer copy"
+    )
+    with open_run(tmp_path / "run", model) as run:
+        with pytest.raises(UserError) as refused:
+            answer_of("hf://own/rows")
+        assert str(refused.value) == moved
+    parent = {"resume_mode": "from_path", "resume_path": str(tmp_path / "run/checkpoints/global_step_1")}
+    for kinds, commit in ((None, COMMITS[0]), (["weights", "optimizer", "rng", "state"], None)):
+        with open_run(tmp_path / f"fork {commit}", model, **parent, **({"resume_load": kinds} if kinds else {})):
+            assert pinned("hf://own/rows") == commit
+    with pytest.raises(UserError, match=f"{COMMITS[1]}, and the address names {COMMITS[0]};"):
+        answer_of(f"hf://own/rows?revision={COMMITS[0]}")
+    shutil.rmtree(cache / "own___rows/default/0.0.0" / COMMITS[1])
+    assert answer_of(f"hf://own/rows?revision={COMMITS[0]}") == "2" and pinned("hf://own/rows") is None
+    with open_run(tmp_path / "run", model) as run:
+        assert answer_of("hf://own/rows") == "2"
+        run.save(2)
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append(options["revision"]) or 1 / 0)
+    with open_run(tmp_path / "run", model) as run:
+        with pytest.raises(UserError, match=f"from the Hub at the commit {COMMITS[0]} "):
+            answer_of("hf://own/rows")
+    assert asked == [COMMITS[0]]

@@ -193,7 +193,8 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
         ),
         ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or give hf://.*"),
         ("missing.csv", "data.train_files=missing.csv: must end in .jsonl or .parquet, or be hf://.*"),
-        ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config and split, not name"),
+        ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config, split and revision, not name"),
+        ("hf://a/b?revision=main", "data.train_files=hf://a/b.revision=main: revision must be a commit, of 40 hex.*"),
         ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),
     ],
 )
