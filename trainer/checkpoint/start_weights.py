@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,8 @@ from trainer.errors import UserError, as_list
 from trainer.hub import pinned_data, revision_of
 from trainer.models.files import resolve_model_path
 from trainer.models.given import BACKBONE_FILES, Given, differences, read_file_given, read_given
+
+LOG = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "start_weights.json"
 FILES_FILE = "start_files.json"
@@ -112,13 +115,20 @@ def _refused_files(
     refused = []
     for name, found in given.items():
         before, now = saved.get(name), found.result()
-        if before is None or is_allowed(name, allowed):
+        if before is None:
             continue
         files = sorted({*before, *now})
         if is_allowed(_TEMPLATE, allowed):
             files = [file for file in files if file != _TEMPLATE]
         changed = [change for file in files if (change := differences(file, before.get(file), now.get(file)))]
-        if changed:
+        if changed and is_allowed(name, allowed):
+            LOG.warning(
+                "%s=%s: other files than the run began with (%s), as trainer.allow_config_change allows",
+                name,
+                paths[name],
+                "; ".join(changed),
+            )
+        elif changed:
             fork = "fork the checkpoint (trainer.resume_mode=from_path), " if can_fork else ""
             refused.append(
                 f"{name}={paths[name]}: its files are not those that the run began with ({'; '.join(changed)}); "

@@ -54,7 +54,7 @@ def save_run(root: Path, path: str, **options) -> None:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora):
+def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora, caplog):
     model = write_model(tmp_path / "model")
     template = tmp_path / "own.jinja"
     template.write_text("one")
@@ -75,6 +75,7 @@ def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora):
     allowed = {"allow_config_change": ["model.path"]}
     with open_run(tmp_path / "run", model, lora=lora, template=str(template), **allowed) as run:
         run.load()
+    assert "other files than the run began with (chat_template.jinja has another content; config.json" in caplog.text
     write_model(tmp_path / "model")
     template.write_text("one")
     with open_run(tmp_path / "run", model, lora=lora, template=str(template)) as run:
