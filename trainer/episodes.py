@@ -33,7 +33,7 @@ class Episode:
     samples: list[Sample]
     """One, unless a later turn could not be written as the earlier ones with more tokens after them."""
     reward: float | None = 1.0
-    """None: it failed, and the episode is left out of losses, baselines and means."""
+    """None: it failed, and the episode is left out of losses, baselines and means of rewards."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"

@@ -28,8 +28,8 @@ class EnvironmentConfig(Section):
     """Number of processes that run environments. Each holds many of them."""
     on_failure: str = choice("leave_out", ON_FAILURE)
     """What becomes of an episode whose environment failed. `leave_out`: it is neither learnt from nor compared with
-    the others of its row, and counts in no mean; a row that the algorithm compares by then needs two others. `zero`:
-    its reward is 0."""
+    the others of its row, and no metric of rewards counts it. If the algorithm compares episodes, a row with fewer than
+    two others teaches nothing. `zero`: its reward is 0."""
     max_failure_frac: float = number(0.5, at_least=0, at_most=1)
     """The run ends if a greater share of the episodes that are played together fails. 1: it never ends for that."""
 

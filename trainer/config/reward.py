@@ -46,8 +46,8 @@ class RewardConfig(Section):
     """Calls of an `async` reward, or requests to `url`, that run at the same time in each process."""
     on_failure: str = choice("leave_out", ON_FAILURE)
     """What becomes of a completion whose reward failed. `leave_out`: it is neither learnt from nor compared with the
-    others of its prompt, and counts in no mean; a prompt that the algorithm compares by then needs two others. `zero`:
-    what failed counts as 0, like a wrong answer."""
+    others of its prompt, and no metric of rewards counts it. If the algorithm compares completions, a prompt with fewer
+    than two others teaches nothing. `zero`: what failed counts as 0, like a wrong answer."""
     max_failure_frac: float = number(0.2, at_least=0, at_most=1)
     """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
     them. 1: it never ends for that, and a reward that fails on the first rows of the data is no reason not to start."""

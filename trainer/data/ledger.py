@@ -245,7 +245,7 @@ class Ledger:
             ("fingerprint", "data", f"the {self._kind}' content", self._fingerprint),
         ]
         if "row_fingerprint" in state and self._row_fingerprint is not None:  # earlier versions saved none
-            meaning = "the content of the rows, of columns besides prompt and answer,"
+            meaning = "the content of columns besides prompt and answer"
             compared.append(("row_fingerprint", "data", meaning, self._row_fingerprint))
         for name, key, meaning, own in compared:
             if state.get(name) != own:

@@ -100,7 +100,7 @@ def test_other_columns_are_refused_and_an_older_state_knows_of_none():
 
     state = prompts("bonus 1").state_dict()
     prompts("bonus 1").load_state_dict(state)
-    with pytest.raises(UserError, match="data: the content of the rows, of columns besides .*; restore the data"):
+    with pytest.raises(UserError, match="data: the content of columns besides .*; restore the data"):
         prompts("bonus 2").load_state_dict(state)
     old = {name: value for name, value in state.items() if name != "row_fingerprint"}
     prompts("bonus 2").load_state_dict(old)
