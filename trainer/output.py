@@ -22,6 +22,8 @@ from trainer.appended import open_appended
 from trainer.redaction import hide_known
 
 _CHUNK = 1 << 20
+_JOINERS = "\u200c\u200d"
+"""Parts of the spelling of Persian and Indic words, and of emoji."""
 
 
 def escape(text: str, lines: bool = True) -> str:
@@ -36,10 +38,13 @@ def escape(text: str, lines: bool = True) -> str:
     if text.isprintable():
         return text
     kept = "\n\t" if lines else ""
-    return "".join(
-        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
-        for c in (text.replace("\r\n", "\n") if lines else text)
-    )
+    text = text.replace("\r\n", "\n") if lines else text
+
+    def is_plain(i: int, c: str) -> bool:
+        is_joiner = c in _JOINERS and i > 0 and not text[i - 1].isascii()
+        return c.isprintable() or c in kept or unicodedata.category(c) == "Zs" or is_joiner
+
+    return "".join(c if is_plain(i, c) else c.encode("unicode_escape").decode() for i, c in enumerate(text))
 
 
 def show(text: str, error: bool = False) -> None:

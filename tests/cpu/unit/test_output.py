@@ -284,6 +284,12 @@ def test_what_could_control_a_terminal_is_escaped(text):
     assert escape(plain) == plain
 
 
+def test_joiners_in_words_and_emoji_are_not_escaped():
+    for text in ("می\u200cخواهم", "क्\u200dष", "👩\u200d💻"):
+        assert escape(text) == text
+    assert escape("ab\u200dc\u200c") == "ab\\u200dc\\u200c"
+
+
 HOSTILE = "a\x1b[31m\x07\x9b2J\r\u202eb\u2066\u200b\u2028c\nd\te"
 SAFE = "a\\x1b[31m\\x07\\x9b2J\\r\\u202eb\\u2066\\u200b\\u2028c\nd\te"
 
