@@ -1,10 +1,11 @@
 """Stopping early by signal.
 
-Inside of the steps, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops. A
-second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last,
+Inside of the steps, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops.
+A second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last,
 there is nothing to save, and the first signal stops the run directly. All of these end with exit status 75
 (`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75. A process that
-cannot handle it, because it is in a long call of a C function, is killed by its watch (`trainer.signal_watch`).
+cannot handle it, because it is in a long call of a C function, is killed by its watch (`trainer.signal_watch`). The
+watch also kills a process whose beats stay away.
 
 A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
 swallow or replace an exception that a handler raises. A download or an import has no safe point: after `_PATIENCE_S`
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainer.errors import WorkerError
@@ -34,6 +35,11 @@ _WATCH_PATIENCE_S = 3.0
 """So long after the third signal the watch kills a process that has not ended."""
 _SAME_REQUEST_S = 1.0
 """`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
+
+
+def killed(pid: int) -> str:
+    """Return how the last words of a process end that its watch has killed."""
+    return f"killed process {pid}; {CONTINUES}"
 
 
 class Stopped(BaseException):
@@ -63,7 +69,7 @@ class Signals:
         self._steps = "before"
         self._watch: int | None = None
         """Process that watches this one (see `_start_watch`)."""
-        self._watch_pipe = -1
+        self._watch_pipes = (-1, -1)  # for signals and for beats
 
     @property
     def count(self) -> int:
@@ -99,9 +105,9 @@ class Signals:
                 signal.signal(number, handler)
             if not is_watched:
                 self.end_watch()
-            watch = self._watch, self._watch_pipe
+            watch = self._watch, self._watch_pipes
             self.__init__()
-            self._watch, self._watch_pipe = watch
+            self._watch, self._watch_pipes = watch
 
     def reinstall(self) -> None:
         """Install the handlers again, because a library has changed them at a level below Python."""
@@ -250,35 +256,58 @@ class Signals:
         elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, 1.0)
 
+    def beat(self, limit_s: float | None, text: str = "", command: Sequence[str] = ()) -> None:
+        """Tell the watch that this process can still run Python.
+
+        Args:
+            limit_s: seconds after which the watch kills this process if there is no further beat. Time in which the
+                process is stopped, or gets no processor, does not count. None: it expects no beats.
+            text: last words for the log and stderr.
+            command: what the watch runs before it kills this process.
+        """
+        import json
+
+        if self._watch is not None:
+            with contextlib.suppress(OSError):  # the watch reads later, or was killed
+                os.write(self._watch_pipes[1], json.dumps([limit_s, text, list(command)]).encode() + b"\n")
+
     def _start_watch(self) -> None:
-        """Start the process that kills this one after a third signal that no handler of Python's takes."""
-        numbers, self._watch_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(numbers, True)
-        text = f"stopped by a third signal, which the process could not handle: killed; {CONTINUES}"
+        """Start the process that kills this one if it can no longer end itself (see `trainer.signal_watch`)."""
+        signals, beats = (os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
+        self._watch_pipes = signals[1], beats[1]
+        text = f"stopped by a third signal, which the process could not handle: {killed(os.getpid())}"
         script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
         limits = [str(_SAME_REQUEST_S), str(_WATCH_PATIENCE_S)]
         try:
+            for reading in (signals[0], beats[0]):
+                os.set_blocking(reading, True)
             self._watch = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
                 os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, numbers, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, signals[0], 0),
+                    (os.POSIX_SPAWN_DUP2, beats[0], 3),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                ],
                 setsid=True,  # it must not get the signals to the process group
             )
         finally:
-            os.close(numbers)
-        signal.set_wakeup_fd(self._watch_pipe, warn_on_full_buffer=False)
+            os.close(signals[0])
+            os.close(beats[0])
+        signal.set_wakeup_fd(signals[1], warn_on_full_buffer=False)
 
     def end_watch(self) -> None:
         """End the process that watches this one, so that it does not outlive it by a moment."""
         if self._watch is not None:  # else this process was forked meanwhile
+            watch, self._watch = self._watch, None
             signal.set_wakeup_fd(-1)
-            os.close(self._watch_pipe)
+            for pipe in self._watch_pipes:
+                os.close(pipe)
             with contextlib.suppress(OSError):  # it was killed, and a library has waited for it
-                os.kill(self._watch, signal.SIGKILL)
-                os.waitpid(self._watch, 0)
-            self._watch = None
+                os.kill(watch, signal.SIGKILL)
+                os.waitpid(watch, 0)
 
     def _leave_watch(self) -> None:
         """Keep the signals of a process that was forked from being counted as those of its parent."""

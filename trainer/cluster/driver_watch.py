@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
 from trainer.cluster.groups import Cluster
-from trainer.cluster.stacks import own_stacks, write_stacks
+from trainer.cluster.stacks import SCRIPT, allow_stacks, own_stacks, write_stacks
 from trainer.config import TrainerConfig
 from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.output import LOG_FILE
-from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS
+from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS, killed
 
 _LOOK_S = 0.1  # often enough to see the first steps, however quick they are
 _KNOWN_STEPS = 3  # steps after which it is known how long the driver stays between two safe points
@@ -41,6 +42,7 @@ class Stillness:
         self._hang_s = hang_s
         self._call_s = call_s
         self._first_step: int | None = None
+        self._step = 0
         self._moves = -1
         self._longest_s = 0.0  # of the pauses that are over, without those in which the driver waited
         self._still_s = 0.0
@@ -55,32 +57,41 @@ class Stillness:
             is_waiting: the driver waits for something that may take long without a sign, such as the storage.
         """
         self._first_step = step if self._first_step is None else self._first_step
+        self._step = step
         if moves != self._moves:
             self._longest_s = max(self._longest_s, 0.0 if self._waits else self._still_s)
             self._moves, self._still_s, self._waits = moves, 0.0, False
             return None
         self._still_s += seconds
         self._waits |= is_waiting
-        is_known = step - self._first_step >= _KNOWN_STEPS and not self._waits
-        limit_s = max(self._hang_s, _HANG_FACTOR * self._longest_s) if is_known else self._call_s
-        return self._still_s if self._still_s > min(limit_s, self._call_s) else None
+        return self._still_s if self._still_s > self.limit_s else None
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for which the driver may stay without a move now."""
+        steps = 0 if self._first_step is None else self._step - self._first_step
+        is_known = steps >= _KNOWN_STEPS and not self._waits
+        return min(max(self._hang_s, _HANG_FACTOR * self._longest_s) if is_known else self._call_s, self._call_s)
 
 
 class DriverWatch:
     """Ends the job if the main thread hangs within the steps: `with DriverWatch(cfg.trainer, cluster)`.
 
     The process ends as it would by a kill, with status 75: the same command continues. Its ranks and engines end with
-    it.
+    it. If the main thread keeps the interpreter's lock, the thread of this object cannot run: then its beats stay away,
+    and the watch of the process kills it (`trainer.signal_watch`).
     """
 
     def __init__(self, t: TrainerConfig, cluster: Cluster):
         self._config = t
         self._cluster = cluster
         self._end = threading.Event()
+        self._beating = threading.Lock()
 
     def __enter__(self) -> DriverWatch:
         # On other threads there are no safe points.
         if threading.current_thread() is threading.main_thread():
+            allow_stacks()  # to the watch of the process
             with SIGNALS.blocked():
                 threading.Thread(target=self._run, name="driver watch", daemon=True).start()
         return self
@@ -88,18 +99,36 @@ class DriverWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end.set()
+        with self._beating:
+            self._end.set()
+            SIGNALS.beat(None)
 
     def _run(self) -> None:
         hang_s, call_s = self._config.hang_timeout_s, self._config.call_timeout_s
         stillness, look_s = Stillness(hang_s, call_s), min(_LOOK_S, hang_s / 4)
         while not self._end.wait(look_s):
             if not SIGNALS.in_steps:
+                self._beat(None)
                 continue
             # What the clock says does not count: the whole job may have been stopped for a while.
             still_s = stillness.look(look_s, INCIDENTS.step, SIGNALS.moves, SIGNALS.is_waiting)
             if still_s is not None:
+                self._beat(3 * _LAST_WORDS_S + _STACKS_S)  # they may need what hangs
                 self._end_job(still_s)
+            self._beat(stillness.limit_s)
+
+    def _beat(self, limit_s: float | None) -> None:
+        """Say that this thread runs, and what to do after `limit_s` in which it does not."""
+        limit = "call" if limit_s == self._config.call_timeout_s else "hang"
+        pid, run_dir = os.getpid(), os.path.abspath(self._config.run_dir)
+        fact = (
+            f"the driver has run no Python for {limit_s or 0.0:.0f} s in step {INCIDENTS.step}, in a long call of a C "
+            f"library (trainer.{limit}_timeout_s)"
+        )
+        command = [sys.executable, SCRIPT, str(pid), run_dir, fact]
+        with self._beating:
+            if not self._end.is_set():
+                SIGNALS.beat(limit_s, f"{fact}; its stack is in `stacks` of the run directory: {killed(pid)}", command)
 
     def _end_job(self, still_s: float) -> None:
         limit = "call" if still_s > self._config.call_timeout_s else "hang"

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 DIRECTORY = "stacks"
 """Directory below the run directory."""
+SCRIPT = os.path.abspath(__file__)
+"""`python SCRIPT PID RUN_DIR REASON` writes the stack of a driver that can run no Python."""
 _PY_SPY_S = 10.0
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -64,3 +66,8 @@ def write_stacks(run_dir: str, reason: str, stacks: dict[str, str]) -> str | Non
                 file.write(f"{reason}\n\n{text}")
         return directory
     return None
+
+
+if __name__ == "__main__":
+    pid, run_dir, reason = sys.argv[1:]
+    write_stacks(run_dir, reason, {"driver": _stacks_of(int(pid))})

@@ -93,7 +93,8 @@ class TrainerConfig(Section):
     hang_timeout_s: float = number(600.0, at_least=0.001)
     """Seconds after which a call of the ranks or engines that was made before counts as hanging, if it also takes ten
     times as long as the longest one before. The stacks of the processes are then written to `stacks` in the run
-    directory, and the process counts as dead. A driver that hangs by the same rule ends the job with status 75."""
+    directory, and the process counts as dead. A driver that hangs by the same rule ends the job with status 75, or is
+    killed (137) if it is in a call of C that cannot be interrupted."""
     max_restarts: int = number(3, at_least=0)
     """Number of times within `restart_window_minutes` that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the

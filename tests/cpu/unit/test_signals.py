@@ -208,6 +208,43 @@ def test_a_third_signal_ends_a_process_whatever_it_does(ends, tmp_path):
     assert process.returncode == -signal.SIGKILL
 
 
+BEATEN = f"""{BEGINNING}
+import sys, time
+signals.SIGNALS.beat(float(sys.argv[1]), "too quiet", [sys.executable, "-c", "print('asked', file=open(2, 'w'))"])
+print("up", flush=True)
+"""
+
+
+def beaten(code: str, limit_s: float) -> subprocess.Popen:
+    """Start a process that runs `code` after its first beat."""
+    command = [sys.executable, "-c", f"{BEATEN}\n{code}", str(limit_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def test_a_process_that_can_run_no_python_is_killed_when_its_beats_stay_away():
+    process = beaten(LONG_CALL, limit_s=0.5)
+    assert process.communicate(timeout=60)[1] == "asked\ntoo quiet\n"
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_beats_or_says_that_it_will_not_is_not_killed():
+    beats = "for _ in range(20): signals.SIGNALS.beat(1.0, 'too quiet'); time.sleep(0.1)"
+    quiet = "signals.SIGNALS.beat(None); time.sleep(3)"
+    process = beaten(f"{beats}\n{quiet}\nprint('done')", limit_s=1.0)
+    assert process.communicate(timeout=60) == ("done\n", "")
+    assert process.returncode == 0
+
+
+def test_a_process_that_is_stopped_is_not_killed_by_its_watch():
+    process = beaten("time.sleep(0.5)\nsignals.SIGNALS.beat(None)\nprint('done')", limit_s=2.0)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60) == ("done\n", "")
+
+
 def test_signals_of_a_forked_process_are_not_counted_as_those_of_its_parent():
     code = (
         f"{BEGINNING}\nimport time\nchild = os.fork()\n"

@@ -1,6 +1,10 @@
-"""When a driver that does not move counts as hanging."""
+"""When a driver that does not move counts as hanging, and what ends one that can run no Python."""
 
 from __future__ import annotations
+
+import signal
+import subprocess
+import sys
 
 from trainer.cluster.driver_watch import Stillness
 
@@ -57,3 +61,34 @@ def test_a_driver_is_known_after_three_steps_since_its_start():
     for step in (5, 6, 7):
         pause(stillness, 2, step, moves=step)
     assert pause(stillness, 100, step=8, moves=8) == HANG_S + 1
+
+
+HELD = """
+import sys, time
+from trainer.cluster.driver_watch import DriverWatch
+from trainer.config import TrainerConfig
+from trainer.incidents import INCIDENTS
+from trainer.signals import SIGNALS
+
+SIGNALS.listen()
+config = TrainerConfig(run_dir=sys.argv[1], hang_timeout_s=1.0, call_timeout_s=1.0)
+log = open(f"{sys.argv[1]}/log.txt", "w")
+with DriverWatch(config, None):
+    time.sleep(2)  # nothing is watched before the steps
+    INCIDENTS.step = 3
+    with SIGNALS.between_steps():
+        for _ in range(20):
+            time.sleep(0.1)
+            SIGNALS.check()
+        sum(range(10**15))  # holds the interpreter's lock for days
+"""
+
+
+def test_a_driver_that_can_run_no_python_is_killed_and_its_stack_written(tmp_path):
+    done = subprocess.run([sys.executable, "-c", HELD, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    words = "the driver has run no Python for 1 s in step 3, in a long call of a C library (trainer.call_timeout_s)"
+    assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
+    assert (tmp_path / "log.txt").read_text().endswith(f" {done.stderr}")
+    (stack,) = tmp_path.glob("stacks/*/driver.txt")
+    assert stack.read_text().startswith(words) and "<module>" in stack.read_text()
