@@ -28,6 +28,7 @@ from trainer.places import inside, is_same, is_url
 from trainer.run.aftermath import compare_since
 from trainer.run.next_command import command_of, next_command
 from trainer.run.starts import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
+from trainer.signals import CONTINUES
 
 _SHOWN = 10
 _MEMBERS = ("rank", "engine")
@@ -214,9 +215,10 @@ def _tell(read: int, total: int) -> None:
 def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]:
     if running:
         return [f"now        it is running: {running}"]
-    if gone:
+    if gone and not last_words.endswith(CONTINUES):  # else its watch has killed it, and said why
         return [
-            f"ended      without a last message: {gone} was killed, or its machine went down",
+            f"ended      without a last message: {gone} was killed, perhaps because memory ran out, or its machine "
+            "went down",
             f"last line  {last_words}",
         ]
     return [f"ended      {last_words}"]

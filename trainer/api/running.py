@@ -23,7 +23,8 @@ from typing import Any
 from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
 from trainer.errors import UserError
-from trainer.signals import EXIT_STATUS, HANDLED
+from trainer.run.starts import LOG_NAME
+from trainer.signals import EXIT_STATUS, HANDLED, killed
 
 Function = Callable[..., Any] | str
 _KEYS = {
@@ -78,7 +79,7 @@ def train(
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
         RunStopped: a signal or `trainer.stop_at` stopped the run, and it was saved; or a second signal stopped it
-            without a save.
+            without a save; or the run could no longer end itself, and was killed by its watch.
         RunFailed: the run failed.
     """
     given = {"reward": reward, "advantage_estimator": advantage_estimator, "policy_loss": policy_loss}
@@ -88,10 +89,11 @@ def train(
     return _conclude(*_run(overrides, {"supervised": supervised, "pickles": pickles}))
 
 
-def _conclude(reports: Sequence[Mapping[str, Any]], status: int) -> RunResult:
+def _conclude(reports: Sequence[Mapping[str, Any]], status: int, pid: int) -> RunResult:
     """Return the result of a run whose process has ended with `status`, or raise what `train` raises.
 
     Args:
+        pid: the process.
         reports: what the process has said of itself: its places first, the reason of its end last.
     """
     places = reports[0] if reports and "run_dir" in reports[0] else None
@@ -104,8 +106,17 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int) -> RunResult:
     if status == 2 and text:
         raise UserError(text)
     if status < 0:
+        if places and (words := _last_words(places["run_dir"])).endswith(killed(pid)):
+            raise RunStopped(words, describe_result(places, "stopped"))
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
+
+
+def _last_words(run_dir: str) -> str:
+    """Return the last line of the run's log, without its time."""
+    with contextlib.suppress(OSError), open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
+        return file.read().rstrip("\n").rpartition("\n")[2].split(" ", 2)[-1]
+    return ""
 
 
 def _checked(overrides: Sequence[str]) -> list[str]:
@@ -136,8 +147,8 @@ def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[li
     return overrides, pickles
 
 
-def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Run the child to its end; returns its reports and its exit status."""
+def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, Any]], int, int]:
+    """Run the child to its end; returns its reports, its exit status and its process id."""
     reading, writing = os.pipe()
     # A notebook, or a test, has put something else in place of the terminal.
     replaced = sys.stdout is not sys.__stdout__
@@ -163,7 +174,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
             sys.stdout.write(line.decode("utf-8", "replace"))
             sys.stdout.flush()
         status = process.wait()
-        return [json.loads(line) for line in reports if line.endswith(b"\n")], status
+        return [json.loads(line) for line in reports if line.endswith(b"\n")], status, process.pid
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from trainer.diagnose import main
 from trainer.errors import Origin, UserError, WorkerError, set_origin
 from trainer.incidents import INCIDENTS, describe
 from trainer.run.starts import record_start
+from trainer.signals import killed
 
 COMMAND = ["/usr/bin/python3", "-m", "trainer.main", "trainer.run_name=a b", "trainer.total_steps=9"]
 
@@ -156,8 +157,11 @@ def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
     lines = said(run, capsys)
     assert (
         lines[1].startswith(f"ended      without a last message: process {sleeper.pid} on ")
-        and "was killed" in lines[1]
+        and "was killed, perhaps because memory ran out" in lines[1]
     )
+    with open(run / "log.txt", "a") as file:
+        file.write(f"2026-11-23 01:02:03 stopped by a third signal: {killed(sleeper.pid)}\n")
+    assert said(run, capsys)[1] == f"ended      stopped by a third signal: {killed(sleeper.pid)}"
     with OpenRun(settings(run, total_steps=9, resume_mode="latest")):
         pass
     last = said(run, capsys)[4]

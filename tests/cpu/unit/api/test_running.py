@@ -16,7 +16,7 @@ from tests.support.jobs import environment
 from trainer import RunFailed, RunStopped, UserError, train
 from trainer.api.running import _conclude, _with_functions
 from trainer.rewards.functions import gsm8k
-from trainer.signals import HANDLED
+from trainer.signals import HANDLED, killed
 
 PLACES = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/exports"}
 
@@ -37,7 +37,20 @@ PLACES = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/
 )
 def test_the_end_of_the_process_says_how_the_run_ended(reports, status, kind, text):
     with pytest.raises(kind, match=text):
-        _conclude(reports, status)
+        _conclude(reports, status, pid=1234)
+
+
+def test_a_run_that_was_killed_by_its_watch_was_stopped(tmp_path):
+    """It has told the log why. What killed an earlier process says nothing of this one."""
+    places = {name: str(tmp_path / path) for name, path in PLACES.items()} | {"best_metric": "", "best_mode": "max"}
+    (tmp_path / "run").mkdir()
+    words = "stopped by a third signal, which the process could not handle: " + killed(1234)
+    (tmp_path / "run/log.txt").write_text(f"2026-11-23 01:02:03 step 3\n2026-11-23 01:02:04 {words}\n")
+    with pytest.raises(RunStopped) as stopped:
+        _conclude([places], -9, pid=1234)
+    assert str(stopped.value) == words and stopped.value.result.status == "stopped"
+    with pytest.raises(RunFailed, match="killed by SIGKILL, perhaps because memory ran out"):
+        _conclude([places], -9, pid=1235)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +76,7 @@ def test_a_refused_config_raises_and_prints_nothing(tmp_path, monkeypatch, capfd
     for _ in range(2):
         with pytest.raises(UserError, match="trainer.nub_workers: no such key; did you mean trainer.num_workers"):
             train(["trainer.nub_workers=2"])
-    with pytest.raises(UserError, match=r"no viable alternative at input .*api_key:\*\*\*"):
+    with pytest.raises(UserError, match=r"api_key:\*\*\*.*the { is not closed"):
         train(["+environment.options={api_key:hush,n:"])
     assert capfd.readouterr() == ("", "")
     assert [signal.getsignal(number) for number in HANDLED] == handlers
