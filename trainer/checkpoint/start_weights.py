@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -79,6 +80,37 @@ def start_weights_part(cfg: Config, model_path: str) -> Part:
             raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
 
     return files_part("start_weights", content, load)
+
+
+def movable_paths(checkpoint: Checkpoint, cfg: Config, supervised: bool) -> tuple[str, ...]:
+    """Return the keys of model directories that may have another path now, because a resume compares their content.
+
+    Weights need no comparison if the checkpoint holds all of them.
+
+    Raises:
+        DamagedError: a record of the checkpoint cannot be read.
+    """
+    t = cfg.trainer
+    named = {entry.path for entry in checkpoint.entries}
+    if not {FILES_FILE, WEIGHTS_FILE} <= named:  # an earlier version saved it
+        return ()
+    files = read_object(checkpoint, FILES_FILE, _FILES)["files"]
+    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str})
+    adapted = t.policy.lora.rank is not None or t.critic.lora.rank is not None
+    builds = {
+        "model.path": adapted or (not supervised and cfg.has_reference and not cfg.reference_moves),
+        "trainer.critic.path": adapted,
+    }
+    paths = {"model.path": cfg.model.path, "trainer.critic.path": t.critic.path}
+    return tuple(
+        name
+        for name, path in paths.items()
+        if path is not None
+        and os.path.isdir(path)
+        and name in files
+        and (name in weights or not builds[name])
+        and not is_allowed(name, t.allow_config_change)
+    )
 
 
 def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:

@@ -15,6 +15,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
 from trainer.checkpoint.parts import Restore, read_config
+from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import LocalStore
 from trainer.config import RESUME_LOAD, Config
 from trainer.errors import UserError
@@ -174,6 +175,8 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     harmless = compatibility.ignored_keys(cfg, supervised)
     if not (compatibility.has_critic(saved) and cfg.has_critic):  # no critic is restored
         harmless = (*harmless, "trainer.critic.*")
+    if not fork:
+        harmless = (*harmless, *movable_paths(checkpoint, cfg, supervised))
     try:
         effective = compatibility.check(
             changes,

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from tests.support.odd_files import rewrite
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.parts import config_part, json_part
-from trainer.checkpoint.start_weights import FILES_FILE, start_weights_part
+from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_part
 from trainer.config import DataConfig
 from trainer.data.datasets import read_examples
 from trainer.errors import UserError
@@ -84,6 +84,50 @@ def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora, caplog):
     moved = str(shutil.move(model, tmp_path / "moved"))
     with open_run(tmp_path / "run", moved, lora=lora, template=str(template), **allowed) as run:
         run.load()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_directory_may_move_if_its_content_is_the_same(tmp_path, lora):
+    model = write_model(tmp_path / "model")
+    save_run(tmp_path / "run", model, lora=lora)
+    moved = str(shutil.copytree(model, tmp_path / "moved"))
+    with open_run(tmp_path / "run", moved, lora=lora) as run:
+        run.load()
+        assert run.directory.resume.altered == (), "replayed steps are compared as ever"
+    with open_run(tmp_path / "run", moved, lora=lora, allow_config_change=["model.path"]) as run:
+        run.load()
+        assert run.directory.resume.altered != (), "nothing says that the content is the same"
+    weights = (2).to_bytes(8, "little") + b"{}"
+    (tmp_path / "moved/model.safetensors").write_bytes((3).to_bytes(8, "little") + b"{} ")
+    with open_run(tmp_path / "run", moved, lora=lora) as run:
+        if lora:  # else the checkpoint has all weights
+            with pytest.raises(UserError, match="model.path=.*/moved: its weights are not those that the run began"):
+                run.load()
+        else:
+            run.load()
+    (tmp_path / "moved/model.safetensors").write_bytes(weights)
+    write_model(tmp_path / "moved", eps=1e-5)
+    with open_run(tmp_path / "run", moved, lora=lora) as run:
+        with pytest.raises(UserError, match="model.path=.*/moved: its files are not those .*rms_norm_eps was 1e-06"):
+            run.load()
+    path = str(tmp_path / "run/checkpoints/global_step_1")
+    with pytest.raises(UserError, match=r"allow it with trainer.allow_config_change=\[model.path\]"):
+        with open_run(tmp_path / "fork", moved, lora=lora, resume_mode="from_path", resume_path=path):
+            pass
+
+
+@pytest.mark.parametrize("name", [FILES_FILE, WEIGHTS_FILE])
+def test_a_moved_model_directory_is_refused_if_the_checkpoint_does_not_know_its_content(tmp_path, name):
+    model = write_model(tmp_path / "model")
+    save_run(tmp_path / "run", model, lora=True)
+    moved = str(shutil.copytree(model, tmp_path / "moved"))
+    checkpoint = tmp_path / "run/checkpoints/global_step_1"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"] = [entry for entry in manifest["files"] if entry["path"] != name]
+    rewrite(checkpoint, manifest)
+    with pytest.raises(UserError, match=r"belong to that model; .*trainer.allow_config_change=\[model.path\]"):
+        with open_run(tmp_path / "run", moved, lora=True):
+            pass
 
 
 def test_a_fork_of_a_full_run_may_begin_with_other_files_and_a_fork_with_adapters_may_not(tmp_path):
