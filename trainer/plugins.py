@@ -58,7 +58,8 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     signals.SIGNALS.check()
     if not callable(function):
         meant = did_you_mean(function_name, names)
-        raise UserError(f"{key}={path}: {module_name} has no function {function_name}{meant and f'; {meant}'}")
+        kind = "class" if function_name[0].isupper() and not function_name.isupper() else "function"
+        raise UserError(f"{key}={path}: {module_name} has no {kind} {function_name}{meant and f'; {meant}'}")
     return function
 
 

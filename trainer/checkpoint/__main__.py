@@ -94,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 Result = tuple[Any, list[str], int]
-_STATUS = "Exit status: 0 success (also if two checkpoints differ), 1 a checkpoint is damaged, 2 bad input."
+_STATUS = (
+    "Exit status: 0 success (also if two checkpoints differ, and for a list with damaged ones), "
+    "1 a checkpoint is damaged, 2 bad input."
+)
 _LOCK_TIMEOUT_S = 60  # the default of trainer.lock_timeout_s
 
 

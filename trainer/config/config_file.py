@@ -92,7 +92,7 @@ def _store(path: str, groups: dict[str, list[str]], files: ConfigFiles, conf: st
 
     values, lines, _ = _read(path)
     entries = values.pop(_DEFAULTS, [])
-    bases, choices = _defaults_of(entries, f"{path}:{lines.get(_DEFAULTS, 1)}", groups)
+    bases, choices = _defaults_of(entries, path, lines, groups)
     _check_keys(path, values, lines)
     files.lines |= {key: f"{path}:{line}" for key, line in lines.items()}
     texts = _texts("experiment", bases, [conf, *files.directories])
@@ -122,13 +122,16 @@ def _texts(group: str, choices: Sequence[str], directories: Sequence[str]) -> It
                     yield file.read()
 
 
-def _defaults_of(entries: Any, where: str, groups: dict[str, list[str]]) -> tuple[list[str], dict[str, str]]:
+def _defaults_of(
+    entries: Any, path: str, lines: dict[str, int], groups: dict[str, list[str]]
+) -> tuple[list[str], dict[str, str]]:
     """Return the experiments that the file builds on, and its choices by group."""
     if not isinstance(entries, list):
-        raise UserError(f"{where}: {_DEFAULTS} must be a list of GROUP: CHOICE")
+        raise UserError(f"{path}:{lines.get(_DEFAULTS, 1)}: {_DEFAULTS} must be a list of GROUP: CHOICE")
     bases: list[str] = []
     choices: dict[str, str] = {}
-    for entry in entries:
+    for number, entry in enumerate(entries):
+        where = f"{path}:{lines.get(f'{_DEFAULTS}[{number}]', 1)}"
         if entry == "_self_":
             continue
         pairs = entry.items() if isinstance(entry, dict) else [("experiment", entry)]
@@ -163,7 +166,7 @@ def _read_choice(group: str, choice: str, files: ConfigFiles) -> None:
         if os.path.exists(path) and not group.startswith("-"):
             values, lines, text = _read(path)
             values.pop(_DEFAULTS, None)
-            lines.pop(_DEFAULTS, None)
+            lines = {key: line for key, line in lines.items() if key.partition("[")[0] != _DEFAULTS}
             if not _GLOBAL.search(text) and group != "experiment":
                 values, lines = {group: values}, {f"{group}.{key}": line for key, line in lines.items()}
             _check_keys(path, values, lines)
@@ -210,6 +213,9 @@ def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, int]]:
         yield name, line
         if hasattr(value, "value") and type(value).__name__ == "MappingNode":
             yield from _lines(value, path, f"{name}.")
+        if name == _DEFAULTS and type(value).__name__ == "SequenceNode":
+            for number, entry in enumerate(value.value):
+                yield f"{name}[{number}]", entry.start_mark.line + 1
 
 
 def _check_keys(path: str, values: dict[str, Any], lines: dict[str, int]) -> None:

@@ -88,7 +88,7 @@ def test_a_module_that_is_not_there_is_refused_with_the_places_where_it_was_look
 @pytest.mark.parametrize(
     "path, sentence",
     [
-        ("own_rewards:Scoer", "own_rewards has no function Scoer; did you mean Scorer?"),
+        ("own_rewards:Scoer", "own_rewards has no class Scoer; did you mean Scorer?"),
         ("own_rewards:scor", "has no function scor; did you mean score, or Scorer?"),
         ("own_rewards:_hiden", "own_rewards has no function _hiden"),
         ("own_rewards:LIMIT", "own_rewards has no function LIMIT"),
