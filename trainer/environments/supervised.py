@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.environments.base import Environment, Message
-from trainer.errors import UserError
+from trainer.environments.tools import ToolEnvironment
+from trainer.errors import UserError, describe_error
 
 
 def supervised_chat(
@@ -34,7 +35,8 @@ def supervised_chat(
         options: of the environment, as in `environment.options`.
 
     Raises:
-        UserError: the chat has no reply, or does not end with one.
+        UserError: the chat has no reply, or does not end with one; or a call in `tool_calls` names no tool of the
+            environment, or has arguments that the tool does not take.
     """
     first = next((i for i, message in enumerate(chat) if message["role"] == "assistant"), None)
     if first is None or chat[-1]["role"] != "assistant":
@@ -42,12 +44,13 @@ def supervised_chat(
     world = environment(**options)
     try:
         start = _result(world.start(row, seed))
+        replies = [_as_text(message, world) for message in chat[first:]]
     finally:
         _result(world.close())
-    return {"messages": [*map(dict, start), *map(_as_text, chat[first:])]}
+    return {"messages": [*map(dict, start), *replies]}
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: Message, world: Environment) -> Message:
     """Return a message with text as its content, its calls included."""
     content = message.get("content") or ""
     content = content if isinstance(content, str) else json.dumps(content, default=str)
@@ -56,6 +59,11 @@ def _as_text(message: Message) -> Message:
         function = call.get("function", call)
         arguments = function.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(world, ToolEnvironment):
+            try:
+                world.check_call(function["name"], arguments)
+            except Exception as error:
+                raise UserError(f"supervised_chat: a call of {function['name']}: {describe_error(error)}") from error
         text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         calls.append(f"<tool_call>\n{text}\n</tool_call>")
     return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}

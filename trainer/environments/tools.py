@@ -77,13 +77,25 @@ class ToolEnvironment:
     async def close(self) -> None:
         pass
 
+    def check_call(self, name: str, arguments: Any) -> None:
+        """Check that a call names a tool, and that its arguments fit the tool's type hints.
+
+        Raises:
+            LookupError, TypeError: it does not.
+        """
+        _check(self._tool(name), arguments)
+
+    def _tool(self, name: str) -> Callable[..., Any]:
+        tool = {tool.__name__: tool for tool in self.tools}.get(name)
+        if tool is None:
+            raise KeyError(f"there is no tool {name}")
+        return tool
+
     async def _call(self, text: str, count: dict[str, int]) -> str:
         """Return the answer to a call, and count it: by its tool, and as an error if it is one."""
         try:
             call = json.loads(text, parse_float=_finite, parse_constant=_finite)
-            tool = {tool.__name__: tool for tool in self.tools}.get(call["name"])
-            if tool is None:
-                raise KeyError(f"there is no tool {call['name']}")
+            tool = self._tool(call["name"])
             count[f"tool_calls/{tool.__name__}"] += 1
             arguments = call.get("arguments", {})
             _check(tool, arguments)

@@ -49,6 +49,20 @@ def test_the_tokens_before_the_first_reply_are_those_of_the_episode(tokenizer, n
     assert tokenizer.decode(sample.token_ids[prompt:], skip_special_tokens=True) == "42" and sample.mask[prompt:].all()
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("multply", {"a": 6, "b": 7}, "there is no tool multply"),
+        ("multiply", {"a": 6, "b": "7"}, "b: Input should be a valid integer"),
+        ("multiply", {"a": 6}, "missing a required argument: 'b'"),
+    ],
+)
+def test_a_call_that_the_environment_would_not_take_is_refused(name, arguments, problem):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+    with pytest.raises(UserError, match=f"supervised_chat: a call of {name}: .*{problem}"):
+        supervised_chat(Calculator, ROW, [call, *CHAT[3:]])
+
+
 def test_a_chat_with_calls_is_what_the_episode_would_be(tokenizer):  # noqa: F811
     with_template(tokenizer, "embedded")
     messages = supervised_chat(Calculator, ROW, CHAT)["messages"]
@@ -70,6 +84,15 @@ def test_a_chat_with_calls_is_what_the_episode_would_be(tokenizer):  # noqa: F81
     assert sample.token_ids.tolist() == played.token_ids.tolist() and sample.mask.tolist() == played.mask.tolist()
 
 
+def now() -> str:
+    """Return the time."""
+    return "12:00"
+
+
+class Clock(Calculator):
+    tools = (*Calculator.tools, now)
+
+
 def test_calls_may_have_any_form_of_the_api():
     calls = [
         {"function": {"name": "multiply", "arguments": {"a": 1, "b": 2}}},
@@ -77,7 +100,7 @@ def test_calls_may_have_any_form_of_the_api():
         {"function": {"name": "now"}},
     ]
     chat = [{"role": "assistant", "content": "Both.", "tool_calls": calls}]
-    reply = supervised_chat(Calculator, ROW, chat)["messages"][-1]
+    reply = supervised_chat(Clock, ROW, chat)["messages"][-1]
     assert set(reply) == {"role", "content"}
     said, *found = re.split(r"\n?<tool_call>\n|\n</tool_call>\n?", reply["content"])
     assert said == "Both." and [json.loads(text) for text in found if text] == [
