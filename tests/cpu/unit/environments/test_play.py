@@ -194,7 +194,7 @@ def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tok
     bad = {"do": "raise", "at": 0}
     with player_of(tokenizer, max_failure_frac=0.5) as player:
         policy = Policy(tokenizer)
-        with pytest.raises(UserError, match="2 of 3 episodes have failed"):
+        with pytest.raises(UserError, match="2 of 3 episodes of step 5 .* have failed"):
             play(player, policy, attempts(bad, {}, bad))
         assert policy.asked == []
 

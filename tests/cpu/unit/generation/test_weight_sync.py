@@ -85,7 +85,8 @@ def test_the_next_tensors_are_gathered_while_a_worker_copies(tmp_path):
                 messages.append(message)
                 if not isinstance(message, bytes):
                     link.send(message[0])
-        sending.result()
+            link.send(None)
+            sending.result()
     assert [message[1][0][0] for message in messages if not isinstance(message, bytes)] == ["a", "b"]
 
 
