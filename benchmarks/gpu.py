@@ -190,7 +190,7 @@ def measure_staging(rank: Rank, name: str, directory: str) -> None:
 def fits(rank: Rank, name: str, micro_tokens: int, device: str, peak: float) -> bool:
     """Return whether the passes fit the memory of the GPU, and print how fast they are.
 
-    The caller goes on after the `except` block: the traceback of the error holds the worker and all that it has.
+    The caller continues after the `except` block, because the traceback of the error holds the worker and its memory.
     """
     try:
         measure_passes(rank, name, micro_tokens, device, peak)
@@ -200,7 +200,7 @@ def fits(rank: Rank, name: str, micro_tokens: int, device: str, peak: float) -> 
 
 
 def build_again(rank: Rank, path: str, recompute: str) -> None:
-    """Build the policy anew, because its passes were cut off in the middle, with this kind of recomputation."""
+    """Build the policy again with this kind of recomputation, because its passes were interrupted."""
     rank.roles.clear()
     gc.collect()
     if rank.device == "cuda":
