@@ -293,6 +293,10 @@ class Signals:
                 ],
                 setsid=True,  # it must not get the signals to the process group
             )
+        except (OSError, ValueError):  # no process can be started, or Python does not know its own path
+            for pipe in self._watch_pipes:
+                os.close(pipe)
+            return
         finally:
             os.close(signals[0])
             os.close(beats[0])

@@ -51,6 +51,16 @@ def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
     assert stop.reason is None, "the next run in this process starts without it"
 
 
+def test_signals_are_handled_where_no_watch_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    open_before = len(os.listdir("/proc/self/fd"))
+    with SIGNALS.listening(), SIGNALS.between_steps():
+        SIGNALS.beat(60.0)
+        send(signal.SIGTERM)
+        assert SIGNALS.count == 1
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
 def test_signals_that_arrive_together_count_as_one(monkeypatch):
     """As `timeout` sends them: to the process, then to its group."""
     monkeypatch.setattr(signals, "_SAME_REQUEST_S", 60.0)
