@@ -61,7 +61,7 @@ def test_a_signal_reaches_the_job_and_the_script_waits_for_it(number, handled, t
     assert script.wait(60) == (75 if handled else 128 + number)
     assert requeued(tmp_path)
     assert (tmp_path / "saved").exists() == handled
-    assert (tmp_path / "args").read_text() == "-m trainer.main trainer.resume_mode=latest trainer.run_name=mine\n"
+    assert (tmp_path / "args").read_text() == "-m trainer train trainer.resume_mode=latest trainer.run_name=mine\n"
 
 
 def test_requeueing_has_an_end(tmp_path):

@@ -82,7 +82,7 @@ def test_a_smoke_run_of_an_example_has_rewards_that_differ_in_a_directory_of_its
 
 @pytest.mark.parametrize("command", ON_GPUS, ids=lambda command: command.split()[-2])
 def test_without_a_gpu_a_preset_for_gpus_ends_with_a_sentence_that_says_so(command, tmp_path):
-    arguments = [sys.executable, *command.split()[1:]]
+    arguments = [sys.executable, "-m", *command.split()]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.fullmatch(r"error: .*more ranks than CUDA devices, this machine has 0.*\n", done.stderr)
