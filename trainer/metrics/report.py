@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -52,6 +53,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
     incidents = read_incidents(run_dir)
     panels = [panel for name, panel in _PANELS if any(row.get(name) is not None for row in rows)]
+    panels += [panel for names, panel in ((_reward_terms(rows), _terms), (_of_episodes(rows), _episodes)) if names]
     if not panels:
         raise UserError(f"{source} has nothing to draw yet")
 
@@ -221,6 +223,48 @@ def _time(axes: Axes, rows: Rows) -> None:
     axes.set_ylim(0, max(1.05 * max(top), 1.6 * statistics.median(top)))
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)
+
+
+def _means(rows: Rows, prefix: str) -> list[str]:
+    """Return the metrics `{prefix}/NAME/mean` that were logged, by name."""
+    names = {name for row in rows for name, value in row.items() if value is not None}
+    return sorted(name for name in names if re.fullmatch(rf"{prefix}/.+/mean", name))
+
+
+def _reward_terms(rows: Rows) -> list[str]:
+    """Return the terms of the reward; none if there is one alone, which is the whole reward."""
+    names = _means(rows, "reward")
+
+    def is_whole(row: dict[str, Any]) -> bool:
+        term, whole = row.get(names[0]), row.get("reward/mean")
+        return None in (term, whole) or math.isclose(term, whole, rel_tol=1e-6)
+
+    return [] if len(names) == 1 and all(map(is_whole, rows)) else names
+
+
+def _of_episodes(rows: Rows) -> list[str]:
+    """Return what environments count in an episode. Tokens are on another scale."""
+    return [name for name in _means(rows, "episode") if name != "episode/tokens/mean"]
+
+
+def _terms(axes: Axes, rows: Rows) -> None:
+    _several(axes, rows, _reward_terms(rows), "reward/")
+    axes.set(title="Terms of the reward", ylabel="reward")
+
+
+def _episodes(axes: Axes, rows: Rows) -> None:
+    _several(axes, rows, _of_episodes(rows), "episode/")
+    axes.set(title="Episodes", ylabel="mean of an episode")
+
+
+def _several(axes: Axes, rows: Rows, names: Sequence[str], prefix: str) -> None:
+    """Draw the first metrics of a family, as many as colours can tell apart."""
+    colours = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW, _GREY)
+    for name, colour in zip(names, colours, strict=False):
+        label = name.removeprefix(prefix).removesuffix("/mean")
+        _line(axes, rows, name, label if label[0] != "_" else f" {label}", colour)  # "_…" would not be in the legend
+    hidden = len(names) - len(colours)
+    axes.legend(title=f"and {hidden} more, not drawn" if hidden > 0 else None)
 
 
 def _supervised(axes: Axes, rows: Rows) -> None:

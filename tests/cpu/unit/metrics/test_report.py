@@ -66,6 +66,20 @@ def test_the_report_shows_pass_at_k_of_this_and_of_earlier_versions(name, tmp_pa
     )
 
 
+@pytest.mark.parametrize("name", ["reward/format/mean", "reward/_hidden/mean", "episode/tool_calls/search/mean"])
+def test_the_report_draws_terms_and_what_environments_count(name, tmp_path):
+    rows = [step_metrics(step) for step in range(1, 6)]
+    plain, low, high = (
+        report_of(tmp_path / kind / "run", [row | values for row in rows])
+        for kind, values in (("plain", {}), ("low", {name: 0.2}), ("high", {name: 0.7, "reward/other/mean": 0.1}))
+    )
+    assert len({plain, low, high}) == 3
+    one = [row | {"reward/gsm8k/mean": row["reward/mean"]} for row in rows]
+    assert report_of(tmp_path / "one" / "run", one) == plain, "a reward that is the only one is drawn already"
+    many = [row | {f"reward/term{i}/mean": i / 9 for i in range(12)} for row in rows]
+    assert report_of(tmp_path / "many" / "run", many) != plain
+
+
 def test_the_report_marks_incidents(tmp_path):
     rows = [step_metrics(step) for step in range(1, 6)]
     plain = report_of(tmp_path / "plain" / "run", rows)
