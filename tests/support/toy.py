@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.jobs import comparable, metrics
 from trainer.algorithms import FixedKL
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import files_at
@@ -142,3 +143,9 @@ def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:
         else:
             trainer.fit()
     return trainer
+
+
+def uninterrupted_run(root: Path, model: Path) -> tuple[Any, float]:
+    """Train to the last step. Returns the metrics that can be compared, and the last number."""
+    trainer = toy_run(toy_config(root), model)
+    return comparable(metrics(root)), trainer.learner.ranks.number

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.jobs import comparable, metrics
-from tests.support.toy import toy_config, toy_run, toy_trainer
+from tests.support.toy import toy_config, toy_run, toy_trainer, uninterrupted_run
 from trainer.algorithms import AdaptiveKL
 from trainer.checkpoint.__main__ import main as checkpoint_command
 from trainer.checkpoint.manifest import verify
@@ -47,9 +47,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """A run that nothing disturbs: its metrics and its last number."""
-    root = tmp_path_factory.mktemp("whole")
-    trainer = toy_run(toy_config(root), model)
-    return comparable(metrics(root)), trainer.learner.ranks.number
+    return uninterrupted_run(tmp_path_factory.mktemp("whole"), model)
 
 
 class Killed(Exception):

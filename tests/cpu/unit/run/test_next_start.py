@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import comparable, metrics
-from tests.support.toy import toy_config, toy_run, toy_trainer
+from tests.support.toy import toy_config, toy_run, toy_trainer, uninterrupted_run
 from trainer.checkpoint.manifest import verify
 from trainer.config import Config
 from trainer.errors import UserError
@@ -26,9 +26,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """A run that nothing disturbs: its metrics and its last number."""
-    root = tmp_path_factory.mktemp("whole")
-    trainer = toy_run(toy_config(root), model)
-    return comparable(metrics(root)), trainer.learner.ranks.number
+    return uninterrupted_run(tmp_path_factory.mktemp("whole"), model)
 
 
 @pytest.mark.parametrize("schedule", [{"ckpt_interval": -1}, {"ckpt_interval": -1, "ckpt_interval_minutes": 600}])
