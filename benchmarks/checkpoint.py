@@ -157,13 +157,13 @@ class Measured:
 
     def loop(self, name: str, path: str) -> None:
         """Save, roll out, step, and note the seconds that the slowest rank stood still for the save."""
-        self.rank.take_blocked()
+        self.rank.pop_stall_seconds()
         started = time.monotonic()
         self.rank.begin_save(["policy"], ShardedFiles(path))
         begun = time.monotonic() - started
         self.rollout()
         self.policy.update(self.data, 2)
-        blocked = torch.tensor(begun + self.rank.take_blocked())
+        blocked = torch.tensor(begun + self.rank.pop_stall_seconds())
         dist.all_reduce(blocked, dist.ReduceOp.MAX)
         self.times.setdefault(name, []).append(float(blocked))
         self.rank.finish_save()

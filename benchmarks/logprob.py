@@ -1,9 +1,9 @@
 """Log-probs in chunks against all logits: `python -m benchmarks.logprob [--tokens 4096] [--vocabulary 151936]`.
 
-Log-probs of tokens from hidden states, forward and backward: ours (`trainer.models.head`) and the naive way (a tensor
-of all logits, `log_softmax`, `gather`). Prints CPU seconds on one thread, and by how much the memory of the process
-grows. The naive way needs 25 GB for 8,192 tokens, so it runs on fewer tokens; both of its costs are proportional to
-their number.
+Log-probs of tokens from hidden states, forward and backward: ours (`trainer.models.chunked_logprobs`) and the naive
+way (a tensor of all logits, `log_softmax`, `gather`). Prints CPU seconds on one thread, and by how much the memory of
+the process grows. The naive way needs 25 GB for 8,192 tokens, so it runs on fewer tokens; both of its costs are
+proportional to their number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes
-from trainer.models.head import Head, _ChunkedScores
+from trainer.models.chunked_logprobs import Head, _ChunkedScores
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -21,19 +21,19 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, RewardConfig, RolloutConfig, TinyConfig
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.fleet import Fleet
-from trainer.learner.ranks import Ranks
+from trainer.generation.engine_pool import EnginePool
+from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import build_tiny
-from trainer.rewards.components import RewardInput
 from trainer.rewards.pool import RewardPool
+from trainer.rewards.terms import RewardInput
 
 REWARD = "import time\n\ndef slow(completion, answer):\n    time.sleep({seconds})\n    return 1.0\n"
 
 
-def judge(pool: RewardPool, fleet: Fleet, requests: list[Request], sampling: Sampling, early: bool) -> float:
+def judge(pool: RewardPool, fleet: EnginePool, requests: list[Request], sampling: Sampling, early: bool) -> float:
     """Return the seconds to generate completions and compute their rewards.
 
     Args:
@@ -95,8 +95,8 @@ def main() -> None:
         build_tiny(TinyConfig(), path)
         reward = RewardConfig(name="slow_rewards:slow", num_processes=1)
         with LocalCluster(cfg, "cpu") as cluster, RewardPool(reward) as pool:
-            ranks = Ranks(cfg, cluster)
-            fleet = Fleet(cfg, cluster, ranks, path)
+            ranks = TrainWorkers(cfg, cluster)
+            fleet = EnginePool(cfg, cluster, ranks, path)
             ranks.connect()
             ranks.build(path)
             fleet.start(version=1, fresh=True)

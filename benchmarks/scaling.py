@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.models import SHAPES, Shape, add_data, make_model
 from benchmarks.ranks import TimedRank, cpu_seconds, gsm8k_lengths, make_batch, one_policy
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config
 
 SMALL = Shape(2048, 256, 768, 4, 4, 2)

@@ -15,10 +15,10 @@ from statistics import median
 
 import torch
 
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, RolloutConfig, TinyConfig
-from trainer.generation.fleet import Fleet
-from trainer.learner.ranks import Ranks
+from trainer.generation.engine_pool import EnginePool
+from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import build_tiny
 
 
@@ -38,8 +38,8 @@ def plain_copy(size: int, device: str, repeats: int) -> float:
 def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float], int]:
     """Return the seconds of each sync, without the first, and its bytes."""
     with LocalCluster(cfg, device) as cluster:
-        ranks = Ranks(cfg, cluster)
-        fleet = Fleet(cfg, cluster, ranks, path)
+        ranks = TrainWorkers(cfg, cluster)
+        fleet = EnginePool(cfg, cluster, ranks, path)
         fleet.settle()
         ranks.connect()
         ranks.build(path)

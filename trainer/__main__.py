@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 
 from trainer import __version__
-from trainer.signals import SIGNALS
+from trainer.process.signals import SIGNALS
 
 COMMANDS = {
     "train": ("trainer.main", "train with rewards or environments: GRPO, PPO and others"),
@@ -47,7 +47,7 @@ def main() -> int | None:
     if command in COMMANDS:
         sys.argv = [f"trainer {command}", *words[1:]]
         return import_module(COMMANDS[command][0]).main()
-    from trainer.output import guard_output, show
+    from trainer.process.log_setup import guard_output, show
 
     guard_output()
     if command in ("--help", "-h", "help"):

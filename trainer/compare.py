@@ -17,18 +17,18 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
-from trainer.checkpoint.manifest import DamagedError
-from trainer.checkpoint.parts import CONFIG_FILE, read_config
+from trainer.checkpoint.components import CONFIG_FILE, read_config
+from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config import Config
-from trainer.documents import parse_object, parse_yaml
 from trainer.errors import UserError, sentence_of
+from trainer.files.documents import parse_object, parse_yaml
 from trainer.metrics.best import SUPERVISED, Best, compared_by, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.output import escape, guard_output, show
+from trainer.process.log_setup import escape, guard_output, show
 from trainer.redaction import redact
 from trainer.run.best import best_of
-from trainer.run.starts import STARTS_FILE
+from trainer.run.run_metadata import STARTS_FILE
 from trainer.suggestions import did_you_mean
 
 _PER_RUN = (
@@ -88,7 +88,7 @@ def _config_of(path: str) -> dict[str, Any]:
     for step in reversed(store.steps()):
         try:
             return read_config(manifests.read(store.path(step)))
-        except DamagedError:
+        except CorruptCheckpointError:
             continue
     return {}
 

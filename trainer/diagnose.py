@@ -16,19 +16,19 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
-from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
-from trainer.documents import is_count, parse_object
 from trainer.errors import UserError, name_size, sentence_of
-from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
+from trainer.files.documents import is_count, parse_object
+from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.output import escape, guard_output, show
-from trainer.places import inside, is_same, is_url
-from trainer.run.aftermath import compare_since
+from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
+from trainer.process.log_setup import escape, guard_output, show
+from trainer.process.signals import CONTINUES
 from trainer.run.next_command import command_of, next_command
-from trainer.run.starts import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
-from trainer.signals import CONTINUES
+from trainer.run.recovery_check import compare_since
+from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
 
 _SHOWN = 10
 _MEMBERS = ("rank", "engine")
@@ -187,7 +187,7 @@ def _newest(place: str, seconds: float) -> tuple[int, list[str]]:
         try:
             checkpoint = manifests.read(path)
             read, total = check_content(checkpoint, seconds, _tell)
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             if isinstance(error.__cause__, PermissionError):
                 raise error.__cause__ from None
             if step in store.steps():  # a running job may have deleted it meanwhile

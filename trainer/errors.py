@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _LONGEST_TEXT = 200
 _NO_ACCESS = (errno.EACCES, errno.EPERM)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-AGAIN = "restart the job with the same command"
+RESTART_HINT = "restart the job with the same command"
 
 
 class UserError(ValueError):
@@ -48,7 +48,7 @@ def _as_it_was(text: str, fact: str, cause: str) -> WorkerError:
 
 
 @dataclass(frozen=True, order=True)
-class Origin:
+class FailureSource:
     """The process of the job in which an exception was raised, or whose death it reports."""
 
     name: str
@@ -62,24 +62,24 @@ class Origin:
         return self.name.rstrip(" 0123456789")
 
 
-def set_origin(error: Exception, origin: Origin) -> None:
+def set_origin(error: Exception, origin: FailureSource) -> None:
     """Note in which process `error` was raised."""
     error._origin = origin  # type: ignore[attr-defined]
 
 
-def origin_of(error: BaseException) -> Origin | None:
+def origin_of(error: BaseException) -> FailureSource | None:
     """Return the process in which `error` was raised; None: in the driver."""
     return getattr(error, "_origin", None)
 
 
-class JobFault(RuntimeError):
+class NonRetryableError(RuntimeError):
     """The run itself is at fault: it failed in the same way again when its step was repeated.
 
     The command line exits with status 3. The same command would fail again.
     """
 
 
-class DivergedError(JobFault):
+class DivergedError(NonRetryableError):
     """A metric of the run has stayed above its limit (`trainer.diverged_above`)."""
 
 

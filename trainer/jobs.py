@@ -12,39 +12,39 @@ import tempfile
 from typing import Any
 
 from trainer.checkpoint import record
+from trainer.checkpoint.components import Restore
 from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.checkpoint.manifest import Checkpoint, read_object
-from trainer.checkpoint.parts import Restore
 from trainer.checkpoint.start_weights import read_revisions, start_weights_part
-from trainer.cluster.driver_watch import DriverWatch
-from trainer.cluster.groups import Cluster
+from trainer.cluster.watchdog import DriverWatch
+from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config, TrainerConfig
 from trainer.config.trainer import PROCESSES
 from trainer.data.datasets import as_messages, check_files, read_examples
-from trainer.data.examples import load_train, load_val
+from trainer.data.sft_dataset import load_train, load_val
 from trainer.errors import UserError, WorkerError, as_list, sentences_of
-from trainer.generation.fleet import Fleet
-from trainer.hub import pin
-from trainer.keyed import key
+from trainer.files.hf_hub import pin
+from trainer.generation.engine_pool import EnginePool
+from trainer.import_utils import import_function
 from trainer.learner.learner import Learner
 from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
-from trainer.models.axes import check_axes
 from trainer.models.export import export_target
 from trainer.models.files import load_config, resolve_model_path
+from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
-from trainer.plugins import import_function
-from trainer.rewards.components import RewardInput, components_of
+from trainer.process.startup import stage
 from trainer.rewards.functions import REMOTE
-from trainer.rewards.trial import try_rewards
+from trainer.rewards.preflight import try_rewards
+from trainer.rewards.terms import RewardInput, components_of
 from trainer.run.compatibility import ConfigRefused
 from trainer.run.directory import RunDirectory
-from trainer.run.starts import record_start
+from trainer.run.run_metadata import record_start
 from trainer.run.stopping import StopRequest
+from trainer.seeding import derive_seed
 from trainer.sources.rollouts import RolloutSource, prompt_ledger, read_prompts
 from trainer.sources.supervised import SupervisedSource, loop_config
-from trainer.stages import stage
 from trainer.trainer import Trainer
 
 LOG = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def rollout_trainer(
     check_axes(cfg, path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(cfg, cluster, timer)
-    fleet = Fleet(cfg, cluster, learner.ranks, path)
+    fleet = EnginePool(cfg, cluster, learner.ranks, path)
     reading = learner.ranks.read_files(path)
     with stage("reading the data"):
         tokenizer = _load_tokenizer(cfg, path)
@@ -235,10 +235,10 @@ def _load_tokenizer(cfg: Config, path: str) -> Any:
 
 def _cluster(cfg: Config, device: str) -> Cluster:
     if cfg.trainer.ray_address == PROCESSES:
-        from trainer.cluster.local import LocalCluster
+        from trainer.cluster.process_cluster import LocalCluster
 
         return LocalCluster(cfg, device)
-    from trainer.cluster.runtime import RayCluster  # imports Ray
+    from trainer.cluster.ray_cluster import RayCluster  # imports Ray
 
     return RayCluster(cfg, device)
 
@@ -422,7 +422,7 @@ def _cached_model(cfg: Config) -> str:
     if tiny["start_accuracy"] is None:  # the model of earlier versions, under the name that they gave it
         del tiny["start_accuracy"]
     recipe = {"tiny": tiny, "sft": dataclasses.asdict(cfg.sft), "data": data}
-    return os.path.join(cfg.model.cache_dir, f"tiny-{key(json.dumps(recipe, sort_keys=True)):016x}")
+    return os.path.join(cfg.model.cache_dir, f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")
 
 
 def _delete_run(run_dir: str) -> None:

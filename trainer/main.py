@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.signals import SIGNALS
+from trainer.process.signals import SIGNALS
 
 if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
@@ -16,13 +16,13 @@ from trainer.config.command_line import run_app
 from trainer.config.engines import ENGINES
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
+from trainer.files.uris import is_url
 from trainer.metrics.best import compared_by, find_best
 from trainer.metrics.names import is_metric, pass_at
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.places import is_url
-from trainer.run.starts import recorded_early
-from trainer.stages import stage
+from trainer.process.startup import stage
+from trainer.run.run_metadata import recorded_early
 
 
 def prepare(cfg: Config, generates: bool = True) -> str:

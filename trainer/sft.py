@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from trainer.signals import SIGNALS
+from trainer.process.signals import SIGNALS
 
 if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
@@ -14,7 +14,7 @@ from trainer.config.command_line import run_app
 from trainer.main import best_value, prepare
 from trainer.metrics.best import compared_by
 from trainer.metrics.startup import StartUp
-from trainer.stages import stage
+from trainer.process.startup import stage
 
 
 def train(cfg: Config) -> float | None:

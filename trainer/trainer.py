@@ -12,42 +12,42 @@ from functools import cached_property, partial
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.exports import is_exported, place_for
-from trainer.checkpoint.parts import (
-    Part,
+from trainer.checkpoint.components import (
+    Component,
     assets_part,
     config_digest,
     config_part,
     json_part,
     models_part,
 )
+from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
-from trainer.documents import Shape, is_count, is_number
 from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
-from trainer.failpoints import failpoint
-from trainer.keyed import key
+from trainer.files.documents import Shape, is_count, is_number
 from trainer.learner.experience import Experience
 from trainer.learner.learner import Learner
 from trainer.metrics.divergence import DivergenceCheck
-from trainer.metrics.health import Health
+from trainer.metrics.health import TrainingWarnings
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
 from trainer.models.export import PolicyExporter, export_target
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
+from trainer.process.failpoints import failpoint
+from trainer.process.signals import CONTINUES, SIGNALS, Stopped
+from trainer.process.startup import stage
 from trainer.redaction import redact
 from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
 from trainer.run.replay import ReplayAudit, audit_of
-from trainer.run.saves import SaveResults
+from trainer.run.save_tracker import SaveResults
 from trainer.run.schedule import SaveSchedule
 from trainer.run.stopping import StopRequest
-from trainer.signals import CONTINUES, SIGNALS, Stopped
+from trainer.seeding import derive_seed
 from trainer.sources.base import EpisodeSource
-from trainer.stages import stage
 
 LOG = logging.getLogger(__name__)
 _LAST_SAVE_TRIES = 4
@@ -141,7 +141,7 @@ class Trainer:
             Stopped: a signal or deadline asked for it; everything is saved.
             NotSavedError: the last save failed.
         """
-        seed_rng(key(self.cfg.trainer.seed, "driver"))  # for user code
+        seed_rng(derive_seed(self.cfg.trainer.seed, "driver"))  # for user code
         begin = self.learner.kl.state_dict(), self.source.state_dict(), capture_rng()
         load, is_loaded = self._load_start_weights, False
         with self.source:
@@ -196,7 +196,7 @@ class Trainer:
         saving = self.checkpoints.saving or self.saves.begun == self.state.step
         metrics = self.learner.update(experience, step)
         if saving:
-            blocked = self.learner.ranks.take_blocked()
+            blocked = self.learner.ranks.pop_stall_seconds()
             self.timer.add("checkpoint_blocked", blocked)
             self.saves.blocked_s += blocked
         return metrics
@@ -285,7 +285,7 @@ class Trainer:
     # What is saved, when, and what is restored
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Component]:
         """The parts of a checkpoint, in the order in which they are saved and restored."""
         state_shape = _OLD_SUPERVISED_STATE if self.directory.supervised else _STATE
         adapters = None
@@ -483,7 +483,7 @@ class Trainer:
     def _begin_checks(self) -> None:
         """Let the checks of the metrics begin with the steps that are logged."""
         t, history = self.cfg.trainer, read_metrics(self.directory.metrics_file)
-        self.health = Health(self.learner.compares_completions, history)
+        self.health = TrainingWarnings(self.learner.compares_completions, history)
         self.divergence = DivergenceCheck(t.diverged_above, t.diverged_steps, history)
 
     def _announce(self) -> None:

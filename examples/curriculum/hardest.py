@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trainer.data.datasets import Prompt
-from trainer.keyed import permutation
+from trainer.seeding import permutation
 
 
 def hardest_first(prompts: Sequence[Prompt], epoch: int, rewards: Mapping[int, float]) -> list[int]:

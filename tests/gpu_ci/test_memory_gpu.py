@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import config, make_batch, update
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config, FSDPConfig
-from trainer.models.head import _ADDS_IN_PLACE, Head, _add_product, _ChunkedScores
+from trainer.models.chunked_logprobs import _ADDS_IN_PLACE, Head, _add_product, _ChunkedScores
 from trainer.workers.rank import Rank
 
 VOCABULARY, WIDTH = 32768, 64

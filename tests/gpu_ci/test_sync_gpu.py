@@ -18,14 +18,14 @@ from tests.support.training import config, make_batch, update
 from tests.support.weights import BUCKET, assert_equal, make_weights
 from trainer.config import FSDPConfig
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.generation.weight_sync import Broadcast, Channel, Ipc, SharedMemory
+from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory, WeightTransferGroup
 from trainer.parallel.batching import stack_padded
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
 
 def broadcast_alone(rank: Rank, directory: str) -> None:
-    channel = Channel(Broadcast(f"file://{directory}/store", 0, rank.device, 60.0, BUCKET), sender=True)
+    channel = WeightTransferGroup(Broadcast(f"file://{directory}/store", 0, rank.device, 60.0, BUCKET), sender=True)
     for _ in range(2):  # names are announced once
         tensor = torch.arange(8.0, device=rank.device)
         channel.send(iter([("a", tensor), ("b", tensor.bfloat16()[::2])]))

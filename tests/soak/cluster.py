@@ -11,7 +11,7 @@ import pytest
 from tests.support.nodes import Node, Nodes
 
 _SLOTS = 4  # two ranks, an engine and a spare one
-_PATIENCE_S = 60.0
+_GRACE_PERIOD_S = 60.0
 _HEALTH_CHECKS = ("RAY_health_check_failure_threshold", "3")  # a lost driver holds its places until Ray notices
 
 
@@ -63,7 +63,7 @@ class Cluster(contextlib.ExitStack):
 
     def left(self) -> list[str]:
         """Wait until no rank or engine is left of a job that has ended; return what stays."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _GRACE_PERIOD_S
         while (found := self.members()) and time.monotonic() < end:
             time.sleep(0.5)
         return [f"{process.pid} {process.status()}" for process in found]

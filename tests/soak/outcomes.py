@@ -9,7 +9,7 @@ from tests.soak.kinds import STEPS, Kind
 from tests.support.jobs import comparable, metrics
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.store import open_store
-from trainer.durable import digest_bytes
+from trainer.files.atomic_io import digest_bytes
 
 _OWN = ("config.yaml", "trainer_state.json", "carried.json")
 """Files of a checkpoint that hold paths, times or names of the run. Of `trainer_state.json` a part is compared."""

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 
 from tests.support import jobs
-from trainer.cluster.launcher import ForkedLauncher, run_launcher
+from trainer.cluster.fork_server import ForkServer, run_launcher
 
 _GUARDED = {"trainer.rewards.worker:serve": "reward", "trainer.environments.worker:serve": "environment"}
 _MEMBERS = ("engine ", "rank ", "policy rank")
 
 
-class DetachedLauncher(ForkedLauncher):
+class DetachedLauncher(ForkServer):
     """A launcher that is a fork of this process in a session of its own, as the launcher of a real job is."""
 
     def _start(self, its_end, preload: Sequence[str]) -> psutil.Process:
@@ -34,9 +34,9 @@ class DetachedLauncher(ForkedLauncher):
 def run(module: str, *arguments: str) -> None:
     """Do what `python -m module arguments` does, in this process, whose ranks and engines are forks of it."""
     from tests.support.forks import run_module
-    from trainer.cluster import launcher
+    from trainer.cluster import fork_server
 
-    launcher.ForkedLauncher = DetachedLauncher  # type: ignore[misc]
+    fork_server.ForkServer = DetachedLauncher  # type: ignore[misc]
     run_module(module, *arguments)
 
 

@@ -19,7 +19,7 @@ from tests.support.forks import fork_server
 from tests.support.jobs import environment, send
 from trainer.cluster.stacks import stacks_from_outside
 
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _MORE_STARTS = 4
 """A job may be started this many times more than it has faults."""
 IDENTICAL, DIFFERENT, STUCK, WRONG_STATUS, LEFT = (
@@ -168,7 +168,7 @@ class _Attempt:
                     raise RoundFailed(STUCK, f"the job did not end within {self._deadline_s:.0f} s")
                 if self._faults and self._is_due(now > due, reached) and self._disturb(report, now - started, reached):
                     reached, due = None, time.monotonic() + self._wait(seconds)
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_INTERVAL_S)
         except AssertionError as error:
             raise RoundFailed(LEFT, str(error)) from error
         except BaseException:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.components import Component, Restore, files_part, json_part
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.checkpoint.parts import Part, Restore, files_part, json_part
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles, LocalStore
@@ -22,7 +22,7 @@ def manager(root: Path, retention: Retention | None = None, **options) -> Checkp
     return CheckpointManager(LocalStore(str(root)), retention, **options)
 
 
-def parts_of(state: dict) -> list[Part]:
+def parts_of(state: dict) -> list[Component]:
     """`state` as two parts: the number `n` in a JSON file, and `bytes` in another."""
 
     def load(checkpoint: Checkpoint, _: Restore) -> None:
@@ -34,7 +34,7 @@ def parts_of(state: dict) -> list[Part]:
     ]
 
 
-def save(checkpoints: CheckpointManager, step: int, parts: Sequence[Part] | None = None, **description) -> str:
+def save(checkpoints: CheckpointManager, step: int, parts: Sequence[Component] | None = None, **description) -> str:
     """Save these parts, or a state that never changes; returns the path of the checkpoint."""
     checkpoints.save(step, parts_of({"n": 1, "bytes": b"abc"}) if parts is None else parts, description)
     checkpoints.wait()
@@ -48,7 +48,7 @@ def hidden(root: Path) -> list[str]:
     return sorted(name.split("global")[0] for name in os.listdir(root) if name.startswith("."))
 
 
-def sharded_parts(state: dict) -> list[Part]:
+def sharded_parts(state: dict) -> list[Component]:
     def begin(draft: CheckpointFiles):
         files = ShardedFiles(draft.path)
         tensors = {"w": state["w"].clone(), "lr": state["lr"]}
@@ -61,7 +61,7 @@ def sharded_parts(state: dict) -> list[Part]:
         state.update(w=tensors["w"], lr=tensors["lr"])
 
     counter = json_part("trainer_state", lambda: {"n": state["n"]}, lambda saved: state.update(saved))
-    return [counter, Part("policy", begin, load)]
+    return [counter, Component("policy", begin, load)]
 
 
 def write_two(rank, root: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.support.ranks import local_cluster
 from trainer.config import Config
-from trainer.learner.ranks import Ranks
+from trainer.learner.train_workers import TrainWorkers
 
 _NEW_NAME = 0x04000000  # CLONE_NEWUTS
 DISK = "/proc/self/cwd/disk"
@@ -23,7 +23,7 @@ DISK = "/proc/self/cwd/disk"
 
 @dataclass(frozen=True)
 class Process:
-    """What a test asks of the process of a rank (see `Ranks.ask`)."""
+    """What a test asks of the process of a rank (see `TrainWorkers.ask`)."""
 
     def live_on(self, home: str) -> None:
         os.chdir(home)
@@ -50,10 +50,10 @@ class Process:
 
 
 @contextlib.contextmanager
-def ranks_on(nodes: Sequence[Path], cfg: Config, model: Path) -> Iterator[Ranks]:
+def ranks_on(nodes: Sequence[Path], cfg: Config, model: Path) -> Iterator[TrainWorkers]:
     """One rank on each of these nodes, connected, with the weights in `model`."""
     with local_cluster(len(nodes), cfg, "cpu") as cluster:
-        ranks = Ranks(cluster.cfg, cluster)
+        ranks = TrainWorkers(cluster.cfg, cluster)
         for number, node in enumerate(nodes):
             node.mkdir(exist_ok=True)
             ranks.ask([number], Process(), "live_on", str(node))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.generation import ROLLOUT
-from trainer.cluster.groups import Group
-from trainer.cluster.launcher import Launcher
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.fork_server import ProcessLauncher
+from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.generation.vllm_engine import VLLMEngine
@@ -25,7 +25,7 @@ _MODULES = (
 )
 
 
-def vllm_launcher() -> Launcher:
+def vllm_launcher() -> ProcessLauncher:
     """Start processes that have imported vLLM, in an engine's environment: an engine is there two seconds later.
 
     The tests' own process never imports it: there it would join a process group and change how torch sets its threads.
@@ -33,7 +33,7 @@ def vllm_launcher() -> Launcher:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        return Launcher(_MODULES)
+        return ProcessLauncher(_MODULES)
 
 
 def start_vllm(cluster: LocalCluster, path: str, rollout: RolloutConfig = ROLLOUT, **options: Any) -> RemoteEngine:
@@ -45,7 +45,7 @@ def start_vllm(cluster: LocalCluster, path: str, rollout: RolloutConfig = ROLLOU
 class RemoteEngine:
     """The only engine of `group`; its methods wait for their results."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: WorkerGroup):
         self._group = group
 
     def __getattr__(self, method: str) -> Any:

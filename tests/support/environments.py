@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.environments import Message, Step
-from trainer.keyed import key
+from trainer.seeding import derive_seed
 
 
 def user(text: str) -> list[Message]:
@@ -129,9 +129,13 @@ class Hashed:
 
     async def step(self, reply: Message) -> Step:
         self._said.append(reply["content"])
-        drawn = key(*self._said)
+        drawn = derive_seed(*self._said)
         await asyncio.sleep(drawn % 5 / 1000)
-        if self._crashes and key(self._said[0]) % 2 == 0 and first_time(f"{self._crashes}/{key(self._said[0])}"):
+        if (
+            self._crashes
+            and derive_seed(self._said[0]) % 2 == 0
+            and first_time(f"{self._crashes}/{derive_seed(self._said[0])}")
+        ):
             os._exit(7)
         return Step(user(f"{drawn % 97}"), drawn % 11 / 10, drawn % 4 == 0)
 

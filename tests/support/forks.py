@@ -44,7 +44,7 @@ _PRELOADED = (
     "trainer.workers.rank",
     "transformers.models.qwen3.modeling_qwen3",
 )
-_PATIENCE_S = 20.0
+_GRACE_PERIOD_S = 20.0
 """Default of the longest time that processes of a command may outlive it."""
 
 # ----------------------------------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ def _imported(path: str) -> Any:
 @functools.cache
 def fork_clusters() -> None:
     """Let the ranks and engines of this process be forks of it. Call it while this process has no threads."""
-    from trainer.cluster import local
-    from trainer.cluster.launcher import ForkedLauncher
+    from trainer.cluster import process_cluster
+    from trainer.cluster.fork_server import ForkServer
 
-    local.LocalCluster = functools.partial(local.LocalCluster, launcher=ForkedLauncher())
+    process_cluster.LocalCluster = functools.partial(process_cluster.LocalCluster, launcher=ForkServer())
 
 
 def run_module(module: str, *arguments: str) -> None:
@@ -224,7 +224,7 @@ class ForkedCommand:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class ForkServer:
+class ProcessLauncher:
     """The process whose forks run the commands. It ends with this process."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class ForkServer:
         stdout: int | IO[Any] = subprocess.PIPE,
         stderr: int | IO[Any] = subprocess.STDOUT,
         prepare: str = "",
-        patience_s: float = _PATIENCE_S,
+        patience_s: float = _GRACE_PERIOD_S,
     ) -> ForkedCommand:
         """Call a function in a process of its own.
 
@@ -294,8 +294,8 @@ class ForkServer:
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    return ForkServer()
+def fork_server() -> ProcessLauncher:
+    return ProcessLauncher()
 
 
 def run_forked(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.config import RolloutConfig
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.keyed import key
+from trainer.seeding import derive_seed
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=16, stop_token_ids=())
@@ -21,7 +21,7 @@ def make_requests(count: int, longest: int = 60) -> list[Request]:
     rng = random.Random(count)
     lengths = [rng.randint(3, longest) for _ in range(count)]
     return [
-        Request([rng.randrange(256) for _ in range(length)], key(1, "completion", 1, str(i), 0))
+        Request([rng.randrange(256) for _ in range(length)], derive_seed(1, "completion", 1, str(i), 0))
         for i, length in enumerate(lengths)
     ]
 

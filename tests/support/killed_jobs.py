@@ -67,7 +67,7 @@ def run(*overrides: str) -> None:
     """Run the job to its end, in this process."""
     fork_clusters()
     from trainer.jobs import train_with_rollouts
-    from trainer.output import show_messages
+    from trainer.process.log_setup import show_messages
 
     show_messages()
     train_with_rollouts(config(*overrides), "cpu")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.runs import OpenRun
-from trainer.checkpoint.parts import config_part, json_part
+from trainer.checkpoint.components import config_part, json_part
 from trainer.config import Config
-from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
 
 DEEP_JSON = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 ODD_JSON = [

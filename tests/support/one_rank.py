@@ -7,13 +7,13 @@ from typing import Any
 
 from tests.support.odd_files import config
 from tests.support.runs import OpenRun
-from trainer.checkpoint.parts import assets_part, config_part, json_part, models_part
+from trainer.checkpoint.components import assets_part, config_part, json_part, models_part
 from trainer.models.tokenizer import load_tokenizer
 from trainer.workers.rank import Rank
 
 
 class OneRank:
-    """What `trainer.learner.ranks.Ranks` is to a run directory, with one rank in this process."""
+    """What `trainer.learner.train_workers.TrainWorkers` is to a run directory, with one rank in this process."""
 
     saved_roles = ["policy"]
 

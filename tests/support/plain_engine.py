@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster.groups import Group, Pending
+from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
-from trainer.durable import write_file
 from trainer.errors import UserError
+from trainer.files.atomic_io import write_file
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
@@ -263,9 +263,9 @@ class PlainRank:
 
 
 class PlainRanks:
-    """The ranks of a policy (see `trainer.generation.fleet.PolicyRanks`)."""
+    """The ranks of a policy (see `trainer.generation.engine_pool.PolicyRanks`)."""
 
-    def __init__(self, policy: Group):
+    def __init__(self, policy: WorkerGroup):
         self.policy = policy
 
     def call(self, role: str, method: str, *args: Any) -> Any:
@@ -274,7 +274,7 @@ class PlainRanks:
     def call_one(self, role: str, method: str, *args: Any) -> Any:
         return self.policy.call_one(0, "call", role, method, *args)
 
-    def start(self, role: str, method: str, *args: Any) -> Pending:
+    def start(self, role: str, method: str, *args: Any) -> CallFutures:
         return self.policy.start("call", role, method, *args)
 
     def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:

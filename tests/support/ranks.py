@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from trainer.cluster.groups import Group
-from trainer.cluster.launcher import Launcher
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.fork_server import ProcessLauncher
+from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import Config
 from trainer.workers.rank import Rank
 
@@ -20,9 +20,9 @@ _MODULES = ("trainer.workers.rank", "trainer.checkpoint.sharded", "transformers.
 
 
 @functools.cache
-def launcher() -> Launcher:
+def launcher() -> ProcessLauncher:
     """Start processes that have imported what ranks need. It ends with this process."""
-    return Launcher(_MODULES)
+    return ProcessLauncher(_MODULES)
 
 
 def run_ranks(
@@ -46,7 +46,7 @@ def run_ranks(
         return group.call("run", cluster.meeting_place(group), function, args)
 
 
-def start_ranks(cluster: LocalCluster, env: Mapping[str, str] | None = None) -> Group:
+def start_ranks(cluster: LocalCluster, env: Mapping[str, str] | None = None) -> WorkerGroup:
     """Start the processes of `cluster.cfg.trainer.num_workers` ranks, which host a `ConnectedRank` each."""
     factory = functools.partial(ConnectedRank, cluster.cfg)
     return cluster.launch_ranks("rank", factory, {"OMP_NUM_THREADS": "1", **(env or {})})

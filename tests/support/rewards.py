@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import RewardConfig
-from trainer.rewards.components import RewardInput
+from trainer.rewards.cache import RewardCache
 from trainer.rewards.pool import RewardPool
 from trainer.rewards.scores import RewardFailures
-from trainer.rewards.store import RewardStore
+from trainer.rewards.terms import RewardInput
 
 
 def reward_pool(
-    name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardStore | None = None, **more: Any
+    name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardCache | None = None, **more: Any
 ) -> RewardPool:
     """A pool that goes on whatever fails. `kept` stores its results; `more` are further keys of `reward`."""
     settings = {"max_failure_frac": 1.0, **more}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.config import set_value
-from trainer.checkpoint.parts import Part, config_digest, config_part, json_part
+from trainer.checkpoint.components import Component, config_digest, config_part, json_part
 from trainer.config import Config
 from trainer.metrics.tracker import first_step
 from trainer.run.directory import RunDirectory
@@ -35,7 +35,7 @@ class OpenRun:
         self.cfg = cfg
         self.state = state if state is not None else {}
         self.directory = RunDirectory(cfg, supervised)
-        self.parts: list[Part] = [
+        self.parts: list[Component] = [
             config_part(cfg),
             json_part("trainer_state", lambda: self.state, self.state.update),
             json_part("data", lambda: {"position": self.state["step"]}, lambda _: None),

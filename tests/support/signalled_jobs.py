@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support.forks import fork_clusters, fork_server, run_module
 from tests.support.jobs import command, environment, left_running
-from trainer.shared_memory import clear_abandoned
+from trainer.files.shared_memory import clear_abandoned
 
 END_S = 120
 FORKED = [
@@ -145,8 +145,8 @@ class _ThisProcess:
 
 
 def _send_at(moment: str, delay_s: float, way: str, log: Path) -> None:
-    """Send signals `delay_s` after `moment`: `start`, a stage (see `trainer.stages`), or a text in the output."""
-    from trainer.stages import running_stage
+    """Send signals `delay_s` after `moment`: `start`, a stage (see `process.startup`), or a text in the output."""
+    from trainer.process.startup import running_stage
 
     while moment != "start" and (running_stage() or ("",))[0] != moment and moment not in log.read_text():
         time.sleep(0.001)
@@ -156,7 +156,7 @@ def _send_at(moment: str, delay_s: float, way: str, log: Path) -> None:
 
 def run_signalled(moment: str, delay_s: float, way: str, log: str, *overrides: str) -> None:
     """Run the job in this process, which sends signals to itself."""
-    from trainer.signals import SIGNALS
+    from trainer.process.signals import SIGNALS
 
     if way:
         fork_clusters()  # before there is a thread

@@ -20,9 +20,9 @@ from trainer.algorithms import FixedKL
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import files_at
 from trainer.config import Config, SFTConfig
-from trainer.durable import digest_bytes
 from trainer.episodes import Sample
-from trainer.errors import Origin
+from trainer.errors import FailureSource
+from trainer.files.atomic_io import digest_bytes
 from trainer.learner.experience import Experience
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
@@ -65,10 +65,10 @@ class ToyRanks:
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
         return {0: getattr(value, method)(*args)}
 
-    def speeds(self) -> dict[Origin, float]:
-        return {Origin("rank 0", "10.0.0.1"): 4e9, Origin("rank 1", "10.0.0.2"): 1e9}
+    def speeds(self) -> dict[FailureSource, float]:
+        return {FailureSource("rank 0", "10.0.0.1"): 4e9, FailureSource("rank 1", "10.0.0.2"): 1e9}
 
-    def take_blocked(self) -> float:
+    def pop_stall_seconds(self) -> float:
         return 0.0
 
 
@@ -148,4 +148,4 @@ def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:
 def uninterrupted_run(root: Path, model: Path) -> tuple[Any, float]:
     """Train to the last step. Returns the metrics that can be compared, and the last number."""
     trainer = toy_run(toy_config(root), model)
-    return comparable(metrics(root)), trainer.learner.ranks.number
+    return comparable(metrics(root)), trainer.learner.train_workers.number

@@ -13,7 +13,7 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config
 from trainer.errors import NonFiniteError
 from trainer.parallel.batching import Batch
-from trainer.parallel.collectives import Peers
+from trainer.parallel.collectives import AxisGroup
 from trainer.workers.rank import Rank
 
 GROUPS, PER_GROUP, WIDTH = 6, 4, 24
@@ -79,7 +79,11 @@ def train_on_axes_of_one_rank(rank: Rank, path: str) -> dict:
     """`train_two_steps` with a tensor and a context axis of one rank each, which call all that longer axes call."""
     layout = rank.layout
     mesh = init_device_mesh(rank.device, (1, 1), mesh_dim_names=("shard", "tensor"))
-    layout.fsdp_mesh, layout.tensor_mesh, layout.context = mesh["shard"], mesh["tensor"], Peers.along(mesh["tensor"])
+    layout.fsdp_mesh, layout.tensor_mesh, layout.context = (
+        mesh["shard"],
+        mesh["tensor"],
+        AxisGroup.along(mesh["tensor"]),
+    )
     return train_two_steps(rank, path)
 
 

@@ -10,8 +10,8 @@ from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weight
 from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
-from trainer.algorithms.shaping import informative_groups, overlong_penalty, shape_rewards
-from trainer.plugins import options_of
+from trainer.algorithms.reward_shaping import informative_groups, overlong_penalty, shape_rewards
+from trainer.import_utils import options_of
 
 __all__ = [
     "ADVANTAGES",

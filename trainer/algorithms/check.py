@@ -22,7 +22,7 @@ from trainer.config.algorithm import (
 )
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.plugins import default_of, is_import_path, options_of, takes_any_option, user_code
+from trainer.import_utils import default_of, is_import_path, options_of, takes_any_option, user_code
 
 _NOT_FOR_USERS = {"values", "baselines", "eps", "totals"}  # the caller passes them, or they are fixed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer.plugins import import_function
+from trainer.import_utils import import_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

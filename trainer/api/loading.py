@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
+from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
-from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.store import is_there, open_store
 from trainer.errors import UserError
 
@@ -52,7 +52,7 @@ class SavedCheckpoint:
         Adapters have the names that peft gives them; see `model` for the merged weights.
         """
         from trainer.checkpoint.tensors import NamedFiles
-        from trainer.models.export_saved import read_policy
+        from trainer.models.export_checkpoint import read_policy
 
         return read_policy(NamedFiles(self._checkpoint))
 
@@ -78,7 +78,7 @@ class SavedCheckpoint:
     @contextlib.contextmanager
     def _exported(self, dtype: str) -> Iterator[str]:
         from trainer.checkpoint.tensors import NamedFiles
-        from trainer.models.export_saved import DTYPES, export
+        from trainer.models.export_checkpoint import DTYPES, export
 
         if dtype not in ("auto", *DTYPES):
             raise UserError(f"dtype={dtype}: must be one of auto, {', '.join(DTYPES)}")

@@ -1,8 +1,8 @@
 """`train`: a run from Python.
 
-The run is a process of its own (`trainer.api.child`), with the command line's code from its first line to its last. So
-it computes the same bits as the command line, and neither torch, Ray, signal handlers, logging nor random states of the
-caller can meet those of the run.
+The run is a process of its own (`trainer.api.worker_main`), with the command line's code from its first line to its
+last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers, logging nor random
+states of the caller can meet those of the run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
 from trainer.errors import UserError
-from trainer.run.starts import LOG_NAME
-from trainer.signals import EXIT_STATUS, HANDLED, killed
+from trainer.process.signals import EXIT_STATUS, HANDLED, killed
+from trainer.run.run_metadata import LOG_NAME
 
 Function = Callable[..., Any] | str
 _KEYS = {
@@ -156,7 +156,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
     with _signals_to_child() as send_to, open(reading, "rb") as reports:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.api.child"],  # all users of the machine can read this line
+                [sys.executable, "-m", "trainer.api.worker_main"],  # all users of the machine can read this line
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if replaced else None,
                 stderr=subprocess.STDOUT if replaced else None,

@@ -17,17 +17,17 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
+from trainer.checkpoint.components import read_config
 from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, list_steps
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
-from trainer.checkpoint.parts import read_config
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import is_there, open_store
 from trainer.errors import UserError, sentence_of
-from trainer.output import escape, guard_output
-from trainer.places import is_url, problem_of
+from trainer.files.uris import is_url, problem_of
+from trainer.process.log_setup import escape, guard_output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         result, lines, status = _COMMANDS[args.command](args)
     except (UserError, OSError) as error:
         print(f"error: {_printable(sentence_of(error))}", file=sys.stderr)
-        return 1 if isinstance(error, DamagedError) and not isinstance(error, UnreadableError) else 2
+        return 1 if isinstance(error, CorruptCheckpointError) and not isinstance(error, UnreadableError) else 2
     print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
     return status
 
@@ -146,7 +146,7 @@ def _verify(args: argparse.Namespace) -> Result:
             size = sum(entry.bytes for entry in files)
             of_ranks = f"{len(files)} files of {checkpoint.manifest.get('ranks', '?')} ranks ({axes})"
             lines.append(f"{path}: every byte is as it was saved; {of_ranks}, {size / 1e6:.1f} MB")
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             problem = str(error).removeprefix(f"{path}: ")
             lines.append(f"{path}: DAMAGED: {problem}")
         rows.append({"path": path, "valid": problem is None, "problem": problem})
@@ -218,7 +218,7 @@ def _summary(
 
 def _export(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles
-    from trainer.models.export_saved import export
+    from trainer.models.export_checkpoint import export
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
@@ -333,7 +333,7 @@ def _one(path: str, level: str) -> Checkpoint:
             return manifests.verify(checkpoints.store.path(step), level if level != "off" else "size")
         except UnreadableError as error:
             raise UserError(f"{error}; give the command as its owner, or ask for access") from error
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             print(f"skipped a damaged checkpoint: {_printable(str(error))}", file=sys.stderr)
     raise UserError(f"{path}: no checkpoint there is valid")
 

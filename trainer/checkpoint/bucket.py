@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 from trainer.errors import UserError, one_line
-from trainer.places import SCHEMES
+from trainer.files.uris import SCHEMES
 from trainer.redaction import redact_text
 
 T = TypeVar("T")
 
-_TRIES = 5
+_MAX_ATTEMPTS = 5
 _TRIES_S = 60
 """No further try begins after this many seconds."""
 _LONGEST_WAIT_S = 10
@@ -138,7 +138,7 @@ class Bucket:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
-            stop=tenacity.stop_after_attempt(_TRIES) | tenacity.stop_after_delay(_TRIES_S),
+            stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS) | tenacity.stop_after_delay(_TRIES_S),
             wait=lambda tries: _JITTER.uniform(0, min(0.2 * 2 ** (tries.attempt_number - 1), _LONGEST_WAIT_S)),
             reraise=True,
         )

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainer.checkpoint.object_store import ObjectFiles
-from trainer.places import absolute, is_url
+from trainer.files.uris import absolute, is_url
 
 _LAST = ("config.json", "adapter_config.json")
 """No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""

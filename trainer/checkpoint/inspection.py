@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.manifest import Checkpoint, DamagedError
-from trainer.checkpoint.parts import read_config
+from trainer.checkpoint.components import read_config
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from trainer.checkpoint.store import CheckpointStore, files_at
 from trainer.errors import UserError
 
@@ -30,7 +30,7 @@ def describe(store: CheckpointStore, step: int, level: str) -> dict[str, Any]:
         row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
         row["age"] = age(manifest["saved_at"])
         manifests.check_files(checkpoint, level)
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         row |= {"valid": False, "problem": str(error).removeprefix(f"{path}: ")}
     return row
 
@@ -65,7 +65,7 @@ def _mode(path: str) -> str:
         return checkpoint.manifest["score_mode"]
     try:  # a checkpoint of an earlier version
         return read_config(checkpoint)["trainer"]["best_mode"]
-    except (DamagedError, KeyError):
+    except (CorruptCheckpointError, KeyError):
         return "max"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import HINT, MANIFEST, step_in
 from trainer.checkpoint.one_tier import OneTier
-from trainer.durable import (
+from trainer.files.atomic_io import (
     digest_file,
     file_problem,
     forget,

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any
 
-from trainer.documents import Shape, parse_object
-from trainer.durable import read_file, write_file
 from trainer.errors import UserError
-from trainer.signals import SIGNALS
+from trainer.files.atomic_io import read_file, write_file
+from trainer.files.documents import Shape, parse_object
+from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 

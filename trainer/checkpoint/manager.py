@@ -22,13 +22,13 @@ from typing import Any
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.bucket import StoreError
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, UnreadableError
-from trainer.checkpoint.parts import Part, Restore
+from trainer.checkpoint.components import Component, Restore
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, UnreadableError
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
 from trainer.errors import UserError, as_list
-from trainer.failpoints import failpoint
-from trainer.signals import SIGNALS
+from trainer.process.failpoints import failpoint
+from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class CheckpointManager:
     # ---------------------------------------------------------------------------------------------------
     # Saving
 
-    def save(self, step: int, parts: Sequence[Part], description: dict[str, Any]) -> None:
+    def save(self, step: int, parts: Sequence[Component], description: dict[str, Any]) -> None:
         """Begin to save `global_step_{step}`: take the state of all parts now, write and commit it on a thread.
 
         A save that is still under way ends first. `outcomes` returns the result.
@@ -211,7 +211,7 @@ class CheckpointManager:
         """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric."""
         try:
             manifest = manifests.read(self.store.path(step)).manifest
-        except DamagedError:
+        except CorruptCheckpointError:
             return None
         saved = manifest.get("score_metric", self.retention.best_metric)
         return manifest.get("score") if saved == metric else None
@@ -250,7 +250,7 @@ class CheckpointManager:
                 except StoreError as error:
                     unreadable = StoreError(f"{path}: {error}")
                     continue
-                except DamagedError as error:
+                except CorruptCheckpointError as error:
                     problems.append(str(error))
                     continue
                 for problem in problems:
@@ -293,7 +293,7 @@ class CheckpointManager:
             root,
         )
 
-    def load(self, checkpoint: Checkpoint, parts: Sequence[Part], restore: Restore | None = None) -> None:
+    def load(self, checkpoint: Checkpoint, parts: Sequence[Component], restore: Restore | None = None) -> None:
         """Restore these parts from a checkpoint.
 
         Args:

@@ -14,10 +14,10 @@ from typing import Any
 from trainer.checkpoint.bucket import StoreError
 from trainer.checkpoint.names import MANIFEST, step_in
 from trainer.checkpoint.store import CheckpointFiles, files_at
-from trainer.documents import Shape, is_count, is_number, mismatch, parse_object
-from trainer.durable import access_problem, digest_bytes, says_nothing_of_content
 from trainer.errors import UserError
-from trainer.places import below, is_url
+from trainer.files.atomic_io import access_problem, digest_bytes, says_nothing_of_content
+from trainer.files.documents import Shape, is_count, is_number, mismatch, parse_object
+from trainer.files.uris import below, is_url
 
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
@@ -57,21 +57,21 @@ class Checkpoint:
         return self.manifest.get("nodes", {})
 
 
-class DamagedError(UserError):
+class CorruptCheckpointError(UserError):
     """A checkpoint cannot be used. The message names the damaged file."""
 
 
-class UnreadableError(DamagedError):
+class UnreadableError(CorruptCheckpointError):
     """A file of a checkpoint cannot be read now, for a reason that says nothing about its content (no permission).
 
     The checkpoint may be whole, so nobody may delete it, or use an older one in its place.
     """
 
 
-def read_error(path: str, name: str, error: OSError) -> DamagedError:
+def read_error(path: str, name: str, error: OSError) -> CorruptCheckpointError:
     """Return the error to raise if the file `name` of the checkpoint at `path` could not be read."""
     if not says_nothing_of_content(error):
-        return DamagedError(f"{path}: {name} cannot be read ({error.strerror or error})")
+        return CorruptCheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})")
     denied = "" if is_url(path) else access_problem(os.path.join(path, name))
     return UnreadableError(f"{path}: {name} cannot be read ({error.strerror}{denied and f': {denied}'})")
 
@@ -166,7 +166,7 @@ def read(path: str) -> Checkpoint:
     try:
         data = files_at(path).read(MANIFEST)
     except FileNotFoundError:
-        raise DamagedError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
+        raise CorruptCheckpointError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
     except StoreError:
         raise
     except OSError as error:
@@ -174,19 +174,19 @@ def read(path: str) -> Checkpoint:
     try:
         manifest = parse_object(data, {"format_version": is_count})
     except ValueError as error:
-        raise DamagedError(f"{path}: {MANIFEST} is damaged ({error})") from error
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged ({error})") from error
     if manifest["format_version"] != FORMAT_VERSION:
-        raise DamagedError(
+        raise CorruptCheckpointError(
             f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
             "resume with the version that wrote it"
         )
     if manifest.get("self") != _digest({k: v for k, v in manifest.items() if k != "self"}):
-        raise DamagedError(f"{path}: {MANIFEST} is damaged (its content does not match its own hash)")
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged (its content does not match its own hash)")
     problem = _problem(manifest)
     if problem:
-        raise DamagedError(f"{path}: {MANIFEST} is damaged ({problem})")
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged ({problem})")
     if step_in(path) not in (None, manifest["step"]):
-        raise DamagedError(f"{path}: {MANIFEST} belongs to step {manifest['step']}")
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} belongs to step {manifest['step']}")
     return Checkpoint(path, manifest["step"], manifest)
 
 
@@ -203,7 +203,7 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
     except OSError as error:
         raise read_error(checkpoint.path, name, error) from error
     except ValueError as error:
-        raise DamagedError(f"{checkpoint.path}: {name} is damaged ({error})") from error
+        raise CorruptCheckpointError(f"{checkpoint.path}: {name} is damaged ({error})") from error
 
 
 def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
@@ -212,7 +212,7 @@ def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
     Args:
         level: `hash` (size and content), `size`, or `off`.
         whole: False: shards that are on the disks of several nodes are not checked here (see
-            `trainer.checkpoint.nodes`).
+            `trainer.checkpoint.replica_ranks`).
 
     Raises:
         DamagedError: names the first file that is missing, is outside of the checkpoint, or differs.
@@ -227,7 +227,7 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
     entries = checkpoint.entries
     for entry in entries:
         if not checkpoint.files.contains(entry.path):
-            raise DamagedError(
+            raise CorruptCheckpointError(
                 f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint, or is no file"
             )
     away = {path for paths in checkpoint.nodes.values() for path in paths}
@@ -237,7 +237,9 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
         if level != "off" and len(here) < len(entries):
             elsewhere = next(entry.path for entry in entries if entry not in here)
             names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
-            raise DamagedError(f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})")
+            raise CorruptCheckpointError(
+                f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})"
+            )
     check_entries(checkpoint, here, level)
 
 
@@ -250,9 +252,9 @@ def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) 
     with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
         for entry, size in zip(entries, pool.map(lambda e: _size_or_none(checkpoint, e), entries), strict=True):
             if size is None:
-                raise DamagedError(f"{path}: {entry.path} is missing")
+                raise CorruptCheckpointError(f"{path}: {entry.path} is missing")
             if size != entry.bytes:
-                raise DamagedError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
+                raise CorruptCheckpointError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
         if level == "hash":
             for _ in pool.map(lambda entry: check_digest(checkpoint, entry), entries):
                 pass
@@ -262,7 +264,7 @@ def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
     """Check the content of one file of a checkpoint against its manifest (see `verify`)."""
     digest = _digest_or_error(checkpoint, entry)
     if digest != entry.hash:
-        raise DamagedError(
+        raise CorruptCheckpointError(
             f"{checkpoint.path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
             f"of {entry.hash})"
         )
@@ -290,7 +292,7 @@ def _digest_or_error(checkpoint: Checkpoint, entry: FileEntry) -> str:
         return f"unreadable: {error.strerror}"
 
 
-def _read_error(checkpoint: Checkpoint, entry: FileEntry, error: OSError) -> DamagedError:
+def _read_error(checkpoint: Checkpoint, entry: FileEntry, error: OSError) -> CorruptCheckpointError:
     return read_error(checkpoint.path, below(checkpoint.manifest.get("folder", ""), entry.path), error)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.lock import NAME, OWNER, RunLock
-from trainer.documents import parse_object
+from trainer.files.documents import parse_object
 
 if TYPE_CHECKING:
     from trainer.checkpoint.object_store import ObjectFiles

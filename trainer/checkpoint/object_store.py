@@ -36,8 +36,8 @@ from trainer.checkpoint.bucket import Bucket, bucket_of
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import HINT, MANIFEST, step_in
 from trainer.checkpoint.one_tier import OneTier
-from trainer.documents import is_count, parse_object
-from trainer.durable import digest_bytes
+from trainer.files.atomic_io import digest_bytes
+from trainer.files.documents import is_count, parse_object
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter

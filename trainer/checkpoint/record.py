@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 
-from trainer.documents import is_count, parse_object
-from trainer.durable import read_file, write_file
 from trainer.errors import UserError, one_line
-from trainer.places import absolute
+from trainer.files.atomic_io import read_file, write_file
+from trainer.files.documents import is_count, parse_object
+from trainer.files.uris import absolute
 
 NAME = "committed.json"
 _SHAPE = {"step": is_count, "ckpt_path": str}

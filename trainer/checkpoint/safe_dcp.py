@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.documents import is_count
 from trainer.errors import UserError
+from trainer.files.documents import is_count
 
 
 class SafeReader(FileSystemReader):

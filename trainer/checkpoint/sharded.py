@@ -11,7 +11,7 @@ from trainer.checkpoint.local_store import LocalFiles
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import files_at
 from trainer.errors import UserError, name_size
-from trainer.failpoints import failpoint
+from trainer.process.failpoints import failpoint
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,7 +48,7 @@ class ShardedFiles:
         except Exception as error:
             problem = error
         if self.copies:
-            from trainer.checkpoint.neighbours import copy_to_neighbours
+            from trainer.checkpoint.replication import copy_to_neighbours
 
             copy_to_neighbours(self.directory, entries, self.copies, group)  # ranks that failed take part, too
         if problem is not None:
@@ -114,7 +114,7 @@ class ShardedFiles:
 
         files = files_at(self.directory)
         if isinstance(files, LocalFiles) and dist.is_initialized():
-            from trainer.checkpoint.neighbours import NeighbourReader, find_holders
+            from trainer.checkpoint.replication import NeighbourReader, find_holders
 
             holders = find_holders(os.path.join(files.path, name), group)
             if holders is not None:

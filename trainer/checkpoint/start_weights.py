@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from trainer.checkpoint.components import Component, Restore, files_part, is_allowed
 from trainer.checkpoint.manifest import Checkpoint, read_object
-from trainer.checkpoint.parts import Part, Restore, files_part, is_allowed
 from trainer.config import Config
-from trainer.documents import Shape
-from trainer.durable import digest_weights
 from trainer.errors import UserError, as_list
-from trainer.hub import pinned_data, revision_of
+from trainer.files.atomic_io import digest_weights
+from trainer.files.documents import Shape
+from trainer.files.hf_hub import pinned_data, revision_of
 from trainer.models.files import resolve_model_path
 from trainer.models.given import BACKBONE_FILES, Given, differences, read_file_given, read_given
 
@@ -31,7 +31,7 @@ _SAME_EMBEDDED = (
 )
 
 
-def start_weights_part(cfg: Config, model_path: str) -> Part:
+def start_weights_part(cfg: Config, model_path: str) -> Component:
     """Make the part that holds fingerprints of the base weights, and the content of the model's other files.
 
     Checkpoints of LoRA runs, and of runs with a frozen reference, do not contain the base weights, so a resume must

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainer.checkpoint.local_store import LocalFiles, LocalStore
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.object_store import ObjectFiles, ObjectStore
-from trainer.places import absolute, is_url
+from trainer.files.uris import absolute, is_url
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.bucket import StoreError
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry, read_error
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_error
 from trainer.checkpoint.names import MANIFEST
 from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
-from trainer.documents import Shape, parse_object
-from trainer.durable import digest_bytes
 from trainer.errors import UserError
-from trainer.hub import first_line
+from trainer.files.atomic_io import digest_bytes
+from trainer.files.documents import Shape, parse_object
+from trainer.files.hf_hub import first_line
 
 _BATCH_BYTES = 1 << 30
 
@@ -56,7 +56,7 @@ class NamedFiles:
         except OSError as error:
             raise read_error(self.path, path, error) from error
         if digest_bytes(data) != self.entries[path].hash:
-            raise DamagedError(f"{self.path}: {path} does not have the content that was saved")
+            raise CorruptCheckpointError(f"{self.path}: {path} does not have the content that was saved")
         return data
 
     def json(self, path: str, shape: dict[Any, Shape]) -> dict[str, Any]:
@@ -65,10 +65,10 @@ class NamedFiles:
             return {}
         try:
             return parse_object(self.read(path), shape)
-        except DamagedError:
+        except CorruptCheckpointError:
             raise
         except ValueError as error:
-            raise DamagedError(f"{self.path}: {path} is damaged ({error})") from error
+            raise CorruptCheckpointError(f"{self.path}: {path} is damaged ({error})") from error
 
     def shapes(self, role: str) -> dict[str, TensorStorageMetadata]:
         """Return the names, shapes and types of the tensors of a role; empty if the checkpoint lacks the role."""
@@ -76,14 +76,16 @@ class NamedFiles:
             return {}
         try:
             metadata = load_metadata(io.BytesIO(self.read(f"{role}/.metadata")))
-        except DamagedError:
+        except CorruptCheckpointError:
             raise
         except UserError as error:
-            raise DamagedError(f"{self.path}: {role}/{error}") from error
+            raise CorruptCheckpointError(f"{self.path}: {role}/{error}") from error
         files = {f"{role}/{info.relative_path}" for info in metadata.storage_data.values()}
         if not files <= set(self.entries):
             unnamed = sorted(files - set(self.entries))[0]
-            raise DamagedError(f"{self.path}: {role}/.metadata needs {unnamed}, which {MANIFEST} does not name")
+            raise CorruptCheckpointError(
+                f"{self.path}: {role}/.metadata needs {unnamed}, which {MANIFEST} does not name"
+            )
         tensors = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()
@@ -92,7 +94,9 @@ class NamedFiles:
         available = sum(self.entries[file].bytes for file in files)
         for name, entry in tensors.items():
             if _bytes(entry) > available:
-                raise DamagedError(f"{self.path}: {role}/.metadata is damaged ({name} is larger than its files)")
+                raise CorruptCheckpointError(
+                    f"{self.path}: {role}/.metadata is damaged ({name} is larger than its files)"
+                )
         return tensors
 
     def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]:
@@ -106,7 +110,7 @@ class NamedFiles:
                 dcp.load(wanted, storage_reader=reader, planner=_Flat(), no_dist=True)
             except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
                 cause = next(iter(error.failures.values()))[0]
-                raise DamagedError(f"{self.path}/{role}: cannot be loaded: {first_line(cause)}") from None
+                raise CorruptCheckpointError(f"{self.path}/{role}: cannot be loaded: {first_line(cause)}") from None
         return wanted
 
 

@@ -22,15 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.local_store import LocalFiles, LocalStore
+from trainer.checkpoint.local_tier import NodeDisk
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import Checkpoint, DamagedError, FileEntry
-from trainer.checkpoint.node_disk import NodeDisk
-from trainer.checkpoint.nodes import AskedRanks, Nodes
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry
 from trainer.checkpoint.object_store import ObjectFiles, ObjectStore
+from trainer.checkpoint.replica_ranks import AskedRanks, Nodes
 from trainer.checkpoint.store import CheckpointStore, open_store
-from trainer.documents import parse_object
-from trainer.failpoints import failpoint
-from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.files.documents import parse_object
+from trainer.process.failpoints import failpoint
+from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 
 LOG = logging.getLogger(__name__)
 
@@ -357,7 +357,7 @@ class TieredStore:
         """Return whether shards of a checkpoint are on the disks of other nodes alone."""
         try:
             checkpoint = manifests.read(self._local.path(step))
-        except DamagedError:
+        except CorruptCheckpointError:
             return False
         return any(
             not os.path.exists(os.path.join(checkpoint.path, path))
@@ -415,7 +415,7 @@ class TieredStore:
             for entry in checkpoint.entries:
                 if draft.written.get(entry.path) != (entry.bytes, entry.hash):
                     source = os.path.join(checkpoint.path, entry.path)
-                    raise DamagedError(f"{source}: does not have the content that was saved")
+                    raise CorruptCheckpointError(f"{source}: does not have the content that was saved")
             failpoint("upload:copied")
             content = manifests.content_of(checkpoint.manifest)
             content.pop("nodes", None)

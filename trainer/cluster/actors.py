@@ -18,14 +18,14 @@ from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainer.cluster.groups import Group
-from trainer.cluster.members import failure_of, prepare_process
-from trainer.cluster.patience import Patience
 from trainer.cluster.stacks import own_stacks, stacks_from_outside
-from trainer.errors import AGAIN, WorkerError, one_line
+from trainer.cluster.timeouts import Patience
+from trainer.cluster.worker_groups import WorkerGroup
+from trainer.cluster.worker_setup import failure_of, prepare_process
+from trainer.errors import RESTART_HINT, WorkerError, one_line
 
 _END_S = 10.0
-_LOOK_S = 20.0  # longer than py-spy may take on a node, after a process of Ray has started there
+_POLL_INTERVAL_S = 20.0  # longer than py-spy may take on a node, after a process of Ray has started there
 
 
 class _Host:
@@ -73,7 +73,7 @@ class _Host:
 
 
 class _Actors:
-    """Implements `trainer.cluster.groups.Backend`. A ticket is a Ray object reference."""
+    """Implements `trainer.cluster.worker_groups.Backend`. A ticket is a Ray object reference."""
 
     def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         return getattr(process, channel).remote(method, *args, **kwargs)
@@ -94,7 +94,7 @@ class _Actors:
         pids = defaultdict[str, list[int]](list)
         for pid, address in places:
             pids[address].append(pid)
-        own, asked, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _LOOK_S
+        own, asked, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _POLL_INTERVAL_S
         look = ray.remote(num_cpus=0, max_retries=0)(stacks_from_outside)
         for node in ray.nodes():
             address, at = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -109,7 +109,8 @@ class _Actors:
             with contextlib.suppress(RayError):
                 seen.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
         return [
-            seen.get(place, f"Neither the process nor its node answers within {_LOOK_S:g} s.\n") for place in places
+            seen.get(place, f"Neither the process nor its node answers within {_POLL_INTERVAL_S:g} s.\n")
+            for place in places
         ]
 
     def kill(self, process: Any, at: tuple[int, str] | None) -> None:
@@ -126,7 +127,7 @@ def launch_actors(
     options: Callable[[int], dict[str, Any]],
     env: dict[str, str],
     patience: Patience,
-) -> Group:
+) -> WorkerGroup:
     """Start one actor for each entry of `member_args`. Does not wait for the actors.
 
     Args:
@@ -141,7 +142,7 @@ def launch_actors(
         process.build.remote(cloudpickle.dumps((factory, member_args[member])))
         return process
 
-    return Group(name, len(member_args), launch, _Actors(), patience)
+    return WorkerGroup(name, len(member_args), launch, _Actors(), patience)
 
 
 def _place_of(process: Any) -> tuple[int, str] | None:
@@ -165,8 +166,8 @@ def _as_itself(error: RayError, name: str) -> Exception:
         reason = one_line(str(error))
     return WorkerError(
         f"{name} died: {reason}",
-        f"{AGAIN} (its last output is among Ray's logs, those of a Ray that the job has started are in ray_logs of the "
-        "run directory)",
+        f"{RESTART_HINT} (its last output is among Ray's logs, those of a Ray that the job has started are in ray_logs "
+        "of the run directory)",
         cause,
     )
 

@@ -10,9 +10,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trainer.cluster.nodes import Node
+from trainer.cluster.node_health import Node
 from trainer.cluster.resources import by_node
-from trainer.signals import SIGNALS
+from trainer.process.signals import SIGNALS
 
 NODE_ID = "ray.io/node-id"
 """The label of a node that has its id."""

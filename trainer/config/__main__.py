@@ -3,7 +3,7 @@
 import argparse
 
 from trainer.config.reference import page
-from trainer.output import guard_output
+from trainer.process.log_setup import guard_output
 
 
 def main() -> None:

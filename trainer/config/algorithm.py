@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.fields import Section, choice, number, open_section, option, refuse, rule_of
 from trainer.config.functions import built_in_defaults
 from trainer.errors import UserError
-from trainer.plugins import default_of, import_function, is_import_path, options_of, takes_any_option
+from trainer.import_utils import default_of, import_function, is_import_path, options_of, takes_any_option
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config

@@ -25,13 +25,13 @@ from trainer.config.hydra import (
     register_plugins,
     to_config,
 )
-from trainer.config.launched import End, note_end, noted_ends, wait_for_local_jobs
+from trainer.config.launched import JobResult, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.overrides import find_groups
 from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.errors import (
     DivergedError,
-    JobFault,
     NonFiniteError,
+    NonRetryableError,
     NotSavedError,
     UserError,
     WorkerError,
@@ -39,9 +39,9 @@ from trainer.errors import (
     memory_ran_out,
     one_line,
 )
-from trainer.output import LOG_FILE, guard_output, logging_to_file, show, show_messages
+from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
+from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 from trainer.redaction import redact, redact_text, redact_yaml
-from trainer.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -190,7 +190,7 @@ class _Sweep:
     def __init__(self, compared_by: ComparedBy = compared_as_given) -> None:
         self._compared_by = compared_by
         self._process = os.getpid()
-        self._ends: list[End] = []
+        self._ends: list[JobResult] = []
 
     def run(self, job: Job, dict_config: DictConfig) -> float | None:
         """Run one job, and print how it failed if it did. Returns its best value; None if it has none."""
@@ -201,7 +201,7 @@ class _Sweep:
         if outcome.status == EXIT_STATUS:
             raise _JobError(outcome)
         outcome.show()
-        self._ends.append(End(_swept_name(dict_config), outcome.status, outcome.shown))
+        self._ends.append(JobResult(_swept_name(dict_config), outcome.status, outcome.shown))
         return value
 
     def check(self, lost: str = "") -> None:
@@ -274,7 +274,7 @@ def _run_launched(job: Job, dict_config: DictConfig, compared_by: ComparedBy) ->
     with SIGNALS.listening(), logging_to_file():
         value, outcome = _run_swept(job, dict_config, compared_by)
         outcome.show()
-    note_end(HydraConfig.get().job.num, End(_swept_name(dict_config), outcome.status, outcome.shown))
+    note_end(HydraConfig.get().job.num, JobResult(_swept_name(dict_config), outcome.status, outcome.shown))
     return value
 
 
@@ -347,7 +347,7 @@ def _outcome(error: BaseException) -> Outcome:
         return Outcome(EXIT_STATUS, str(stop) or "stopped by an interrupt; the last checkpoint is as it was")
     if isinstance(error, SystemExit):
         return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
-    if isinstance(error, JobFault):
+    if isinstance(error, NonRetryableError):
         is_told = isinstance(error, DivergedError) or isinstance(error.__cause__, (WorkerError, NonFiniteError))
         return Outcome(3, str(error), "" if is_told else "".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):

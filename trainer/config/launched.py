@@ -13,9 +13,9 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.durable import write_file
 from trainer.errors import WorkerError
-from trainer.signals import SIGNALS, Stopped
+from trainer.files.atomic_io import write_file
+from trainer.process.signals import SIGNALS, Stopped
 
 if TYPE_CHECKING:
     import psutil
@@ -24,7 +24,7 @@ _VARIABLE = "TRAINER_SWEEP_NOTES"  # the processes of the jobs inherit it
 _POLL_S = 0.2
 
 
-class End(NamedTuple):
+class JobResult(NamedTuple):
     """How a job of a sweep ended."""
 
     name: str
@@ -39,7 +39,7 @@ def prepare_notes(directory: str) -> None:
     os.environ[_VARIABLE] = os.path.abspath(tempfile.mkdtemp(dir=parent))
 
 
-def note_end(number: int, end: End) -> None:
+def note_end(number: int, end: JobResult) -> None:
     """Leave a note of how this job ended.
 
     Raises:
@@ -51,13 +51,13 @@ def note_end(number: int, end: End) -> None:
         raise WorkerError(f"{end.name}: {end.text}")
 
 
-def noted_ends() -> list[End]:
+def noted_ends() -> list[JobResult]:
     """Return how the jobs ended that have left a note, in the order of the jobs."""
     ends = []
     if directory := os.environ.get(_VARIABLE):
         for path in sorted(glob.glob(os.path.join(glob.escape(directory), "*.json"))):
             with open(path) as file:
-                ends.append(End(*json.load(file)))
+                ends.append(JobResult(*json.load(file)))
     return ends
 
 

@@ -24,7 +24,7 @@ from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError
-from trainer.plugins import with_colon
+from trainer.import_utils import with_colon
 from trainer.suggestions import did_you_mean
 
 RENAMED = {

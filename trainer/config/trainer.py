@@ -20,7 +20,7 @@ from trainer.config.fields import (
 )
 from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
-from trainer.places import is_same, is_url, problem_of
+from trainer.files.uris import is_same, is_url, problem_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config

@@ -18,10 +18,10 @@ from urllib.parse import parse_qsl, urlsplit
 from trainer.config import DataConfig
 from trainer.data.generators import generate
 from trainer.data.limits import TextTooLong, encode, most_characters
-from trainer.documents import parse_json
-from trainer.durable import file_problem
 from trainer.errors import UserError, as_list
-from trainer.hub import first_line, is_connection_error, pin_data, pinned, with_retries
+from trainer.files.atomic_io import file_problem
+from trainer.files.documents import parse_json
+from trainer.files.hf_hub import first_line, is_connection_error, pin_data, pinned, with_retries
 
 _LINE_BYTES = 64 << 20
 _RENDER_S = 20.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.keyed import key
+from trainer.seeding import derive_seed
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -30,7 +30,7 @@ def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[
             break
         prompt, answer = draw(attempt, **args)
         # The prompt itself says which split it is in, so the splits cannot overlap whatever their sizes.
-        if (key("split", prompt) % 5 == 0) == (split == "val"):
+        if (derive_seed("split", prompt) % 5 == 0) == (split == "val"):
             examples[prompt] = answer
     if len(examples) < size:
         raise UserError(
@@ -57,4 +57,4 @@ def _word(attempt: int, min_letters: int = 4, max_letters: int = 10) -> tuple[st
 
 
 def _random(name: str, attempt: int, count: int) -> np.ndarray:
-    return np.random.Philox(key=key(name, attempt)).random_raw(count)
+    return np.random.Philox(key=derive_seed(name, attempt)).random_raw(count)

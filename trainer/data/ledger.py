@@ -9,10 +9,10 @@ from itertools import islice
 from types import NoneType
 from typing import Any
 
-from trainer.documents import Shape, is_count, is_number, mismatch
 from trainer.errors import UserError
-from trainer.keyed import permutation
-from trainer.plugins import user_code
+from trainer.files.documents import Shape, is_count, is_number, mismatch
+from trainer.import_utils import user_code
+from trainer.seeding import permutation
 
 _FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
 _STATE: dict[Any, Shape] = {

@@ -18,14 +18,14 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, Step
 from trainer.environments.worker import BEGUN, largest_message
 from trainer.errors import WorkerError
-from trainer.incidents import record_replaced_process
-from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
-from trainer.rewards.values import LARGEST
-from trainer.signals import SIGNALS
+from trainer.process.failure_log import record_replaced_process
+from trainer.process.signals import SIGNALS
+from trainer.rewards.parsing import LARGEST
+from trainer.sandbox.process import GuardedProcess, OutputCapture, ProcessDied, end_all
 
 LOG = logging.getLogger(__name__)
 
-_TRIES = 2
+_MAX_ATTEMPTS = 2
 """So often may calls of one environment fail; then its episode has failed."""
 LOST_LIMITS = 30
 """Failing calls may take this many times `environment.timeout_s` of each process in one round."""
@@ -106,7 +106,7 @@ class Session:
         """Note that a call of it has failed: it is made again, or has failed for good."""
         self.tries += 1
         self.answered = 0
-        if self.tries >= _TRIES:
+        if self.tries >= _MAX_ATTEMPTS:
             self.fail(status, reason)
 
     def fail(self, status: str, reason: str) -> None:
@@ -169,7 +169,7 @@ class EnvironmentPool:
         self._lost_s = 0.0
         """Time of the processes that went into calls that failed, in this round."""
         self._number = 0
-        self._printed = PrintedText("environment")
+        self._printed = OutputCapture("environment")
 
     def __enter__(self) -> EnvironmentPool:
         # The processes import their modules while engines and ranks start.

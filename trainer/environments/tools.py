@@ -10,9 +10,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.documents import nests_deeply
 from trainer.environments.base import Message, Step
 from trainer.errors import describe_error
+from trainer.files.documents import nests_deeply
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _MOST_CALLS = 64

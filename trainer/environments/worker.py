@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from trainer.documents import nests_deeply
 from trainer.environments.base import Step
 from trainer.errors import describe_error
-from trainer.isolation.guard import send
-from trainer.plugins import import_function
-from trainer.rewards.values import read_number, read_terms
+from trainer.files.documents import nests_deeply
+from trainer.import_utils import import_function
+from trainer.rewards.parsing import read_number, read_terms
+from trainer.sandbox.reaper import send
 
 RESERVED = frozenset(("turns", "tokens"))
 """Names of `episode/<name>/mean` that no metric of an environment may have."""

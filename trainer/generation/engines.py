@@ -8,12 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.cluster.groups import Group, Pending
-from trainer.errors import AGAIN, JobFault, Origin, WorkerError, describe_error, origin_of, set_origin
+from trainer.cluster.worker_groups import CallFutures, WorkerGroup
+from trainer.errors import (
+    RESTART_HINT,
+    FailureSource,
+    NonRetryableError,
+    WorkerError,
+    describe_error,
+    origin_of,
+    set_origin,
+)
 from trainer.generation.lifecycle import Lifecycle, State
-from trainer.incidents import INCIDENTS, describe
-from trainer.restarts import Decision, Restarts
-from trainer.signals import SIGNALS
+from trainer.process.failure_log import INCIDENTS, describe
+from trainer.process.restart_policy import Decision, Restarts
+from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
@@ -33,7 +41,7 @@ class Engines:
         has_room: returns whether the cluster has a place for at least one of them.
     """
 
-    def __init__(self, group: Group, limit: int, window_s: float, has_room: Callable[[], bool]):
+    def __init__(self, group: WorkerGroup, limit: int, window_s: float, has_room: Callable[[], bool]):
         self.group = group
         self.may_start = True
         """New processes may start now: the GPUs have room for them."""
@@ -42,7 +50,7 @@ class Engines:
         self._has_room = has_room
         self.life = Lifecycle(len(group))
         self._restarts = Restarts(limit, window_s)
-        self._loading = Pending(group)
+        self._loading = CallFutures(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
         self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
         self._lost_nodes: set[tuple[int, str | None]] = set()  # the steps and the nodes
@@ -110,14 +118,14 @@ class Engines:
         while not self.life.loaded:
             self.advance()
             if time.monotonic() - began > _ROOM_S and not self._has_room():
-                error = WorkerError("no engine is left, and the cluster has no room for one", AGAIN, "node")
-                set_origin(error, Origin("engine"))
+                error = WorkerError("no engine is left, and the cluster has no room for one", RESTART_HINT, "node")
+                set_origin(error, FailureSource("engine"))
                 raise error
         self._paused_s += time.monotonic() - began
 
     def call(self, engines: Iterable[int], method: str, *args: Any) -> dict[int, Any]:
         """Call `method` on these engines. Return the results of those that have done it; the others are lost."""
-        calls = Pending(self.group)
+        calls = CallFutures(self.group)
         for engine in engines:
             calls.begin(engine, method, *args)
         return self._results(calls)
@@ -126,14 +134,14 @@ class Engines:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
         while True:
             self.load()
-            calls = Pending(self.group, "where")
+            calls = CallFutures(self.group, "where")
             for engine in self.life.loaded:
                 calls.begin(engine, "")
             places = self._results(calls)
             if len(places) == len(self.group):
                 return list(places.values())
 
-    def _results(self, calls: Pending) -> dict[int, Any]:
+    def _results(self, calls: CallFutures) -> dict[int, Any]:
         """Return the results of calls by engine, in their order. Engines that have failed are lost."""
         results = {}
         while calls.is_running:
@@ -189,7 +197,7 @@ class Engines:
     def shutdown(self) -> None:
         """End the engines. The run has ended well, so failures are only logged."""
         try:
-            calls = Pending(self.group)
+            calls = CallFutures(self.group)
             for engine in self.life.loaded:
                 calls.begin(engine, "shutdown")
             while calls.is_running:
@@ -216,9 +224,9 @@ def _lost_node(error: Exception) -> str | None:
 def _ending(error: Exception, decision: Decision) -> Exception:
     """Return the exception that ends the run."""
     if decision.repeated:
-        return JobFault(f"{decision.refusal}: {error}")
+        return NonRetryableError(f"{decision.refusal}: {error}")
     if not isinstance(error, WorkerError) or error.cause == "cluster":
         return error
-    ending = WorkerError(error.fact, AGAIN, "spent")
-    set_origin(ending, origin_of(error) or Origin("engine"))
+    ending = WorkerError(error.fact, RESTART_HINT, "spent")
+    set_origin(ending, origin_of(error) or FailureSource("engine"))
     return ending

@@ -23,10 +23,10 @@ from transformers import (
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
+from trainer.files.shared_memory import check_own
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
 from trainer.parallel.shard import param_dtype
-from trainer.shared_memory import check_own
 
 
 class KeyedSampler(LogitsProcessor):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import AGAIN, UserError, WorkerError
+from trainer.errors import RESTART_HINT, UserError, WorkerError
+from trainer.files.shared_memory import SharedDirectory, check_own, place_for
 from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.shared_memory import SharedDirectory, check_own, place_for
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -224,7 +224,9 @@ def start_failure(error: Exception, model_path: str) -> Exception:
     reason = " ".join(str(error).split())
     if reason.startswith(_OCCUPIED):
         # Perhaps by a process of the last start of this job, which is still ending.
-        return WorkerError(f"rollout.engine=vllm does not start, its GPU is occupied: {reason}", AGAIN, "occupied")
+        return WorkerError(
+            f"rollout.engine=vllm does not start, its GPU is occupied: {reason}", RESTART_HINT, "occupied"
+        )
     return UserError(f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}")
 
 

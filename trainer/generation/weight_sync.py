@@ -119,7 +119,7 @@ class Ipc:
         """Yield every tensor of one `send` as it arrives. The tensors are the caller's."""
         with connect(self.token, self.device, self.timeout_s) as link:
             buffers: list[Tensor] = []
-            join = _Joiner()
+            join = TensorAssembler()
             while (message := link.receive()) is not None:
                 if isinstance(message, bytes):
                     buffers.append(import_buffer(message, self.device))
@@ -145,7 +145,7 @@ class Adapter:
 WeightSource = SharedMemory | Broadcast | Ipc | Adapter
 
 
-class Channel:
+class WeightTransferGroup:
     """One member's end of a broadcast group. Opening it waits for rank 0 only.
 
     Receivers get their ranks in the group in the order in which they join. The contents of the buckets are written to
@@ -188,7 +188,7 @@ class Channel:
 
     def receive(self) -> Weights:
         """Yield the tensors of one `send` as they arrive."""
-        join = _Joiner()
+        join = TensorAssembler()
         begun = self._begin_bucket(0)
         for i in itertools.count(1):
             if begun is None:
@@ -219,9 +219,9 @@ class Channel:
 
 
 @functools.cache
-def _channel(group: Broadcast, sender: bool) -> Channel:
+def _channel(group: Broadcast, sender: bool) -> WeightTransferGroup:
     """Open this process's end at the first sync and keep it. `group` is a new copy in each sync."""
-    return Channel(group, sender)
+    return WeightTransferGroup(group, sender)
 
 
 def _fill_buckets(weights: Weights, take: Callable[[int], Tensor]) -> Iterator[tuple[int, int, list]]:
@@ -257,7 +257,7 @@ def _fill_buckets(weights: Weights, take: Callable[[int], Tensor]) -> Iterator[t
         yield slot, used, pieces
 
 
-class _Joiner:
+class TensorAssembler:
     """Puts tensors together from the pieces in buckets."""
 
     def __init__(self) -> None:

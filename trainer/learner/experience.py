@@ -23,7 +23,7 @@ from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.episodes import Sample
 from trainer.parallel.batching import Batch, select, stack_padded
-from trainer.rewards.values import LARGEST
+from trainer.rewards.parsing import LARGEST
 
 LOG = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _advantages(
     return {"advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
 
 
-def choose_taught(
+def choose_learnable_rows(
     batch: Batch, rewards: np.ndarray, known: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float
 ) -> np.ndarray:
     """Return `(B,)`, true for the rows, one for each episode, that can be learnt from.
@@ -222,14 +222,14 @@ def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, d
     return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
 
 
-def leave_out_rows(
+def mask_rows(
     batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig, taught: np.ndarray | None = None
 ) -> Batch:
     """Return `batch` with `mask` 0 in the rows that are not to be learnt from.
 
     Args:
         status: of each row's episode.
-        taught: `(B,)`, the rows that can be learnt from (see `choose_taught`). None: all rows.
+        taught: `(B,)`, the rows that can be learnt from (see `choose_learnable_rows`). None: all rows.
     """
     keep = np.ones(len(rewards), dtype=bool) if taught is None else taught.copy()
     if a.filter_zero_variance and keep.any():
@@ -263,7 +263,7 @@ def describe_rewards(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def describe_agreement(batch: Batch) -> dict[str, float]:
+def logprob_mismatch(batch: Batch) -> dict[str, float]:
     """Return metrics of the difference between the engine's and the trainer's log-probs."""
     mask = batch["mask"] > 0
     difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]

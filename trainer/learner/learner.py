@@ -9,23 +9,23 @@ import torch
 
 from trainer.algorithms import ADVANTAGES, AdaptiveKL, FixedKL, resolve, shape_rewards
 from trainer.algorithms.registry import needs_different_completions
-from trainer.cluster.groups import Cluster
+from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample
 from trainer.learner.experience import (
     Experience,
     add_advantages,
     build_batch,
-    choose_taught,
+    choose_learnable_rows,
     correct_rollouts,
-    describe_agreement,
     describe_rewards,
     explained_variance,
     join_samples,
-    leave_out_rows,
+    logprob_mismatch,
+    mask_rows,
     split_samples,
 )
-from trainer.learner.ranks import Ranks
+from trainer.learner.train_workers import TrainWorkers
 from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
 from trainer.parallel.batching import Batch, mini_batches, select
@@ -41,7 +41,7 @@ class Learner:
         self.cfg = cfg
         self.timer = timer
         self.cluster = cluster
-        self.ranks = Ranks(cfg, cluster)
+        self.ranks = TrainWorkers(cfg, cluster)
         a = cfg.algorithm
         adaptive = a.kl_controller == "adaptive"
         self.peak_flops = 0.0
@@ -70,7 +70,7 @@ class Learner:
         status = [episode.status for episode in episodes]
         known = np.asarray([episode.reward is not None for episode in episodes])
         rewards = np.asarray([episode.reward or 0.0 for episode in episodes], dtype=np.float64)
-        batch = self._add_models_view(build_batch(samples, [episodes[i].group for i in owners]), step)
+        batch = self._add_logprobs_and_values(build_batch(samples, [episodes[i].group for i in owners]), step)
         a = self.cfg.algorithm
         baselines, comparable = None, known
         if a.advantage_estimator == "remax":
@@ -86,7 +86,7 @@ class Learner:
             a.overlong_buffer,
             a.overlong_factor,
         ).numpy()
-        taught = choose_taught(whole, shaped, comparable, a, self.kl.coef)
+        taught = choose_learnable_rows(whole, shaped, comparable, a, self.kl.coef)
         whole = add_advantages(whole, shaped, a, self.kl.coef, baselines, taught)
         for name in ("advantages", "returns"):
             batch[name] = split_samples(whole[name], batch, owners) if several else whole[name]
@@ -94,21 +94,21 @@ class Learner:
         if "values" in batch and taught.any():
             mask = (batch["mask"] > 0) & taught[owners][:, None]
             metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
-        if "rollout_logprobs" in batch and _has_all_old_logprobs(batch) and not self._trusts_sampler:
-            metrics |= describe_agreement(batch)
+        if "rollout_logprobs" in batch and _has_all_old_logprobs(batch) and not self._uses_rollout_logprobs:
+            metrics |= logprob_mismatch(batch)
         batch, corrected = correct_rollouts(batch, a)
         metrics |= corrected
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
-        kept = leave_out_rows(batch, shaped[owners], [status[i] for i in owners], a, taught[owners])
+        kept = mask_rows(batch, shaped[owners], [status[i] for i in owners], a, taught[owners])
         return Experience(kept, metrics, batch["mask"])
 
-    def _add_models_view(self, batch: Batch, step: int) -> Batch:
+    def _add_logprobs_and_values(self, batch: Batch, step: int) -> Batch:
         """Return `batch` with the log-probs and values `(B, T)` of the models before the update."""
         cfg, shape = self.cfg, batch["input_ids"].shape
         batch = dict(batch)
         rows = np.arange(0)  # whose old log-probs are computed here
-        if "rollout_logprobs" in batch and self._trusts_sampler:
+        if "rollout_logprobs" in batch and self._uses_rollout_logprobs:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         elif "rollout_logprobs" in batch:
             rows = self._rows_to_score(batch, step)
@@ -154,7 +154,7 @@ class Learner:
         return needs_different_completions(estimator)
 
     @property
-    def _trusts_sampler(self) -> bool:
+    def _uses_rollout_logprobs(self) -> bool:
         """The sampler's log-probs are taken for those of the old policy."""
         return self.cfg.algorithm.old_logprobs == "sampler"
 
@@ -182,7 +182,7 @@ class Learner:
             self.ranks.prepare_saves()
         if fresh is not None and "rollout_logprobs" in batch:
             old_logprobs = fresh + batch.get("old_logprobs", 0)  # no row is in both
-            metrics |= describe_agreement({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
+            metrics |= logprob_mismatch({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:

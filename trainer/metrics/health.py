@@ -78,7 +78,7 @@ class _Watch:
         return warn
 
 
-class Health:
+class TrainingWarnings:
     """Warns once of each cause, and again only after the cause was over.
 
     Args:

@@ -19,8 +19,8 @@ from rich.text import Text
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
-from trainer.output import LOG_FILE, messages_to
-from trainer.signals import SIGNALS
+from trainer.process.log_setup import LOG_FILE, messages_to
+from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 _REFRESHES_PER_S = 2

@@ -15,10 +15,10 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, sentence_of
-from trainer.incidents import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
-from trainer.output import guard_output, show
+from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
+from trainer.process.log_setup import guard_output, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

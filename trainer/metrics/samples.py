@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.durable import write_file
-from trainer.output import escape
+from trainer.files.atomic_io import write_file
+from trainer.process.log_setup import escape
 
 Message = Mapping[str, Any]
 """`role` and `content`."""
@@ -86,7 +86,7 @@ class Transcript:
 
 def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
     """Return `count` different places below `size`, ascending: others in each step, the same in a resumed run."""
-    from trainer.keyed import permutation  # imports NumPy, which whoever only reads metrics does not need
+    from trainer.seeding import permutation  # imports NumPy, which whoever only reads metrics does not need
 
     return sorted(permutation(size, seed, "sample", split, step)[:count].tolist())
 

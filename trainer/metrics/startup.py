@@ -10,19 +10,19 @@ import threading
 import time
 
 from trainer.metrics.timing import clock
-from trainer.output import escape, messages_to
-from trainer.signals import SIGNALS
-from trainer.stages import running_stage
+from trainer.process.log_setup import escape, messages_to
+from trainer.process.signals import SIGNALS
+from trainer.process.startup import running_stage
 
 LOG = logging.getLogger(__name__)
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _LONG_S = 3.0
 """Outside of a terminal, a stage is named once it has taken this long."""
 _ERASE_LINE = "\r\x1b[2K"
 
 
 class StartUp:
-    """Shows the running stage (see `trainer.stages`). A context manager around a whole job.
+    """Shows the running stage (see `trainer.process.startup`). A context manager around a whole job.
 
     On a terminal: a line with a running clock. Elsewhere: one line for each stage that takes more than some seconds.
     While `trainer.metrics.progress.Progress` has the terminal, it shows the stage.
@@ -63,11 +63,11 @@ class StartUp:
     def _show(self) -> None:
         if self._on_terminal:
             with messages_to(self._print_message):
-                while not self._is_over.wait(_LOOK_S):
+                while not self._is_over.wait(_POLL_INTERVAL_S):
                     self._draw()
             self.pause(True)
         else:
-            while not self._is_over.wait(_LOOK_S):
+            while not self._is_over.wait(_POLL_INTERVAL_S):
                 self._announce()
 
     def _draw(self) -> None:

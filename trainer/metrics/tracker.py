@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from trainer.appended import AppendedFile
 from trainer.config import LoggerConfig
-from trainer.documents import is_count, is_number, parse_object
-from trainer.durable import write_file
 from trainer.errors import UserError
+from trainer.files.appended import AppendedFile
+from trainer.files.atomic_io import write_file
+from trainer.files.documents import is_count, is_number, parse_object
 from trainer.metrics.samples import COLUMNS, Transcript
 from trainer.redaction import redact_command, redact_text
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
-from trainer.models.bucket_attention import attend_buckets
-from trainer.models.opaque_attention import opaque_attention
-from trainer.parallel.collectives import Peers
+from trainer.models.attention_op import attention_op
+from trainer.models.sdpa_attention import attend_buckets
+from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing, take
 
 try:
@@ -148,7 +148,7 @@ def packed_attention(
 
 
 def _heads_of_all_tokens(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: Peers
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: AxisGroup
 ) -> tuple[Tensor, ...]:
     """Turn the heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
 
@@ -166,7 +166,7 @@ def _heads_of_all_tokens(
     return exchange(query), exchange(key), exchange(value)
 
 
-def _tokens_of_all_heads(out: Tensor, packing: Packing, context: Peers) -> Tensor:
+def _tokens_of_all_heads(out: Tensor, packing: Packing, context: AxisGroup) -> Tensor:
     """Turn this rank's heads of all tokens, `(1, N, h, D)`, into the heads of this rank's tokens, `(1, n, H, D)`."""
     size, ranks = packing.part.stop - packing.part.start, context.group.size()
     rows = F.pad(out[0], (0, 0, 0, 0, 0, ranks * size - packing.tokens))
@@ -187,7 +187,7 @@ def _attend_row(
     if uses_varlen(query.device.type, query.dtype, query.shape[-1], softcap):
         return _varlen(query, key, value, packing, scaling, sliding_window)
     if torch.compiler.is_compiling():
-        return opaque_attention(query, key, value, packing.sizes, scaling, sliding_window, softcap)
+        return attention_op(query, key, value, packing.sizes, scaling, sliding_window, softcap)
     return attend_buckets(query, key, value, packing, scaling, sliding_window, softcap)
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.config import Config
-from trainer.durable import sync_directory, sync_tree
-from trainer.failpoints import failpoint
+from trainer.files.atomic_io import sync_directory, sync_tree
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_assets
+from trainer.process.failpoints import failpoint
 
 MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
 from trainer.errors import UserError
-from trainer.hub import first_line, is_connection_error, pinned, with_retries
+from trainer.files.hf_hub import first_line, is_connection_error, pinned, with_retries
 from trainer.models.given import MODEL_FILES
 from trainer.models.untrusted import check_model_files
 
@@ -24,7 +24,7 @@ _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
 def resolve_model_path(path: str) -> str:
     """Return the absolute local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
 
-    The snapshot is that of the commit that the run began with (see `trainer.hub.pin`), else that of `main`.
+    The snapshot is that of the commit that the run began with (see `trainer.files.hf_hub.pin`), else that of `main`.
 
     Raises:
         UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).

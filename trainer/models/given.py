@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.documents import parse_json
-from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
+from trainer.files.documents import parse_json
 
 Given = dict[str, Any]
 """By file name: the values of a JSON object by key, or a digest of another file's content."""

@@ -23,14 +23,14 @@ from transformers import AutoModelForCausalLM
 from trainer.config import FSDPConfig, LoraConfig, ModelConfig
 from trainer.errors import UserError, describe_error, one_line
 from trainer.models.attention import PACKED, set_attention
-from trainer.models.axes import refuse_axis
+from trainer.models.chunked_logprobs import set_head
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
-from trainer.models.head import set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
-from trainer.models.tensor import share_matrices
+from trainer.models.parallel_checks import refuse_axis
+from trainer.models.tensor_parallel import apply_tp
 from trainer.models.untrusted import tensor_shapes
-from trainer.parallel.blocks import prepare_blocks
+from trainer.parallel.ac_and_compile import prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 
@@ -112,7 +112,7 @@ def _shard_and_fill(
     # Keep the buffers (rotary frequencies), which are not on the meta device: to_empty would leave them uninitialised.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     if layout.tensor_mesh is not None:
-        share_matrices(module, backbone, layout.tensor_mesh)
+        apply_tp(module, backbone, layout.tensor_mesh)
     prepare_blocks(transformer_blocks(module), fsdp, layout)
     shard_model(module, layout.fsdp_mesh, fsdp)
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.models.attention import packing_arguments
-from trainer.models.head import Wanted
+from trainer.models.chunked_logprobs import Targets
 from trainer.parallel.packing import Packing
 
 
@@ -57,7 +57,7 @@ def _scores(
 ) -> tuple[Tensor, Tensor | None]:
     where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
     targets = input_ids[0, packing.places[where]]
-    wanted = Wanted(packing.previous_places[where], targets, temperature or 1.0, entropy)
+    wanted = Targets(packing.previous_places[where], targets, temperature or 1.0, entropy)
     arguments = packing_arguments(model.config, packing)
     if packing.context is None:
         scores = model(input_ids, wanted, arguments)
@@ -69,7 +69,7 @@ def _scores(
 
 
 def _scores_of_parts(
-    model: nn.Module, input_ids: Tensor, packing: Packing, wanted: Wanted, arguments: dict[str, Any]
+    model: nn.Module, input_ids: Tensor, packing: Packing, wanted: Targets, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, ...]:
     """Return the scores of all wanted tokens, of which each rank computes those in its part of the row."""
     assert packing.context is not None

@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.config import LoraConfig
 from trainer.errors import UserError
-from trainer.keyed import key
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.parallel.shard import reshard, transformer_blocks
+from trainer.seeding import derive_seed
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -100,7 +100,7 @@ def initialise_adapters(module: nn.Module, seed: int) -> None:
             if name.endswith(_B):
                 parameter.zero_()
             elif name.endswith(_A):
-                generator = torch.Generator().manual_seed(key(seed, "lora", name))
+                generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
                 bound = 1 / math.sqrt(parameter.shape[1])
                 whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
                 assert isinstance(parameter, DTensor)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from trainer.documents import is_count, mismatch, parse_object
-from trainer.durable import open_regular
 from trainer.errors import UserError
-from trainer.hub import first_line
+from trainer.files.atomic_io import open_regular
+from trainer.files.documents import is_count, mismatch, parse_object
+from trainer.files.hf_hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

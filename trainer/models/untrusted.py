@@ -8,9 +8,9 @@ import re
 import struct
 from typing import BinaryIO
 
-from trainer.documents import is_count, mismatch, parse_object
-from trainer.durable import file_problem, open_regular
 from trainer.errors import UserError, name_size, one_line
+from trainer.files.atomic_io import file_problem, open_regular
+from trainer.files.documents import is_count, mismatch, parse_object
 
 _MIB = 1 << 20
 _LARGEST = (

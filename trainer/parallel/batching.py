@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from trainer.config import TrainerConfig
-from trainer.keyed import permutation
-from trainer.parallel.collectives import Peers
+from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing
+from trainer.seeding import permutation
 
 Batch = dict[str, np.ndarray]
 """Arrays that share their first axis (sequences); `(B, T)` per token, `(B,)` per sequence. Sequences are
@@ -72,7 +72,7 @@ def take_rows(
     batch: Batch,
     rows: Sequence[int],
     device: str,
-    context: Peers | None = None,
+    context: AxisGroup | None = None,
     shared: np.ndarray | None = None,
 ) -> MicroBatch:
     """Return the micro-batch of these rows on `device`.

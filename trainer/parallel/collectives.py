@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 @dataclass(frozen=True)
-class Peers:
+class AxisGroup:
     """The ranks along one axis, which all compute the same loss from parts of it."""
 
     group: dist.ProcessGroup
@@ -22,7 +22,7 @@ class Peers:
     size: int
 
     @classmethod
-    def along(cls, mesh: DeviceMesh) -> Peers:
+    def along(cls, mesh: DeviceMesh) -> AxisGroup:
         """Return the ranks of a mesh with one axis."""
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.parallel.collectives import Peers
+from trainer.parallel.collectives import AxisGroup
 
 
 class Layout:
@@ -37,13 +37,13 @@ class Layout:
         self.fsdp_mesh: DeviceMesh = mesh[tuple(name for name in axes if name != "tensor")] if tensor > 1 else mesh
         self.context = self._context_peers() if context > 1 else None
 
-    def _context_peers(self) -> Peers:
+    def _context_peers(self) -> AxisGroup:
         """Return the ranks that have the other parts of this rank's tokens. A collective."""
         size = self.sizes["context"]
         numbers = torch.arange(dist.get_world_size()).view(-1, size, self.sizes["tensor"])
         group, _ = dist.new_subgroups_by_enumeration(numbers.transpose(1, 2).reshape(-1, size).tolist())
         assert group is not None
-        return Peers(group, dist.get_rank(group), size)
+        return AxisGroup(group, dist.get_rank(group), size)
 
     @property
     def data_size(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.parallel.collectives import Peers
+from trainer.parallel.collectives import AxisGroup
 
 _SHORT = 64  # tokens; sequences up to this length share a bucket
 _SIMILAR = 0.75  # the shortest sequence of any other bucket, as a share of the longest
@@ -99,7 +99,7 @@ class Packing:
         self,
         lengths: Sequence[int],
         device: str | torch.device,
-        context: Peers | None = None,
+        context: AxisGroup | None = None,
         shared: Sequence[int] | None = None,
     ):
         self.lengths = tuple(int(length) for length in lengths)

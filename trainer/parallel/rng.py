@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.documents import parse_json
 from trainer.errors import UserError
+from trainer.files.documents import parse_json
 
 _TEXT_BYTES = 32768  # every state has this size, because DCP loads into existing tensors
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from trainer.plugins import import_function
+from trainer.import_utils import import_function
 
 Reward = Callable[[str, str], float]
 

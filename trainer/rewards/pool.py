@@ -14,12 +14,12 @@ from multiprocessing.connection import wait
 
 from trainer.config import RewardConfig
 from trainer.errors import UserError, WorkerError
-from trainer.incidents import record_replaced_process
-from trainer.isolation.process import GuardedProcess, PrintedText, ProcessDied, end_all
-from trainer.rewards.components import Call, Component, RewardInput, components_of
-from trainer.rewards.judging import Judging, State
+from trainer.process.failure_log import record_replaced_process
+from trainer.rewards.cache import Result, RewardCache
 from trainer.rewards.scores import Scores, add_up
-from trainer.rewards.store import Result, RewardStore
+from trainer.rewards.scoring import ScoringSession, State
+from trainer.rewards.terms import Call, RewardFunction, RewardInput, components_of
+from trainer.sandbox.process import GuardedProcess, OutputCapture, ProcessDied, end_all
 
 LOG = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class RewardPool:
         UserError: there is no such reward, or it wants what no reward gets.
     """
 
-    def __init__(self, config: RewardConfig, store: RewardStore | None = None):
+    def __init__(self, config: RewardConfig, store: RewardCache | None = None):
         self.components = components_of(config)  # a wrong name fails here, not at the first step
         self._config = config
         self._store = store
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the cores are for ranks and engines
         self._workers: list[_Worker] = []
         self._bad_starts = 0
-        self._printed = PrintedText("reward")
+        self._printed = OutputCapture("reward")
 
     def __enter__(self) -> RewardPool:
         # The processes import their modules while engines and ranks start.
@@ -85,7 +85,7 @@ class RewardPool:
             return judging.scores()
 
     @contextmanager
-    def judging(self, n: int = 1, step: str = "") -> Iterator[Judging]:
+    def judging(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Only one such block may run at a time.
 
         Args:
@@ -94,11 +94,11 @@ class RewardPool:
         """
         with State() as state, ThreadPoolExecutor(1) as thread:
             try:
-                yield Judging(self, state, thread.submit(self._compute, state), n, step)
+                yield ScoringSession(self, state, thread.submit(self._compute, state), n, step)
             finally:
                 state.give_up()
 
-    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[Component, dict[Call, Result]]:
+    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[RewardFunction, dict[Call, Result]]:
         """Return the result of each call of each reward (see `score`)."""
         with self.judging(n, step) as judging:
             judging.add(0, attempts)
@@ -108,7 +108,7 @@ class RewardPool:
         """Return the stored result of a call; None: there is none."""
         return self._store.find(key, step) if self._store is not None and key else None
 
-    def finish(self, results: dict[Component, dict[Call, Result]], total: int, step: str) -> Scores:
+    def finish(self, results: dict[RewardFunction, dict[Call, Result]], total: int, step: str) -> Scores:
         """Add up the results, log failures and what reward functions have printed, and store the results.
 
         Raises:
@@ -125,7 +125,7 @@ class RewardPool:
             LOG.warning(line)
         return scores
 
-    def _keep(self, results: dict[Component, dict[Call, Result]], step: str, failures: bool) -> None:
+    def _keep(self, results: dict[RewardFunction, dict[Call, Result]], step: str, failures: bool) -> None:
         """Store the results that are to be stored. `failures`: those of failed calls too."""
         if self._store is None:
             return

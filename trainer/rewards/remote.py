@@ -12,8 +12,8 @@ import tenacity
 
 from trainer.errors import one_line
 from trainer.redaction import HIDDEN, SecretFilter, secrets_in_address
-from trainer.rewards.signature import Calling
-from trainer.rewards.values import Parts, read_value
+from trainer.rewards.parsing import Parts, read_value
+from trainer.rewards.signature import RewardSignature
 
 WANTED = ("completion", "answer", "prompt", "messages", "row", "status")
 """What the server gets of each completion."""
@@ -45,7 +45,7 @@ class RemoteReward:
         header: name of a header whose value is in the environment variable `header_env`; None: no such header.
     """
 
-    calling = Calling(WANTED, is_async=True)
+    calling = RewardSignature(WANTED, is_async=True)
 
     def __init__(self, url: str, deadline_s: float, header: str, header_env: str | None):
         self._url = url

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer.rewards.components import Call, Component
-from trainer.rewards.store import Result
-from trainer.rewards.values import LARGEST, Parts
-from trainer.signals import CONTINUES
+from trainer.process.signals import CONTINUES
+from trainer.rewards.cache import Result
+from trainer.rewards.parsing import LARGEST, Parts
+from trainer.rewards.terms import Call, RewardFunction
 
 NOT_TRIED = "was not tried"
 OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
@@ -80,7 +80,7 @@ class Scores:
     failures: RewardFailures = field(default_factory=RewardFailures)
 
 
-def add_up(results: Mapping[Component, Mapping[Call, Result]], total: int) -> Scores:
+def add_up(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
     """Return the weighted sums of all rewards for `total` completions.
 
     A part of the name that another reward has given already is a failure.
@@ -105,7 +105,7 @@ def add_up(results: Mapping[Component, Mapping[Call, Result]], total: int) -> Sc
     return Scores(rewards, parts, reasons, failures)
 
 
-def _named(component: Component, value: Parts | str, others: Parts) -> Parts | str:
+def _named(component: RewardFunction, value: Parts | str, others: Parts) -> Parts | str:
     """Return the parts by their names in metrics, or the reason why there are none."""
     if isinstance(value, str):
         return value

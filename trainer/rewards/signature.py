@@ -26,7 +26,7 @@ _OF_ONE = tuple(name for name in NAMES if name != "completions")
 
 
 @dataclass(frozen=True)
-class Calling:
+class RewardSignature:
     """How to call a reward function."""
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Calling:
         return function(given["completion"], given["answer"], **named) if self.positional else function(**named)
 
 
-def calling_of(function: Callable[..., Any], key: str) -> Calling:
+def calling_of(function: Callable[..., Any], key: str) -> RewardSignature:
     """Return how to call `function`.
 
     A function of two parameters that are not in `NAMES` is called with completion and answer.
@@ -66,13 +66,13 @@ def calling_of(function: Callable[..., Any], key: str) -> Calling:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):  # some functions in C have no signature
-        return Calling((), positional=True, is_async=is_async)
+        return RewardSignature((), positional=True, is_async=is_async)
     kinds = {parameter.kind for parameter in parameters}
     slots = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     known = [p.name for p in parameters if p.name in NAMES and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     if inspect.Parameter.VAR_POSITIONAL in kinds and not slots:  # a wrapper of some function
-        return Calling(("row",) if takes_any or "row" in known else (), positional=True, is_async=is_async)
+        return RewardSignature(("row",) if takes_any or "row" in known else (), positional=True, is_async=is_async)
     unknown = [p.name for p in parameters if _is_required(p) and p.name not in known]
     first_two = [p.name for p in slots[:2]]
     positional = bool(unknown) and _are_completion_and_answer(first_two, known) and set(unknown) <= set(first_two)
@@ -89,7 +89,7 @@ def calling_of(function: Callable[..., Any], key: str) -> Calling:
         names |= dict.fromkeys(name for name in _OF_ONE if not (name == "completion" and "completions" in known))
     if positional:
         names = {name: None for name in names if name not in ("completion", "answer")}
-    return Calling(tuple(names), positional, is_async)
+    return RewardSignature(tuple(names), positional, is_async)
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from trainer.errors import describe_error, one_line
-from trainer.isolation.guard import ProcessState, send
 from trainer.rewards.functions import REMOTE, REWARDS, resolve
-from trainer.rewards.signature import Calling, calling_of
-from trainer.rewards.values import Parts, read_value, read_values
+from trainer.rewards.parsing import Parts, read_value, read_values
+from trainer.rewards.signature import RewardSignature, calling_of
+from trainer.sandbox.reaper import ProcessState, send
 
 Results = list[list[Parts | str]]
 """For each call of a task, and each completion of the call: the parts of its reward, or the reason why it has none."""
@@ -119,7 +119,7 @@ def _load(name: str, timeout_s: float, remote: dict[str, Any]) -> Any:
     return _Reward(name, function, timeout_s)
 
 
-def _read(value: Any, calling: Calling, given: dict[str, Any]) -> list[Parts | str]:
+def _read(value: Any, calling: RewardSignature, given: dict[str, Any]) -> list[Parts | str]:
     if calling.grouped:
         return read_values(value, len(given["completions"]))
     if inspect.iscoroutine(value):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from trainer.checkpoint.components import Restore, is_allowed
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.checkpoint.parts import Restore, is_allowed
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig, own_defaults
 from trainer.errors import UserError, as_list
 from trainer.redaction import agree

@@ -9,31 +9,31 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.appended import AppendedFile, mend_last_line
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import DamagedError, UnreadableError
-from trainer.checkpoint.nodes import AskedRanks
-from trainer.checkpoint.reach import check_access, give_access
+from trainer.checkpoint.manifest import CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.replica_ranks import AskedRanks
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.start_weights import read_revisions
+from trainer.checkpoint.storage_access import check_access, give_access
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.hub import is_data, pin
-from trainer.incidents import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.files.appended import AppendedFile, mend_last_line
+from trainer.files.hf_hub import is_data, pin
 from trainer.metrics.best import compared_by
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
-from trainer.output import LOG_FILE
+from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.process.log_setup import LOG_FILE
+from trainer.process.signals import Stopped
+from trainer.process.startup import stage
 from trainer.run import lineage
 from trainer.run.best import instead_of
-from trainer.run.carried import PATTERNS, CarriedFiles
-from trainer.run.claim import Claim
+from trainer.run.directory_lock import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
-from trainer.run.starts import LOG_NAME
-from trainer.signals import Stopped
-from trainer.stages import stage
+from trainer.run.run_files import PATTERNS, CarriedFiles
+from trainer.run.run_metadata import LOG_NAME
 
 LOG = logging.getLogger(__name__)
 _SETTLE_S = 60.0
@@ -190,7 +190,7 @@ class RunDirectory:
                 raise UserError(
                     f"trainer.resume_mode={self.cfg.trainer.resume_mode}: {error}; make it readable"
                 ) from error
-            except DamagedError as error:
+            except CorruptCheckpointError as error:
                 LOG.warning("the files of the run directory are not restored from a damaged checkpoint: %s", error)
 
     def _complete_record(self, resume: Resume) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 from trainer.checkpoint.manifest import LINEAGE, Checkpoint
 from trainer.checkpoint.store import open_store
-from trainer.documents import parse_object
-from trainer.durable import read_file, write_file
 from trainer.errors import UserError
-from trainer.hub import first_line
+from trainer.files.atomic_io import read_file, write_file
+from trainer.files.documents import parse_object
+from trainer.files.hf_hub import first_line
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
-from trainer.run.carried import CarriedFiles
+from trainer.run.run_files import CarriedFiles
 
 LOG = logging.getLogger(__name__)
 

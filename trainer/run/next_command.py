@@ -12,7 +12,7 @@ from typing import Any
 from trainer.redaction import HIDDEN, redact_command
 
 _MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
-_CHILD = "trainer.api.child"
+_CHILD = "trainer.api.worker_main"
 _RESUME = "trainer.resume_mode"
 _NONE = ("none", "null", "None", "")
 

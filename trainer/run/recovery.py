@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import TrainerConfig
-from trainer.errors import DivergedError, JobFault, NonFiniteError, Origin, WorkerError, describe_error
-from trainer.incidents import INCIDENTS, INFRASTRUCTURE, classify, describe
+from trainer.errors import DivergedError, FailureSource, NonFiniteError, NonRetryableError, WorkerError, describe_error
 from trainer.metrics.divergence import Divergence
-from trainer.restarts import Decision, Restarts
-from trainer.run.aftermath import Aftermath, name_slow_ranks
+from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, classify, describe
+from trainer.process.restart_policy import Decision, Restarts
+from trainer.process.signals import SIGNALS, Stopped
+from trainer.run.recovery_check import Aftermath, name_slow_ranks
 from trainer.run.stopping import StopRequest
-from trainer.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 
 class Recovery:
@@ -97,7 +97,7 @@ class Recovery:
         end = time.monotonic() + self._delay_s
         while (left := end - time.monotonic()) > 0:
             SIGNALS.check()
-            time.sleep(min(left, _LOOK_S))
+            time.sleep(min(left, _POLL_INTERVAL_S))
 
     def complete(self) -> None:
         """Record the failure that is cured, if there is one: the ranks run, with the state of the last commit."""
@@ -109,7 +109,7 @@ class Recovery:
         """Compare the speed of the next steps with that of `rows`, the lines of `metrics.jsonl` before the failure."""
         self._aftermath = Aftermath(rows)
 
-    def end_step(self, metrics: Mapping[str, float], speeds: Callable[[], Mapping[Origin, float]]) -> None:
+    def end_step(self, metrics: Mapping[str, float], speeds: Callable[[], Mapping[FailureSource, float]]) -> None:
         """Warn if the run has stayed slow since the last recovery.
 
         Args:
@@ -152,12 +152,12 @@ class Recovery:
         """Return the exception that ends the run."""
         if isinstance(error, NonFiniteError):
             kept = f"the last good checkpoint is {last_good}" if last_good else "there is no checkpoint yet"
-            ending: Exception = JobFault(
+            ending: Exception = NonRetryableError(
                 f"step {self._step}: {error}; nothing was overwritten, {kept}. A lower {self._optimizer}.lr or "
                 f"{self._optimizer}.max_grad_norm may help."
             )
         elif decision.repeated:
-            ending = JobFault(f"{decision.refusal}: {error}")
+            ending = NonRetryableError(f"{decision.refusal}: {error}")
         else:
             if self.restarted:
                 LOG.warning("the ranks do not start again: %s", decision.refusal)

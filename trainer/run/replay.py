@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import TrainerConfig
-from trainer.durable import write_file
+from trainer.files.atomic_io import write_file
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
 

@@ -11,19 +11,19 @@ from typing import Any
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
+from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
-from trainer.checkpoint.parts import Restore, read_config
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import LocalStore
 from trainer.config import RESUME_LOAD, Config
 from trainer.errors import UserError
+from trainer.files.uris import absolute, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.places import absolute, is_same, is_url
 from trainer.redaction import redact
 from trainer.run import compatibility, lineage
-from trainer.run.starts import HOLDS_A_RUN
+from trainer.run.run_metadata import HOLDS_A_RUN
 
 LOG = logging.getLogger(__name__)
 

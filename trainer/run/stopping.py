@@ -6,7 +6,7 @@ import os
 import time
 from datetime import datetime
 
-from trainer.signals import SIGNALS
+from trainer.process.signals import SIGNALS
 
 
 class StopRequest:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config import Config
 from trainer.data.datasets import Prompt
-from trainer.environments.play import Attempt
+from trainer.environments.episode_runner import Attempt
 from trainer.metrics.best import find_best
 from trainer.metrics.names import pass_at
 from trainer.metrics.samples import Transcript, write_validation

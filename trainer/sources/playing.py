@@ -10,15 +10,23 @@ from typing import Any, Self
 
 from trainer.config import Config
 from trainer.data.datasets import Prompt
-from trainer.environments.play import Attempt, Clock, EnvironmentPlayer, Played, Player, SingleTurn, report_failures
+from trainer.environments.episode_runner import (
+    Attempt,
+    Clock,
+    EnvironmentPlayer,
+    Played,
+    Player,
+    SingleTurn,
+    report_failures,
+)
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.fleet import Fleet
+from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.samples import Transcript, split_conversation
-from trainer.rewards.components import RewardInput
+from trainer.rewards.cache import RewardCache
+from trainer.rewards.parsing import Parts
 from trainer.rewards.pool import RewardPool
 from trainer.rewards.scores import RewardFailures, Scores
-from trainer.rewards.store import RewardStore
-from trainer.rewards.values import Parts
+from trainer.rewards.terms import RewardInput
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,9 @@ class Playing:
         store: of rewards. It is not used with an environment, which gives the rewards itself.
     """
 
-    def __init__(self, cfg: Config, fleet: Fleet, tokenizer: Any, stop_tokens: tuple[int, ...], store: RewardStore):
+    def __init__(
+        self, cfg: Config, fleet: EnginePool, tokenizer: Any, stop_tokens: tuple[int, ...], store: RewardCache
+    ):
         self.cfg = cfg
         self.fleet = fleet
         self._stop_tokens = stop_tokens

@@ -17,16 +17,16 @@ from trainer.algorithms import shape_rewards
 from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
 from trainer.data.ledger import Draw, Ledger
-from trainer.data.rollouts import write_conversations, write_rollouts
+from trainer.data.rollout_io import write_conversations, write_rollouts
 from trainer.data.row_digest import digest_rows
-from trainer.environments.play import Attempt
+from trainer.environments.episode_runner import Attempt
 from trainer.episodes import Episode
-from trainer.generation.fleet import Fleet
+from trainer.generation.engine_pool import EnginePool
+from trainer.import_utils import import_function
 from trainer.metrics.samples import Transcript, draw, split_conversation
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import stop_token_ids
-from trainer.plugins import import_function
-from trainer.rewards.store import RewardStore
+from trainer.rewards.cache import RewardCache
 from trainer.sources.evaluation import Evaluation
 from trainer.sources.playing import Judged, Playing, known_parts, means
 
@@ -96,14 +96,14 @@ class RolloutSource:
     """
 
     def __init__(
-        self, cfg: Config, fleet: Fleet, model_path: str, tokenizer: Any, timer: Timer, fence: Callable[[], None]
+        self, cfg: Config, fleet: EnginePool, model_path: str, tokenizer: Any, timer: Timer, fence: Callable[[], None]
     ):
         self.cfg = cfg
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.timer = timer
         self._fence = fence
-        store = RewardStore(cfg.trainer.run_dir, fence)
+        store = RewardCache(cfg.trainer.run_dir, fence)
         self._playing = Playing(cfg, fleet, tokenizer, stop_token_ids(model_path, tokenizer), store)
         train = read_prompts(cfg, "train", tokenizer)
         self.prompts, self._dropped = train.prompts, train.dropped

@@ -12,9 +12,9 @@ import xxhash
 from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
 from trainer.data.ledger import Draw, Ledger
 from trainer.episodes import Episode, Sample
-from trainer.keyed import permutation
 from trainer.metrics.best import compared_by
 from trainer.metrics.samples import Transcript
+from trainer.seeding import permutation
 
 _NAMES = {"policy/loss": "sft/loss", "policy/kl": "sft/kl", "policy/clip_frac": "sft/clip_frac"}
 

@@ -14,7 +14,7 @@ from trainer.config.hydra import DIRECTION
 from trainer.config.launched import prepare_notes
 from trainer.errors import UserError
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.output import show
+from trainer.process.log_setup import show
 from trainer.redaction import redact_command, redact_text
 
 if TYPE_CHECKING:

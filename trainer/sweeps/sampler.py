@@ -10,7 +10,7 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from trainer.keyed import key
+from trainer.seeding import derive_seed
 
 
 class KeyedTPESampler(BaseSampler):
@@ -37,5 +37,5 @@ class KeyedTPESampler(BaseSampler):
 
     def sample_independent(self, study: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:
         """Return TPE's value for the parameter `name`."""
-        seed = key(f"{self._seed}:{trial.number}:{name}") % 2**32
+        seed = derive_seed(f"{self._seed}:{trial.number}:{name}") % 2**32
         return TPESampler(seed=seed, **self._options).sample_independent(study, trial, name, distribution)

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.documents import is_count, parse_object
 from trainer.errors import NonFiniteError, UserError
+from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_tokens, quadratic_cost
 from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, mini_batches, select, take_rows
 from trainer.parallel.layout import Layout
-from trainer.parallel.planning import Rows, plan_micro_batches
+from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import reshard
-from trainer.workers.saving import StateFiles
+from trainer.workers.async_saver import StateFiles
 
 LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """Maps a micro-batch to its share of the mini-batch's loss, and its shares of the metrics."""

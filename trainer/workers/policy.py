@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
 from trainer.config import LOSS, Config, aggregation_of, chosen_options
-from trainer.models.export_live import export_tensors, merged_tensors, plan_layout, write_safetensors
+from trainer.files.shared_memory import SharedDirectory, check_room
+from trainer.models.export_sharded import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
-from trainer.shared_memory import SharedDirectory, check_room
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20

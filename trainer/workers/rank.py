@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Config, FSDPConfig
-from trainer.errors import AGAIN, UserError, WorkerError
-from trainer.keyed import key
+from trainer.errors import RESTART_HINT, UserError, WorkerError
+from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_critic
 from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
+from trainer.parallel.measure_flops import measure_peak, measure_speed
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
-from trainer.parallel.peak import measure_peak, measure_speed
 from trainer.parallel.rng import seed_rng
 from trainer.parallel.shard import param_dtype
-from trainer.shared_memory import clear_abandoned
+from trainer.seeding import derive_seed
+from trainer.workers.async_saver import AsyncSaver, StateFiles
 from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
 from trainer.workers.critic import CriticWorker
-from trainer.workers.gpu_room import GpuRoom, engine_problem, rank_problem
-from trainer.workers.parking import ParkingPlace
+from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
+from trainer.workers.offload import OffloadBuffer
 from trainer.workers.policy import PolicyWorker, ReferenceWorker
-from trainer.workers.saving import BackgroundSaver, StateFiles
 
 _WITH_OPTIMIZER = ("update", "load")
 """Methods of workers that need the states of the optimizers."""
@@ -53,8 +53,8 @@ class Rank:
         self.device = device
         self.roles: dict[str, ModelWorker] = {}
         self.layout: Layout | None = None
-        self.saver: BackgroundSaver | None = None
-        self._parking: dict[str, ParkingPlace] = {}
+        self.saver: AsyncSaver | None = None
+        self._parking: dict[str, OffloadBuffer] = {}
         self._engine_has_fit = False  # beside this rank at its full size
 
     def find_address(self, host: str, port: int = 0) -> str:
@@ -77,9 +77,9 @@ class Rank:
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
         t = self.cfg.trainer
         self.layout = Layout(self.device, t.replicas, t.context_parallel, t.tensor_parallel)
-        self.saver = BackgroundSaver(SideGroup(), self.device)
+        self.saver = AsyncSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
-        seed_rng(key(t.seed, "rank", self.layout.data_rank))
+        seed_rng(derive_seed(t.seed, "rank", self.layout.data_rank))
 
     def build(self, roles: list[str], model_path: str, critic_path: str | None = None) -> None:
         """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`.
@@ -139,10 +139,10 @@ class Rank:
         """Call `method` of `value` in this process. Not a collective. Other methods may run meanwhile."""
         return getattr(value, method)(*args)
 
-    def take_blocked(self) -> float:
+    def pop_stall_seconds(self) -> float:
         """Return the seconds that optimizer steps have waited for a save since the last call."""
         assert self.saver is not None, "connect first"
-        return self.saver.take_blocked()
+        return self.saver.pop_stall_seconds()
 
     def read_files(self, model_path: str) -> None:
         """Read this rank's share of the model's files, so that they are in host memory when `build` needs them.
@@ -189,11 +189,11 @@ class Rank:
     def _check_engine(self, needed: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
         growth = sum(worker.optimizer_growth() for worker in trained) if self.cfg.trainer.offload == "none" else 0
-        problem = engine_problem(needed, growth, GpuRoom(*torch.cuda.mem_get_info()), self.cfg)
+        problem = engine_problem(needed, growth, GpuMemory(*torch.cuda.mem_get_info()), self.cfg)
         if problem is None:
             self._engine_has_fit |= growth == 0
         elif self._engine_has_fit:  # then another program has taken the room
-            raise WorkerError(problem, AGAIN, "occupied")
+            raise WorkerError(problem, RESTART_HINT, "occupied")
         else:
             raise UserError(problem)
 
@@ -202,7 +202,7 @@ class Rank:
         if role not in self._parking:
             # A save holds all that is trained. Frozen weights beside it need memory of their own.
             is_saved = not self.roles[role].has_frozen_weights
-            self._parking[role] = ParkingPlace(self.saver.memory(role) if is_saved else self.saver.more_memory())
+            self._parking[role] = OffloadBuffer(self.saver.memory(role) if is_saved else self.saver.more_memory())
         try:
             self._parking[role].park(weights, states)
         except OSError as error:
@@ -223,7 +223,7 @@ class Rank:
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             problem = rank_problem(parked, torch.cuda.mem_get_info()[0] + cached, self.cfg)
             if problem is not None:
-                raise WorkerError(problem, AGAIN, "occupied")
+                raise WorkerError(problem, RESTART_HINT, "occupied")
         for place in self._parking.values():
             place.restore(optimizer)
 

@@ -15,7 +15,7 @@ from tests.cpu.jobs.test_closed_jobs import reach
 from tests.support.buckets import s3_variables
 from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_forked_job, run_job
 from tests.support.nodes import Node, Nodes
-from trainer.incidents import read_incidents
+from trainer.process.failure_log import read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -27,7 +27,7 @@ from tests.support.jobs import (
     wait_until,
 )
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.incidents import read_incidents
+from trainer.process.failure_log import read_incidents
 
 pytestmark = pytest.mark.early
 

@@ -15,7 +15,7 @@ from tests.support.judges import Answer, Server, rewards, serving
 from tests.support.killed_jobs import CONFIG, STEPS, run_killed, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
-from trainer.rewards.store import STORE_FILE, key_of
+from trainer.rewards.cache import STORE_FILE, key_of
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 

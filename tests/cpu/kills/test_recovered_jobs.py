@@ -20,8 +20,8 @@ from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, run_until
 from trainer.checkpoint.store import open_store
 from trainer.config import TinyConfig
-from trainer.incidents import read_incidents
 from trainer.models.tiny import build_tiny
+from trainer.process.failure_log import read_incidents
 
 pytestmark = pytest.mark.slow
 

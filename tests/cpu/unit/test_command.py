@@ -89,7 +89,7 @@ def test_a_job_handles_signals_before_it_imports_anything_else(command):
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {COMMANDS[command][0]!r}:\n"
         "            ours = {name for name in sys.modules if name.startswith('trainer.')}\n"
-        "            assert ours == {'trainer.__main__', 'trainer.signals', 'trainer.errors'}, ours\n"
+        "            assert ours == {'trainer.__main__', 'trainer.process', 'trainer.process.signals', 'trainer.errors'}, ours\n"
         "            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None)\n"
         "            sys.exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"

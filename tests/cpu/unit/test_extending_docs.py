@@ -20,14 +20,14 @@ from tests.support.rewards import reward_pool, score
 from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
 from trainer.algorithms.check import check_functions
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.environments import Environment
 from trainer.environments.pool import EnvironmentPool, Session
 from trainer.generation.engine import Engine, Request, Sampling
-from trainer.generation.fleet import Fleet
-from trainer.plugins import import_function, options_of
+from trainer.generation.engine_pool import EnginePool
+from trainer.import_utils import import_function, options_of
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
 
@@ -139,7 +139,7 @@ def test_the_engine(module, tmp_path, monkeypatch):
     requests = [Request([5, 6, 7, 8], seed=1), Request([9], seed=2)]
     with LocalCluster(cfg, "cpu") as cluster:
         ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
-        fleet = Fleet(cfg, cluster, ranks, cfg.model.path)
+        fleet = EnginePool(cfg, cluster, ranks, cfg.model.path)
         fleet.start(version=1, fresh=True)
         assert [c.token_ids.tolist() for c in fleet.generate(requests, sampling)] == [[5, 6, 7], [9]]
         fleet.sync_weights(2)
@@ -167,7 +167,7 @@ def test_the_source_of_episodes(tmp_path):
             trainer = toy_trainer(cfg, directory, tmp_path / "model")
             trainer.source = given["RecordedEpisodes"](episodes, size=3)
             trainer.fit()
-        return SimpleNamespace(number=trainer.learner.ranks.number, source=trainer.source)
+        return SimpleNamespace(number=trainer.learner.train_workers.number, source=trainer.source)
 
     whole = run(tmp_path / "whole", 5)
     run(tmp_path / "stopped", 2)

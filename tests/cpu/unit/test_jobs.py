@@ -15,9 +15,9 @@ from tests.support.runs import configured, save_steps
 from trainer.config import Config, DataConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.jobs import _cached_model, _check_inputs, _open, prepare_model
-from trainer.keyed import key
+from trainer.process.signals import Stopped
 from trainer.run.stopping import StopRequest
-from trainer.signals import Stopped
+from trainer.seeding import derive_seed
 
 
 def on_files(tmp_path) -> Config:
@@ -75,7 +75,7 @@ def test_without_start_accuracy_the_embedded_model_has_the_name_that_earlier_ver
     del tiny["start_accuracy"]
     data = dataclasses.asdict(cfg.data) | {"val_files": [], "val_size": -1}
     recipe = json.dumps({"tiny": tiny, "sft": dataclasses.asdict(cfg.sft), "data": data}, sort_keys=True)
-    assert _cached_model(cfg) == os.path.join(cfg.model.cache_dir, f"tiny-{key(recipe):016x}") != usual
+    assert _cached_model(cfg) == os.path.join(cfg.model.cache_dir, f"tiny-{derive_seed(recipe):016x}") != usual
 
 
 class StopAfter(StopRequest):

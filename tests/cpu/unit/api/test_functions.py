@@ -63,7 +63,9 @@ def test_another_process_imports_a_pickled_function_with_what_it_refers_to(tmp_p
 
     path, data = describe_function("reward", score)
     write_functions(str(tmp_path), {"reward": ("score", data)})
-    code = f"from trainer.plugins import import_function; print(import_function({path!r}, 'reward.name')('eel', ''))"
+    code = (
+        f"from trainer.import_utils import import_function; print(import_function({path!r}, 'reward.name')('eel', ''))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
     )

@@ -15,8 +15,8 @@ import trainer
 from tests.support.jobs import environment
 from trainer import RunFailed, RunStopped, UserError, train
 from trainer.api.running import _conclude, _with_functions
+from trainer.process.signals import HANDLED, killed
 from trainer.rewards.functions import gsm8k
-from trainer.signals import HANDLED, killed
 
 PLACES = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/exports"}
 

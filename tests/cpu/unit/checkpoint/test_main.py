@@ -17,7 +17,7 @@ from tests.support.checkpoints import manager, save
 from trainer.checkpoint import record
 from trainer.checkpoint.__main__ import chosen, main
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import DamagedError
+from trainer.checkpoint.manifest import CorruptCheckpointError
 
 ROOT = Path(__file__).parents[4]
 
@@ -125,7 +125,7 @@ def test_the_best_and_the_latest_checkpoint_are_marked(mode, best, tmp_path, cap
     assert "     0.75  sizes" in lines[2] and lines[6] == "score: val/accuracy at that step"
     assert chosen(str(tmp_path), None, best=True)[0].step == best and chosen(str(tmp_path), 3, best=False)[0].step == 3
     flip_a_byte(tmp_path, best)
-    with pytest.raises(DamagedError, match=f"global_step_{best}: weights/shard does not have the content"):
+    with pytest.raises(CorruptCheckpointError, match=f"global_step_{best}: weights/shard does not have the content"):
         chosen(str(tmp_path), None, best=True)
 
 

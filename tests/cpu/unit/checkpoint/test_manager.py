@@ -18,14 +18,14 @@ import pytest
 
 from tests.support.checkpoints import hidden, manager, parts_of, save
 from tests.support.jobs import wait_until
+from trainer.checkpoint.components import Component, json_part
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import FileEntry, verify
-from trainer.checkpoint.parts import Part, json_part
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import CheckpointFiles
-from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
 
 
 def test_a_load_restores_the_saved_state(tmp_path):
@@ -51,7 +51,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
         begun.append(draft)
         return lambda: [] if may_write.wait(10) else []
 
-    parts = [*parts_of(state), Part("slow", begin)]
+    parts = [*parts_of(state), Component("slow", begin)]
     checkpoints.save(1, parts, {})
     state["n"] = 2
     assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.outcomes() == []
@@ -75,7 +75,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_pat
     def finish():
         raise OSError("No space left on device")
 
-    broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Part("full", lambda draft: finish)], {})
+    broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", lambda draft: finish)], {})
     broken.wait()
     (outcome,) = broken.outcomes()
     assert outcome.error == "No space left on device"
@@ -112,7 +112,7 @@ def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_pat
         drafts.append(draft)
         raise OSError("No space left on device")
 
-    checkpoints.save(1, [*parts_of({"n": 1, "bytes": b"abc"}), Part("full", begin)], {})
+    checkpoints.save(1, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", begin)], {})
     (outcome,) = checkpoints.outcomes()
     assert outcome.error is not None and hidden(tmp_path) == []
     os.makedirs(drafts[0].path)
@@ -131,7 +131,7 @@ def test_parts_that_have_begun_end_before_a_save_that_cannot_begin_has_failed(tm
     def fail(draft: CheckpointFiles):
         raise OSError("No space left on device")
 
-    checkpoints.save(1, [Part("slow", begin), Part("full", fail), Part("never", begin)], {})
+    checkpoints.save(1, [Component("slow", begin), Component("full", fail), Component("never", begin)], {})
     assert len(ended) == 1 and not checkpoints.saving
     (outcome,) = checkpoints.outcomes()
     assert (outcome.step, outcome.error) == (1, "No space left on device")
@@ -143,8 +143,10 @@ def test_a_large_part_is_not_loaded_once_a_small_one_is_refused(tmp_path):
     def refuse(*_: object) -> None:
         raise UserError("another seed")
 
-    def part(name: str, is_large: bool, load=lambda *_: None) -> Part:
-        return Part(name, lambda draft: list, lambda *given: (loaded.append(name), load(*given)), is_large=is_large)
+    def part(name: str, is_large: bool, load=lambda *_: None) -> Component:
+        return Component(
+            name, lambda draft: list, lambda *given: (loaded.append(name), load(*given)), is_large=is_large
+        )
 
     parts = [part("models", True), part("data", False, refuse), part("state", False), part("seed", False, refuse)]
     checkpoints = manager(tmp_path)
@@ -172,7 +174,7 @@ def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
     def begin(draft: CheckpointFiles):
         return lambda: shutil.rmtree(draft.path) or []
 
-    checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Part("vandal", begin)], {})
+    checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("vandal", begin)], {})
     checkpoints.wait()
     (outcome,) = checkpoints.outcomes()
     assert outcome.error is not None and "No such file" in outcome.error
@@ -318,7 +320,7 @@ def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_i
 
         return write
 
-    path = save(checkpoints, 3, [Part("plain", begin), json_part("counters", lambda: {"n": 1}, lambda _: None)])
+    path = save(checkpoints, 3, [Component("plain", begin), json_part("counters", lambda: {"n": 1}, lambda _: None)])
     verify(path)
     commit = calls.index(("rename", path))
     (writing,) = {Path(name).parent for kind, name in calls if kind == "rename" and name.endswith("manifest.json")}

@@ -20,9 +20,9 @@ from tests.support.opened import opened_files
 from tests.support.ranks import run_ranks
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.manifest import DamagedError, verify
-from trainer.documents import is_count
+from trainer.checkpoint.manifest import CorruptCheckpointError, verify
 from trainer.errors import UserError
+from trainer.files.documents import is_count
 from trainer.workers.rank import Rank
 
 FILES = ("manifest.json", "trainer_state.json", "policy/.metadata", "policy/__0_0.distcp", "policy/extra.json")
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_noticed_and_an_older_state_restored(
     found = checkpoints.latest()
     assert (found.path, found.step) == (str(root / f"global_step_{n}"), n)
     if not untouched:
-        with pytest.raises(DamagedError) as error:
+        with pytest.raises(CorruptCheckpointError) as error:
             verify(str(root / "global_step_2"))
         assert any(file in str(error.value) for file in (name, other, "manifest.json"))
     checkpoints.load(found, sharded_parts(state))
@@ -85,7 +85,7 @@ def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path, evil):
     content = {"step": 1, "parts": [], "saved_at": "2026-01-01T00:00:00+00:00", "parent_step": None}
     (checkpoint / "manifest.json").write_bytes(manifests.dump(content, [entry]))
     for level in ("off", "size", "hash"):
-        with pytest.raises(DamagedError, match="not inside the checkpoint"):
+        with pytest.raises(CorruptCheckpointError, match="not inside the checkpoint"):
             verify(str(checkpoint), level)
 
 
@@ -100,7 +100,7 @@ def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path):
         for level in manifests.VERIFY:
             try:
                 verify(str(tmp_path / "global_step_1"), level)
-            except DamagedError as error:
+            except CorruptCheckpointError as error:
                 assert "weights/shard" in str(error)
                 found.setdefault(content, []).append(level)
     sizes = ["hash", "size"]
@@ -145,7 +145,7 @@ def test_a_manifest_of_any_shape_is_valid_or_damaged(real_run, tmp_path, capsys,
     for level in ("off", "size", "hash"):
         try:
             valid[level] = verify(str(checkpoint), level) is not None
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             valid[level] = False
             assert str(checkpoint) in str(error)
     for arguments in (["ls", str(run_dir)], ["verify", str(run_dir), "--json"], ["show", str(checkpoint)]):
@@ -185,7 +185,7 @@ def test_a_manifest_without_files_is_not_valid(run_dir):
     checkpoint = run_dir / "checkpoints/global_step_2"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     rewrite(checkpoint, manifest | {"files": []})
-    with pytest.raises(DamagedError, match="names no file"):
+    with pytest.raises(CorruptCheckpointError, match="names no file"):
         verify(str(checkpoint), "off")
     assert resume(run_dir) == 1
 
@@ -219,5 +219,5 @@ def test_a_shard_that_is_no_file_is_refused_before_it_is_read(run_dir, level, ki
         file.symlink_to("/dev/zero")
     else:
         file.mkdir()
-    with pytest.raises(DamagedError, match="data.json.*is not inside the checkpoint, or is no file"):
+    with pytest.raises(CorruptCheckpointError, match="data.json.*is not inside the checkpoint, or is no file"):
         verify(str(checkpoint), level)

@@ -18,13 +18,13 @@ from tests.support.checkpoints import parts_of, save
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.components import Component
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import DamagedError, FileEntry
-from trainer.checkpoint.parts import Part
+from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles, open_store
-from trainer.durable import digest_bytes
+from trainer.files.atomic_io import digest_bytes
 from trainer.run.directory import RunDirectory
 
 
@@ -84,7 +84,7 @@ def test_damage_in_the_store_is_noticed(root):
     save(checkpoints, 2)
     newest = manifests.read(checkpoints.store.path(2))
     newest.files.write("weights/shard", b"abd")
-    with pytest.raises(DamagedError, match="weights/shard does not have the content"):
+    with pytest.raises(CorruptCheckpointError, match="weights/shard does not have the content"):
         manifests.verify(newest.path)
     assert checkpoints.latest().step == 1
 
@@ -130,7 +130,7 @@ def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, server, mo
         written = run_ranks(2, write_sharded, draft.path, environment)
         return lambda: [FileEntry(**entry) for entries in written for entry in entries]
 
-    checkpoint = manifests.verify(save(checkpoints, 1, [Part("models", write)]))
+    checkpoint = manifests.verify(save(checkpoints, 1, [Component("models", write)]))
     shards = [entry.path for entry in checkpoint.entries if entry.path.endswith(".distcp")]
     assert shards == ["policy/__0_0.distcp", "policy/__1_0.distcp"]
     (one,) = run_ranks(1, read_sharded, checkpoint.files.path, environment)

@@ -15,12 +15,12 @@ from huggingface_hub import constants
 
 from tests.support.odd_files import rewrite
 from tests.support.runs import OpenRun, settings
-from trainer.checkpoint.parts import config_part, json_part
+from trainer.checkpoint.components import config_part, json_part
 from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_part
 from trainer.config import DataConfig
 from trainer.data.datasets import read_examples
 from trainer.errors import UserError
-from trainer.hub import pin, pinned, revision_of
+from trainer.files.hf_hub import pin, pinned, revision_of
 from trainer.models.files import resolve_model_path
 
 COMMITS = "a" * 40, "b" * 40

@@ -45,7 +45,7 @@ def test_a_request_that_fails_is_sent_again(root, faults, fault):
 @pytest.mark.timeout(50)
 def test_a_store_from_which_no_packet_comes_back_is_given_up_soon(monkeypatch):
     """The queue of the server is full, so it drops what arrives. fsspec's users may set another time."""
-    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 1)
+    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
         for _ in range(4):
@@ -115,7 +115,7 @@ def test_a_store_that_does_not_answer_makes_no_checkpoint_damaged(root, faults, 
     checkpoints = CheckpointManager(open_store(root))
     for step in (1, 2):
         save(checkpoints, step)
-    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
+    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
     faults.plan = lambda method, path: ERROR if "global_step_2/files" in path else PASS
     with pytest.raises(
         StoreError, match="^trainer.resume_mode=latest: .*/global_step_2: the object store fails .* move it"

@@ -20,15 +20,15 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
-from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
 from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture
 def root(bucket_behind_proxy, monkeypatch) -> str:
     """An empty prefix of a store that is tried twice."""
-    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
+    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
     return f"{bucket_behind_proxy}/run"
 
 

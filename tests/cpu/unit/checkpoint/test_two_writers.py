@@ -23,7 +23,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import CheckpointStore, open_store
-from trainer.durable import digest_bytes
+from trainer.files.atomic_io import digest_bytes
 
 STEPS, FILES = (1, 2), ("a", "folder/b")
 WRITER, STEP, CHOICE = st.sampled_from((0, 1)), st.sampled_from(STEPS), st.booleans()
@@ -157,7 +157,7 @@ def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults
 
 
 def test_an_object_store_holds_the_older_or_the_newer_state(bucket_behind_proxy, faults, monkeypatch):
-    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 2)
+    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
     outcomes: deque[str] = deque()
     faults.plan = lambda method, path: outcomes.popleft() if outcomes else PASS
     try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, faults, examples=8)

@@ -21,8 +21,8 @@ from tests.support.templates import ESCAPES
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.safe_dcp import load_metadata
 from trainer.config import ModelConfig
-from trainer.durable import digest_bytes
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
 from trainer.models.files import load_config
 from trainer.models.tokenizer import load_tokenizer
 from trainer.workers.rank import Rank

@@ -78,7 +78,7 @@ def test_no_credential_is_printed_or_saved(s3, capsys, caplog, tmp_path, tmp_pat
     root = make_bucket("secrets") + "/run"
     toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=2), tmp_path_factory.mktemp("start"))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("trainer.checkpoint.bucket._TRIES", 1)
+    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 1)
     use_s3(monkeypatch, f"http://user:{SECRET}@127.0.0.1:9")
     status, printed = run(capsys, "verify", f"{root}/global_step_1")
     assert status == 2 and "the object store fails" in printed

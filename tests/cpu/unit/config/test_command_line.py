@@ -206,7 +206,7 @@ WRITING = """
 import os, sys
 from trainer.config.command_line import run_app
 from trainer.config.schema import LoggerConfig
-from trainer.durable import write_file
+from trainer.files.atomic_io import write_file
 from trainer.metrics.samples import Transcript, write_validation
 from trainer.metrics.tracker import Tracker
 

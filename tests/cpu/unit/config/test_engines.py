@@ -7,7 +7,7 @@ import pytest
 from trainer.config import ENGINES, Config
 from trainer.config.engines import engines_with
 from trainer.config.fields import walk_keys
-from trainer.plugins import import_function
+from trainer.import_utils import import_function
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -15,7 +15,7 @@ import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import check_files, load_prompts, load_rows, read_examples, read_rows
-from trainer.data.examples import load_train
+from trainer.data.sft_dataset import load_train
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.config_keys import ALLOWED, LEDGER
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import Prompt, load_prompts
-from trainer.data.examples import load_train
 from trainer.data.ledger import Draw, Ledger
-from trainer.data.rollouts import write_rollouts
+from trainer.data.rollout_io import write_rollouts
+from trainer.data.sft_dataset import load_train
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data import examples, limits
+from trainer.data import limits, sft_dataset
 from trainer.data.datasets import load_prompts
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -75,8 +75,8 @@ def test_a_prompt_that_is_far_too_long_is_dropped_without_tokenising_it(tokenize
 @pytest.mark.parametrize("example", [{"prompt": LONG, "answer": "1"}, {"prompt": "2", "answer": LONG}])
 @pytest.mark.parametrize("roles", [["assistant"], ["assistant", "user"]])
 def test_of_a_long_example_its_beginning_is_tokenised(tokenizer, example, roles):
-    cut = examples.encode(example, NeverLong(tokenizer), None, SFTConfig(max_length=200, train_on=roles))
+    cut = sft_dataset.encode(example, NeverLong(tokenizer), None, SFTConfig(max_length=200, train_on=roles))
     short = {key: value[:1000] for key, value in example.items()}
-    whole = examples.encode(short, tokenizer, None, SFTConfig(max_length=200, train_on=roles))
+    whole = sft_dataset.encode(short, tokenizer, None, SFTConfig(max_length=200, train_on=roles))
     assert cut.token_ids.tolist() == whole.token_ids.tolist() and len(cut.token_ids) == 200
     assert cut.mask.tolist() == whole.mask.tolist()

@@ -16,7 +16,7 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.base import Step
 from trainer.environments.pool import EnvironmentPool, Session
 from trainer.errors import WorkerError
-from trainer.incidents import INCIDENTS, read_incidents
+from trainer.process.failure_log import INCIDENTS, read_incidents
 
 LIMIT_S = 2.0
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.engines import RemoteEngine, start_vllm, vllm_launcher
 from tests.support.generation import ROLLOUT
-from trainer.cluster.launcher import Launcher
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.fork_server import ProcessLauncher
+from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, TinyConfig
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
@@ -35,7 +35,7 @@ def model_paths(tmp_path_factory) -> dict[bool, str]:
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
+def launcher() -> Iterator[ProcessLauncher]:
     with vllm_launcher() as launcher:
         yield launcher
 

@@ -26,16 +26,16 @@ from tests.support.generation import (
     make_requests,
     tokens_of,
 )
-from trainer.cluster.local import LocalCluster
+from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, RolloutConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.fleet import Fleet
+from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
-from trainer.keyed import key
-from trainer.learner.ranks import Ranks
+from trainer.learner.train_workers import TrainWorkers
 from trainer.parallel.batching import Batch
+from trainer.seeding import derive_seed
 
 pytestmark = pytest.mark.early
 
@@ -89,7 +89,7 @@ def test_another_seed_draws_other_tokens(engine):
 def test_frequencies_follow_the_distribution(engine, trained):
     draws, bins = 3000, 20
     prompt = make_requests(1)[0].prompt_token_ids
-    requests = [Request(prompt, key(1, "completion", 1, "prompt", j)) for j in range(draws)]
+    requests = [Request(prompt, derive_seed(1, "completion", 1, "prompt", j)) for j in range(draws)]
     sampling = Sampling(1.0, 1.0, -1, 1, ())
     tokens = np.array([c.token_ids[0] for c in engine.generate(requests, sampling)])
 
@@ -228,9 +228,9 @@ def job(launcher) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def ranks(job, tied, model_paths) -> Ranks:
+def ranks(job, tied, model_paths) -> TrainWorkers:
     """Two ranks that hold a policy, sharded."""
-    ranks = Ranks(job.cfg, job)
+    ranks = TrainWorkers(job.cfg, job)
     ranks.connect()
     ranks.build(model_paths[tied])
     return ranks
@@ -250,7 +250,7 @@ def experience(step: int) -> Batch:
     }
 
 
-def assert_same_as_old_logprobs(ranks: Ranks, requests: list[Request], completions: list[Completion]) -> None:
+def assert_same_as_old_logprobs(ranks: TrainWorkers, requests: list[Request], completions: list[Completion]) -> None:
     """The engine's log-probs are those that the ranks compute for the update."""
     rows = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
     ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
@@ -268,7 +268,7 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
     """A fleet of two engines of vLLM, and one of transformers. Prompts of several cache blocks, the same before and
     after each sync, as a stale cache would show."""
     cfg = dataclasses.replace(job.cfg, rollout=dataclasses.replace(job.cfg.rollout, weight_sync=way))
-    fleet = Fleet(cfg, job, ranks, model_paths[tied])
+    fleet = EnginePool(cfg, job, ranks, model_paths[tied])
     fallback = TransformersEngine(model_paths[tied], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
     model = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32).eval()
     rng = random.Random(3)

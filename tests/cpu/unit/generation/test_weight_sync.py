@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.support.weights import BUCKET, assert_equal, make_weights
 from trainer.generation import gpu_ipc
 from trainer.generation.gpu_ipc import connect
-from trainer.generation.weight_sync import Broadcast, Channel, Ipc
+from trainer.generation.weight_sync import Broadcast, Ipc, WeightTransferGroup
 
 WAIT_S = 60.0
 
@@ -67,8 +67,8 @@ def test_the_next_tensors_are_gathered_while_a_bucket_is_broadcast(tmp_path):
     """The receiver takes the first bucket after the second one was gathered."""
     gathered, source = threading.Event(), broadcast(tmp_path)
     with ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(lambda: Channel(source, sender=True).send(in_two_buckets(gathered)))
-        channel = Channel(source, sender=False)
+        sending = thread.submit(lambda: WeightTransferGroup(source, sender=True).send(in_two_buckets(gathered)))
+        channel = WeightTransferGroup(source, sender=False)
         assert gathered.wait(WAIT_S)
         assert [name for name, _ in channel.receive()] == ["a", "b"]
         sending.result()

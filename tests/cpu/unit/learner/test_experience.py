@@ -15,13 +15,13 @@ from trainer.episodes import Sample
 from trainer.learner.experience import (
     add_advantages,
     build_batch,
-    choose_taught,
+    choose_learnable_rows,
     correct_rollouts,
-    describe_agreement,
     describe_rewards,
     explained_variance,
     join_samples,
-    leave_out_rows,
+    logprob_mismatch,
+    mask_rows,
     split_samples,
 )
 
@@ -93,7 +93,7 @@ def test_metrics_of_a_step_by_hand():
     engine[2, 4] = -3.0
     given = batch(old_logprobs=ours, rollout_logprobs=engine)
     status = ["stop", "stop", "length", "stop"]
-    found = describe_rewards(given, np.array([1.0, 0.0, 0.75, 0.25]), status) | describe_agreement(given)
+    found = describe_rewards(given, np.array([1.0, 0.0, 0.75, 0.25]), status) | logprob_mismatch(given)
     expected = {
         "reward/mean": 0.5, "reward/std": np.sqrt(0.15625), "reward/zero_std_frac": 0.0, "response_length/mean": 2.5,
         "response_length/max": 4.0, "response_length/clip_ratio": 0.25, "rollout/logprob_diff_mean": 0.65,
@@ -141,9 +141,9 @@ def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
 def test_rows_that_are_left_out_have_no_mask():
     status = ["stop", "stop", "length", "stop"]
     rewards = np.array([1.0, 1.0, 1.0, 0.0])
-    kept = leave_out_rows(batch(), rewards, status, AlgorithmConfig(filter_zero_variance=True))["mask"]
+    kept = mask_rows(batch(), rewards, status, AlgorithmConfig(filter_zero_variance=True))["mask"]
     assert kept.any(axis=1).tolist() == [False, False, True, True]
-    kept = leave_out_rows(batch(), rewards, status, AlgorithmConfig(overlong_masking=True))["mask"]
+    kept = mask_rows(batch(), rewards, status, AlgorithmConfig(overlong_masking=True))["mask"]
     assert kept.any(axis=1).tolist() == [True, True, False, True]
 
 
@@ -162,8 +162,8 @@ def test_rows_whose_reward_failed_change_nothing_for_the_others(estimator):
     a = AlgorithmConfig(advantage_estimator=estimator)
 
     def learnt(batch: dict, rewards: np.ndarray, baselines: np.ndarray, known: np.ndarray) -> tuple:
-        taught = choose_taught(batch, rewards, known, a, 0.0)
-        done = leave_out_rows(
+        taught = choose_learnable_rows(batch, rewards, known, a, 0.0)
+        done = mask_rows(
             add_advantages(batch, rewards, a, 0.0, baselines, taught), rewards, ["stop"] * len(rewards), a, taught
         )
         return taught, done
@@ -180,7 +180,7 @@ def test_rows_whose_reward_failed_change_nothing_for_the_others(estimator):
         assert np.array_equal(found[name][taught], expected[name]), name
         assert not found[name][~taught].any()
     everything, done = learnt(given, rewards, baselines, np.ones(9, bool))
-    plain = leave_out_rows(add_advantages(given, rewards, a, 0.0, baselines), rewards, ["stop"] * 9, a)
+    plain = mask_rows(add_advantages(given, rewards, a, 0.0, baselines), rewards, ["stop"] * 9, a)
     assert everything.all() and all(np.array_equal(done[name], plain[name]) for name in plain)
     nothing, done = learnt(given, rewards, baselines, np.zeros(9, bool))
     assert not nothing.any() and not any(done[name].any() for name in ("mask", "advantages", "returns"))
@@ -195,22 +195,24 @@ def test_rows_that_failed_count_in_no_metric_of_the_rewards_and_hide_no_equal_gr
     assert none["reward/zero_std_frac"] == 1.0 and not {"reward/mean", "reward/std"} & set(none)
     equal = np.array([1.0, 0.0, 1.0, 1.0])
     a = AlgorithmConfig(filter_zero_variance=True, advantage_estimator="reinforce_plus_plus")
-    assert not leave_out_rows(batch(), equal, ["stop"] * 4, a, known)["mask"].any(), "a failed reward is no 0"
+    assert not mask_rows(batch(), equal, ["stop"] * 4, a, known)["mask"].any(), "a failed reward is no 0"
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_reward_that_its_penalties_take_out_of_the_range_is_left_out(caplog, sign):
     rewards = np.array([-1e12 - 5e5, 0.0, 1.0, 0.0])
     a = AlgorithmConfig(overlong_buffer=2, overlong_factor=5e5, advantage_estimator="reward")
-    assert choose_taught(batch(), rewards, np.ones(4, bool), a, 0.0).tolist() == [False, True, True, True]
+    assert choose_learnable_rows(batch(), rewards, np.ones(4, bool), a, 0.0).tolist() == [False, True, True, True]
     assert "1 rewards are left out: with the penalties" in caplog.text
     far = np.zeros((4, 5), np.float32)
     far[2, 1:] = -1e6 * sign
     a = AlgorithmConfig(kl_in="reward", kl_estimator="k1", advantage_estimator="reward")
-    taught = choose_taught(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7)
+    taught = choose_learnable_rows(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7)
     assert taught.tolist() == [True, True, False, True]
     far[2, 1] = np.nan
-    assert choose_taught(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7).all(), "the loss ends the run"
+    assert choose_learnable_rows(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7).all(), (
+        "the loss ends the run"
+    )
 
 
 def test_explained_variance_is_that_of_scikit_learn():
@@ -268,7 +270,7 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
         algorithm.overlong_factor,
     ).numpy()
     corrected, _ = correct_rollouts(add_advantages(batch, rewards, algorithm), algorithm)
-    return leave_out_rows(corrected, rewards, status, algorithm)
+    return mask_rows(corrected, rewards, status, algorithm)
 
 
 @pytest.mark.parametrize("key, value, before", EXPERIENCE_CHANGES, ids=[key for key, *_ in EXPERIENCE_CHANGES])

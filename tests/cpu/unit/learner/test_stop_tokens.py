@@ -19,9 +19,9 @@ from trainer.generation.transformers_engine import TransformersEngine
 from trainer.learner.experience import (
     add_advantages,
     build_batch,
-    describe_agreement,
     describe_rewards,
-    leave_out_rows,
+    logprob_mismatch,
+    mask_rows,
 )
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
@@ -69,8 +69,8 @@ def steps(rank: Rank, path: str) -> list[dict]:
         rewards = shape_rewards(zeros, lengths, MAX_TOKENS, a.overlong_buffer, a.overlong_factor).numpy()
         batch = add_advantages(batch, rewards, a, 0.0, rewards if estimator == "remax" else None)
         status = [c.finish_reason for c in completions]
-        metrics = describe_rewards(batch, rewards, status) | describe_agreement(batch)
-        batch = leave_out_rows(batch, rewards, status, a)
+        metrics = describe_rewards(batch, rewards, status) | logprob_mismatch(batch)
+        batch = mask_rows(batch, rewards, status, a)
         metrics |= {f"policy/{name}": x for name, x in rank.call("policy", "update", batch, 1).metrics.items()}
         if estimator == "gae":
             metrics |= {f"critic/{name}": x for name, x in rank.call("critic", "update", batch, 1).items()}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.metrics.health import Health
+from trainer.metrics.health import TrainingWarnings
 
 EQUAL = {"reward/zero_std_frac": 1.0, "reward/std": 0.3, "reward/mean": 0.5}
 MIXED = {"reward/zero_std_frac": 0.5, "reward/std": 0.3, "reward/mean": 0.5}
@@ -14,7 +14,7 @@ CUT, SHORT = {"response_length/clip_ratio": 0.6}, {"response_length/clip_ratio":
 BLIND, SEEING = {"critic/explained_variance": -0.1}, {"critic/explained_variance": 0.1}
 
 
-def warned(health: Health, rows: list[dict], first: int = 1) -> list[tuple[int, str]]:
+def warned(health: TrainingWarnings, rows: list[dict], first: int = 1) -> list[tuple[int, str]]:
     """The warnings of each step: its number, and the sentence."""
     return [(step, text) for step, row in enumerate(rows, start=first) for text in health.update(step, row)]
 
@@ -28,7 +28,7 @@ def warned(health: Health, rows: list[dict], first: int = 1) -> list[tuple[int, 
     ],
 )
 def test_a_cause_is_named_once_and_again_only_after_it_was_over(bad, good, steps, names):
-    health = Health(compares_completions=True)
+    health = TrainingWarnings(compares_completions=True)
     assert warned(health, [good] * 20 + [bad] * (steps - 1) + [good] + [bad] * (steps - 1) + [good] * steps) == []
     ((step, text),) = warned(health, [bad] * 30, first=100)
     assert step == 100 + steps - 1 and text.startswith("since step 100, ")
@@ -40,14 +40,14 @@ def test_a_cause_is_named_once_and_again_only_after_it_was_over(bad, good, steps
 
 
 def test_groups_of_equal_rewards_teach_an_estimator_that_does_not_compare_completions():
-    assert warned(Health(compares_completions=False), [EQUAL] * 20) == []
+    assert warned(TrainingWarnings(compares_completions=False), [EQUAL] * 20) == []
     same = {"reward/zero_std_frac": 1.0, "reward/std": 5e-17, "reward/mean": 0.1}
-    ((step, text),) = warned(Health(compares_completions=False), [same] * 20)
+    ((step, text),) = warned(TrainingWarnings(compares_completions=False), [same] * 20)
     assert step == 3 and "reward/std" in text and "rollout.temperature" in text
 
 
 def test_steps_without_a_metric_neither_show_nor_end_a_cause():
-    health = Health(compares_completions=True)
+    health = TrainingWarnings(compares_completions=True)
     assert warned(health, [CUT, {"val/accuracy": 1.0}, CUT, {}]) == []
     assert [step for step, _ in warned(health, [CUT], first=5)] == [5]
 
@@ -55,15 +55,17 @@ def test_steps_without_a_metric_neither_show_nor_end_a_cause():
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_number_that_is_not_finite_shows_no_cause(value):
     rows = [BLIND] * 9 + [{"critic/explained_variance": value}] + [BLIND] * 9
-    assert warned(Health(compares_completions=True), rows) == []
+    assert warned(TrainingWarnings(compares_completions=True), rows) == []
 
 
 @pytest.mark.parametrize("kept", range(41))
 def test_a_resumed_run_warns_as_the_undisturbed_one(kept):
     odd = {"critic/explained_variance": float("-inf")}
     rows = [EQUAL | CUT | BLIND] * 12 + [MIXED | CUT | odd] * 4 + [EQUAL | SHORT | BLIND] * 12 + [EQUAL | CUT] * 12
-    expected = warned(Health(True), rows)
+    expected = warned(TrainingWarnings(True), rows)
     assert len(expected) == 5
     lines = [{"step": step} | row for step, row in enumerate(rows, start=1)]
     logged = json.loads(json.dumps(lines).replace("-Infinity", "null"))  # as the tracker writes it
-    assert warned(Health(True, logged[:kept]), rows[kept:], first=kept + 1) == [w for w in expected if w[0] > kept]
+    assert warned(TrainingWarnings(True, logged[:kept]), rows[kept:], first=kept + 1) == [
+        w for w in expected if w[0] > kept
+    ]

@@ -93,7 +93,7 @@ import logging, select, sys, threading
 from tests.support.metrics import step_metrics
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
-from trainer.output import show_messages
+from trainer.process.log_setup import show_messages
 show_messages()
 LOG = logging.getLogger("trainer.some.module")
 threads = set(threading.enumerate())

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.metrics import make_tracker, step_metrics
 from trainer.errors import UserError
-from trainer.incidents import INCIDENTS, INFRASTRUCTURE, JOB, Incident
 from trainer.metrics.report import write_report
 from trainer.metrics.tracker import PARENT_FILE
+from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, JOB, Incident
 
 ROOT = Path(__file__).parents[4]
 

@@ -11,17 +11,17 @@ import sys
 
 import pytest
 
-from trainer.signals import SIGNALS, Stopped
-from trainer.stages import running_stage, stage
+from trainer.process.signals import SIGNALS, Stopped
+from trainer.process.startup import running_stage, stage
 
 CODE = """
 import logging, time
 from trainer.metrics import startup
-from trainer.output import show_messages
-from trainer.stages import stage
+from trainer.process.log_setup import show_messages
+from trainer.process.startup import stage
 from trainer.metrics.progress import Progress
 show_messages()
-startup._LONG_S = startup._LOOK_S = 0.05
+startup._LONG_S = startup._POLL_INTERVAL_S = 0.05
 with startup.StartUp():
     with stage("starting Ray"), stage("joining it"):
         time.sleep(0.5)

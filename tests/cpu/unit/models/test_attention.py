@@ -23,11 +23,11 @@ from trainer.models.attention import (
     set_attention,
     uses_varlen,
 )
-from trainer.models.bucket_attention import attend_buckets
+from trainer.models.attention_op import attention_op
+from trainer.models.chunked_logprobs import set_head
 from trainer.models.critic import CriticModel
-from trainer.models.head import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
-from trainer.models.opaque_attention import opaque_attention
+from trainer.models.sdpa_attention import attend_buckets
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -228,7 +228,7 @@ def test_attention_as_one_operator_has_the_same_gradients(window, softcap, share
         return [out, *torch.autograd.grad(out, leaves, gradient)]
 
     expected = compute(attend_buckets, packing)
-    for ours, theirs in zip(compute(opaque_attention, packing.sizes), expected, strict=True):
+    for ours, theirs in zip(compute(attention_op, packing.sizes), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 

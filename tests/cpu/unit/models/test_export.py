@@ -61,7 +61,7 @@ def model(tmp_path_factory) -> str:
     return path
 
 
-class Ranks:
+class TrainWorkers:
     """Stands in for the ranks: copies the weights of the model, and then calls `meanwhile`."""
 
     def __init__(self, model: str, meanwhile=lambda: None):
@@ -73,7 +73,7 @@ class Ranks:
         self.meanwhile()
 
 
-def exporter(ranks: Ranks, fence=lambda: None) -> PolicyExporter:
+def exporter(ranks: TrainWorkers, fence=lambda: None) -> PolicyExporter:
     return PolicyExporter(ranks, ranks.model, load_tokenizer(ranks.model), False, False, fence)
 
 
@@ -82,7 +82,7 @@ def test_an_export_replaces_an_older_one_and_the_leftovers_of_a_killed_one(model
     for name in ("policy", "policy.writing-of-a-killed-job"):
         target.with_name(name).mkdir(parents=True)
         (target.with_name(name) / "old").touch()
-    exporter(Ranks(model)).export(str(target), "float32")
+    exporter(TrainWorkers(model)).export(str(target), "float32")
     assert os.listdir(target.parent) == ["policy"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(target))
     assert not (target / "old").exists()
@@ -99,7 +99,7 @@ def test_a_job_that_lost_its_run_directory_while_it_exports_publishes_nothing(mo
     with RunLock(str(tmp_path), 60) as lock:
         lock.acquire()
         with pytest.raises(UserError, match="lost the run directory"):
-            exporter(Ranks(model, lose), lock.check).export(str(target), "float32")
+            exporter(TrainWorkers(model, lose), lock.check).export(str(target), "float32")
     assert os.listdir(target) == ["of another job"] and os.listdir(target.parent) == ["policy"]
 
 
@@ -117,7 +117,7 @@ def test_an_export_makes_its_files_durable_before_it_is_published(model, tmp_pat
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
-    exporter(Ranks(model)).export(str(tmp_path / "policy"), "float32")
+    exporter(TrainWorkers(model)).export(str(tmp_path / "policy"), "float32")
     assert "model.safetensors" in done[: done.index("rename")] and done[-1] == tmp_path.name
 
 

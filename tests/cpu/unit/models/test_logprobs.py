@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate
 from trainer.models.attention import set_attention
-from trainer.models.head import set_head
+from trainer.models.chunked_logprobs import set_head
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.parallel.batching import count_shared_tokens, take_rows
+from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.packing import Packing
-from trainer.parallel.planning import Rows, plan_micro_batches
 
 LENGTHS = np.array([9, 4, 21, 4, 13, 2, 17, 8])
 

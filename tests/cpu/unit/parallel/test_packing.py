@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.parallel.collectives import Peers
+from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing, take
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
@@ -56,7 +56,7 @@ def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(length
 @settings(deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 8))
 def test_each_rank_of_a_context_has_a_part_of_the_row(lengths, ranks):
-    peers = [Peers(None, rank, ranks) for rank in range(ranks)]  # type: ignore[arg-type]
+    peers = [AxisGroup(None, rank, ranks) for rank in range(ranks)]  # type: ignore[arg-type]
     row = torch.arange(1, sum(lengths) + 1)[None]
     parts = [Packing(lengths, "cpu", context).own(row) for context in peers]
     assert len({part.shape for part in parts}) == 1

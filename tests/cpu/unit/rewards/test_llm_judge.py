@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.judges import Server, serving
 from tests.support.rewards import reward_pool
-from trainer.rewards.components import RewardInput
+from trainer.rewards.terms import RewardInput
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "llm_judge"
 

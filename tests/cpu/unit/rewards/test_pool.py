@@ -16,7 +16,7 @@ import pytest
 from tests.support.jobs import wait_until
 from tests.support.rewards import reward_pool, score
 from trainer.errors import UserError, WorkerError
-from trainer.incidents import INCIDENTS, INFRASTRUCTURE, read_incidents
+from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, read_incidents
 
 CUSTOM = """
 import os, sys, time

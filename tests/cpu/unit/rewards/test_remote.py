@@ -14,10 +14,10 @@ from tests.support.rewards import reward_pool
 from trainer.config import RewardConfig
 from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError
-from trainer.rewards.components import RewardInput, components_of
+from trainer.rewards.cache import STORE_FILE, RewardCache, key_of
+from trainer.rewards.preflight import try_rewards
 from trainer.rewards.remote import RemoteReward
-from trainer.rewards.store import STORE_FILE, RewardStore, key_of
-from trainer.rewards.trial import try_rewards
+from trainer.rewards.terms import RewardInput, components_of
 
 
 def attempts(*completions: str) -> list[RewardInput]:
@@ -27,7 +27,7 @@ def attempts(*completions: str) -> list[RewardInput]:
 def judged(
     server: Server,
     *completions: str,
-    store: RewardStore | None = None,
+    store: RewardCache | None = None,
     step: str = "",
     batch_size: int = 16,
     deadline_s: float = 20.0,
@@ -139,7 +139,7 @@ def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch,
 
     monkeypatch.setenv("JUDGE_TOKEN", "Bearer secret-123\n")
     with serving(refusing) as server:
-        scores = judged(server, "x", env="JUDGE_TOKEN", store=RewardStore(str(tmp_path)), step="step 1")
+        scores = judged(server, "x", env="JUDGE_TOKEN", store=RewardCache(str(tmp_path)), step="step 1")
         assert server.headers[0]["Authorization"] == "Bearer secret-123"
     assert scores.failures.first == "answered HTTP 401: unknown ***"
     assert "secret" not in (tmp_path / STORE_FILE).read_text()
@@ -182,7 +182,7 @@ def test_stored_rewards_are_private(tmp_path):
     file = tmp_path / STORE_FILE
     file.touch(0o644)
     for _ in range(2):
-        RewardStore(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
+        RewardCache(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
         assert file.stat().st_mode & 0o777 == 0o600
         file.unlink()
 
@@ -201,9 +201,9 @@ def test_a_replay_gets_the_same_rewards_without_a_request(tmp_path):
         return rewards([len(server.requests) + i / 10 for i in range(len(document["completions"]))])
 
     with serving(drifting) as server:
-        first = judged(server, "x", "y", "x", store=RewardStore(str(tmp_path)), step="step 1")
+        first = judged(server, "x", "y", "x", store=RewardCache(str(tmp_path)), step="step 1")
         assert first.rewards == [1.0, 1.1, 1.0], "the same content has the same reward"
-        again = judged(server, "y", "x", "z", store=RewardStore(str(tmp_path)), step="step 2")
+        again = judged(server, "y", "x", "z", store=RewardCache(str(tmp_path)), step="step 2")
         assert again.rewards == [1.1, 1.0, 2.0]
         asked = [[item["completion"] for item in request["completions"]] for request in server.requests]
         assert asked == [["x", "y"], ["z"]]
@@ -213,13 +213,13 @@ def test_a_failure_is_stored_for_its_own_step(tmp_path):
     def recovering(server: Server, document):
         return by_length(server, document) if len(server.requests) > 1 else (403, {}, b"")
 
-    store = RewardStore(str(tmp_path))
+    store = RewardCache(str(tmp_path))
     with serving(recovering) as server:
         assert judged(server, "abc", store=store, step="step 1").rewards == [0.0]
-        replay = judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 1")
+        replay = judged(server, "abc", store=RewardCache(str(tmp_path)), step="step 1")
         assert (replay.rewards, replay.failures.count, len(server.requests)) == ([0.0], 1, 1)
-        assert judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 2").rewards == [3.0]
-        replay = judged(server, "abc", store=RewardStore(str(tmp_path)), step="step 1")
+        assert judged(server, "abc", store=RewardCache(str(tmp_path)), step="step 2").rewards == [3.0]
+        replay = judged(server, "abc", store=RewardCache(str(tmp_path)), step="step 1")
         assert replay.failures.count == 1, "as it was logged, although a later step has a reward since"
 
 
@@ -229,22 +229,22 @@ def test_failures_that_end_the_run_are_not_stored(tmp_path):
 
     with serving(half) as server:
         with pytest.raises(UserError, match="1 of 2 rewards"):
-            judged(server, "bad", "good", store=RewardStore(str(tmp_path)), step="step 1", max_failure_frac=0.1)
-        judged(server, "bad", "good", store=RewardStore(str(tmp_path)), step="step 1")
+            judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1", max_failure_frac=0.1)
+        judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1")
         assert [len(request["completions"]) for request in server.requests] == [2, 1]
 
 
 def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
-    store = RewardStore(str(tmp_path))
+    store = RewardCache(str(tmp_path))
     store.add({"a": [{"": 1.0}], "b": [{"x": 0.5, "y": 2.0}]}, "step 1")
     file = tmp_path / STORE_FILE
     whole = file.read_bytes()
     file.write_bytes(b'{"key": "c", "rewards": [7]}\nnonsense\n\xff\n' + whole + b'{"key": "d", "rewards": [{"": 2')
-    again = RewardStore(str(tmp_path))
+    again = RewardCache(str(tmp_path))
     assert again.find("a", "") == [{"": 1.0}] and again.find("b", "") == [{"x": 0.5, "y": 2.0}]
     assert again.find("c", "") is again.find("d", "") is None
     again.add({"d": [{"": 3.0}]}, "step 2")
-    assert RewardStore(str(tmp_path)).find("d", "") == [{"": 3.0}]
+    assert RewardCache(str(tmp_path)).find("d", "") == [{"": 3.0}]
     assert [json.loads(line)["key"] for line in file.read_text(errors="replace").splitlines()[3:]] == ["a", "b", "d"]
 
 
@@ -252,14 +252,14 @@ def test_a_store_changes_nothing_once_the_run_directory_is_another_s(tmp_path):
     def lost() -> None:
         raise UserError("another process holds it")
 
-    RewardStore(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
+    RewardCache(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
     file = tmp_path / STORE_FILE
     file.write_bytes(file.read_bytes() + b'{"key": "b", "rew')  # the other process is writing it
     before = file.read_bytes()
     with pytest.raises(UserError, match="another process"):
-        RewardStore(str(tmp_path), lost).find("a", "step 1")
+        RewardCache(str(tmp_path), lost).find("a", "step 1")
     held = [True]
-    store = RewardStore(str(tmp_path / "other"), lambda: None if held else lost())
+    store = RewardCache(str(tmp_path / "other"), lambda: None if held else lost())
     (tmp_path / "other").mkdir()
     assert store.find("a", "step 1") is None
     held.clear()
@@ -272,6 +272,6 @@ def test_functions_are_stored_on_request(tmp_path, monkeypatch):
     calls, name = tmp_path / "calls", "tests.support.named_rewards:counted"
     monkeypatch.setenv("COUNTED_CALLS", str(calls))
     for store in (False, False, True, True):
-        with reward_pool(name, kept=RewardStore(str(tmp_path)), store=store) as pool:
+        with reward_pool(name, kept=RewardCache(str(tmp_path)), store=store) as pool:
             assert pool.score(attempts("ab", "fail"), step="step 1").rewards == [2.0, 0.0]
     assert calls.read_text() == "ab\nfail\n" * 3

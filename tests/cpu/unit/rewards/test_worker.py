@@ -20,7 +20,7 @@ from tests.support import bad_rewards
 from tests.support.bad_rewards import BAD, CARELESS, NUMBERS
 from tests.support.rewards import reward_pool, score
 from trainer.algorithms import ADVANTAGES
-from trainer.plugins import options_of
+from trainer.import_utils import options_of
 from trainer.rewards.pool import RewardPool
 
 NAME = "copied_rewards:score"

@@ -13,8 +13,8 @@ import pytest
 from tests.support.jobs import run_job
 from tests.support.runs import OpenRun, a_run, configured, save_steps, settings
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.components import config_part, json_part
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.parts import config_part, json_part
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory

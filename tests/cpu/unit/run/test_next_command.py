@@ -63,7 +63,7 @@ def test_without_the_program_on_the_search_path_python_is_named(monkeypatch):
 
 
 def test_a_run_from_python_is_called_again():
-    child = start(*PYTHON, "trainer.api.child", "algorithm=ppo", "trainer.run_name=it's")
+    child = start(*PYTHON, "trainer.api.worker_main", "algorithm=ppo", "trainer.run_name=it's")
     call = """trainer.train(['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest'])"""
     assert next_command(child, {}, supervised=False).endswith(f"with the same functions: {call}")
     assert next_command(child, {}, supervised=True).endswith("'trainer.resume_mode=latest'], supervised=True)")

@@ -12,7 +12,7 @@ import yaml
 from tests.support.odd_files import replace, resume, rewrite
 from tests.support.runs import configured, opened, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.parts import config_digest
+from trainer.checkpoint.components import config_digest
 from trainer.config import compose
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory

@@ -10,8 +10,8 @@ import pytest
 from tests.support.replies import source_of
 from trainer.config import TinyConfig
 from trainer.generation.engine import Sampling
-from trainer.keyed import request_seed
 from trainer.models.tiny import build_tiny
+from trainer.seeding import request_seed
 
 GREEDY = {"p0": "a", "p1": "bbb", "p2": "cccc"}
 """The reward is the length: of the three, two reach the threshold of 3, one of them exactly."""

@@ -19,10 +19,10 @@ from tests.support.runs import configured
 from trainer.config import DataConfig, RewardConfig, TinyConfig
 from trainer.data.ledger import Draw
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.keyed import request_seed
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.seeding import request_seed
 from trainer.sources.rollouts import RolloutSource, choose_groups, prompt_ledger
 
 

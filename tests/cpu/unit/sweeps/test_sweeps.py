@@ -15,7 +15,7 @@ import pytest
 from tests.support.jobs import environment, wait_until
 from trainer.config.command_line import _JobError, _Sweep
 from trainer.config.hydra import register_plugins
-from trainer.config.launched import End, note_end, prepare_notes
+from trainer.config.launched import JobResult, note_end, prepare_notes
 from trainer.errors import UserError
 
 JOB = """
@@ -24,8 +24,8 @@ from trainer.config.command_line import run_app
 from trainer.errors import UserError
 
 def job(cfg):
-    from trainer.output import LOG_FILE
-    from trainer.signals import SIGNALS
+    from trainer.process.log_setup import LOG_FILE
+    from trainer.process.signals import SIGNALS
     lr, seed = cfg.trainer.policy.optimizer.lr, cfg.trainer.seed
     with open("jobs", "a") as file:
         file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
@@ -264,21 +264,21 @@ def test_a_signal_to_a_sweep_of_submitit_stops_its_jobs_which_write_logs_and_say
 def test_the_status_of_a_sweep_in_many_processes_follows_from_the_notes_of_its_jobs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRAINER_SWEEP_NOTES", "")
     prepare_notes(str(tmp_path))
-    note_end(0, End("good", 0, ""))
+    note_end(0, JobResult("good", 0, ""))
     _Sweep().check()
     for number, end, lost, status, text in (
-        (1, End("refused", 2, "error: x"), "", 2, "1 of 2 jobs failed: refused"),
+        (1, JobResult("refused", 2, "error: x"), "", 2, "1 of 2 jobs failed: refused"),
         (
             2,
-            End("also", 2, "error: y"),
+            JobResult("also", 2, "error: y"),
             "killed",
             1,
             "2 of 3 jobs failed: refused; also; a job has ended without a res",
         ),
-        (3, End("broken", 1, "error: z"), "", 1, "3 of 4 jobs failed: refused; also; broken"),
+        (3, JobResult("broken", 1, "error: z"), "", 1, "3 of 4 jobs failed: refused; also; broken"),
         (
             4,
-            End("early", 75, "stopped"),
+            JobResult("early", 75, "stopped"),
             "",
             75,
             "3 of 5 jobs failed: refused; also; broken; stopped early: early; the",

@@ -12,7 +12,7 @@ from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.workers import host_memory
 from trainer.workers.host_memory import HostBuffer, HostMemory, buffer_bytes, copy_bytes, host_bytes, storages_of
-from trainer.workers.parking import ParkingPlace
+from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
 
 
@@ -63,7 +63,7 @@ def test_a_copy_that_is_written_stays_as_it_is():
     number = next(iter(storages_of(tensor)))
     memory.forget()
     tensor.fill_(2.0)
-    ParkingPlace(memory).park([tensor])
+    OffloadBuffer(memory).park([tensor])
     assert written.part(number).view(torch.float32).tolist() == [1.0] * 100
     assert memory.size == 2 * 448
 

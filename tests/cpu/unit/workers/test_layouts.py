@@ -36,7 +36,7 @@ from tests.support.training import (
 from trainer.config import Config, FSDPConfig, TinyConfig, compose
 from trainer.errors import UserError
 from trainer.jobs import rollout_trainer, supervised_trainer
-from trainer.models.axes import check_model_axes
+from trainer.models.parallel_checks import check_model_axes
 from trainer.models.tiny import build_tiny
 from trainer.workers.base import SHARDING_FILE
 from trainer.workers.rank import Rank

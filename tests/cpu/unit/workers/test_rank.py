@@ -198,7 +198,7 @@ def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[f
     os.environ["TRAINER_FAILPOINT"] = f"save:staging,1,{held}"
     rank.begin_save(["policy"], ShardedFiles(directory))
     update(rank, "policy", make_batch(), 2)  # must wait: these weights are still to be copied
-    waited = rank.take_blocked() > 0
+    waited = rank.pop_stall_seconds() > 0
     rank.finish_save()
     return before, waited
 

@@ -1,0 +1,137 @@
+"""The parts of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.checkpoints import manager, save
+from tests.support.odd_files import ODD_JSON, config, replace, resume
+from tests.support.runs import OpenRun
+from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.components import Restore, assets_part, config_yaml, is_allowed, json_part, models_part
+from trainer.checkpoint.manifest import Checkpoint, verify
+from trainer.config import RESUME_LOAD, Config, TinyConfig
+from trainer.errors import UserError
+from trainer.files.documents import parse_yaml
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+
+
+def test_a_change_is_allowed_by_its_key_or_section_and_not_by_a_prefix_of_its_name():
+    assert is_allowed("algorithm.kl_coef", ["algorithm.kl_coef"]) and is_allowed("algorithm.kl_coef", ["algorithm"])
+    for near in ("algorithm.kl", "algo", "algorithm.kl_coef.x", "kl_coef"):
+        assert not is_allowed("algorithm.kl_coef", [near]), near
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Checkpoint:
+    parts = [json_part(name, dict, lambda _: None) for name in NAMES]
+    run = {"roles": ["policy"], "ranks": 1, "replicas": 1, "config_digest": "0", "score": None, "parent": None}
+    return verify(save(manager(tmp_path), 1, parts, **run))
+
+
+NAMES = ("config", "start_weights", "trainer_state", "data", "models", "huggingface")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "names"),
+    [
+        (RESUME_LOAD, {"start_weights", "trainer_state", "data", "models"}),
+        (("weights",), {"start_weights", "models"}),
+        (("optimizer", "rng"), {"models"}),
+        (("data", "state"), {"trainer_state", "data"}),
+    ],
+)
+def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, kinds, names):
+    parts = [json_part(name, dict, lambda _: None) for name in NAMES]
+    chosen = Restore(frozenset(kinds)).chosen(parts, checkpoint)
+    assert {part.name for part in chosen} == names | {"config"}
+
+
+class TrainWorkers:
+    """Records what is loaded."""
+
+    saved_roles = ["policy", "critic"]
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple] = []
+
+    def load(self, role, files, what, steps_added=0) -> None:
+        self.loaded.append((role, files.directory, what, steps_added))
+
+
+def test_models_are_restored_by_role(checkpoint, caplog):
+    caplog.set_level("INFO")
+    restore = Restore(frozenset({"weights", "data"}), fork=True, added_steps={"policy": 3})
+    ranks = TrainWorkers()
+    models_part(ranks).load(checkpoint, restore)
+    assert ranks.loaded == [("policy", checkpoint.path, {"weights"}, 3)]
+    assert caplog.messages[-1] == "the checkpoint holds no critic: it starts from scratch"
+
+
+def test_a_checkpoint_without_a_part_is_refused(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="the checkpoint has no ledger; it holds config, start_weights"):
+        manager(tmp_path).load(checkpoint, [json_part("ledger", dict, lambda _: None)])
+
+
+DEEP_YAML = "a: " + "[" * 5_000 + "]" * 5_000
+
+
+@pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
+@pytest.mark.parametrize("name", ["trainer_state.json", "data.json"])
+def test_a_state_of_another_shape_is_refused(run_dir, name, content, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, name, content)
+    verify(str(checkpoint))
+    result = resume(run_dir)
+    if name == "trainer_state.json":
+        assert isinstance(result, str) and "global_step_2: trainer_state.json is damaged" in result
+    for arguments in (["show", str(checkpoint)], ["show", "--json", str(checkpoint)]):
+        assert checkpoint_tool(arguments) in (0, 1)
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "text", "- 1", "3", "a: 1", "trainer: text", "algorithm: null", "a: [", "a: !!python/object:os.system x",
+     "a: !!timestamp x", "a: 2020-99-99", "a: !!int x", "a: !!bool x", "a: &x {b: *x}", "a: &x {}\nb: *x", DEEP_YAML,
+     "\0", "? [1]\n: 2", "a: !!binary x", "a: !!float ''", "%YAML 9"],
+)  # fmt: skip
+def test_a_config_that_is_no_mapping_of_sections_is_refused(run_dir, text, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, "config.yaml", text.encode())
+    assert "global_step_2: config.yaml is damaged" in resume(run_dir)
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) == 1
+    assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+def test_configs_that_lack_keys_are_compared(run_dir, capsys):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    replace(checkpoint, "config.yaml", b"trainer: {policy: {optimizer: {schedule_steps: 3}}}")
+    assert checkpoint_tool(["diff", str(run_dir / "checkpoints/global_step_1"), str(checkpoint)]) == 0
+
+
+def test_the_config_of_a_run_is_read_as_it_was_written():
+    assert parse_yaml(config_yaml(Config())) == yaml.safe_load(config_yaml(Config()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
+    return path
+
+
+def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
+    with OpenRun(config(tmp_path)) as run:
+        run.parts = [assets_part(str(model), tokenizer, False)]
+        run.save(1)
+        saved = Path(
+            run.directory.checkpoints.store.path(1), "policy/huggingface/additional_chat_templates/tool_use.jinja"
+        )
+        assert saved.read_text() == "x"

@@ -1,0 +1,77 @@
+"""Access of ranks on other machines to the place of the checkpoints: real ranks, one with a host name of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.buckets import KEY
+from tests.support.disks import DISK, Process
+from tests.support.odd_files import config
+from tests.support.ranks import local_cluster
+from tests.support.runs import OpenRun, settings
+from trainer.checkpoint.storage_access import check_access, give_access
+from trainer.errors import UserError
+from trainer.learner.train_workers import TrainWorkers
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def ranks(tmp_path) -> Iterator[TrainWorkers]:
+    """Rank 0 is on the machine of the driver. Rank 1 is on another one, which has no variables of object stores."""
+    cfg = config(tmp_path / "run")
+    with local_cluster(2, cfg, "cpu") as cluster:
+        ranks = TrainWorkers(cluster.cfg, cluster)
+        try:
+            ranks.ask([1], Process(), "move", "elsewhere")
+        except PermissionError as error:
+            pytest.skip(str(error))
+        ranks.ask([1], Process(), "forget", "AWS_")
+        yield ranks
+
+
+def test_ranks_elsewhere_use_the_credentials_of_the_driver(bucket_behind_proxy, ranks, tmp_path, monkeypatch):
+    root = f"{bucket_behind_proxy}/run"
+    monkeypatch.setenv("AWS_PROFILE_OF_NO_ONE", "chosen by the driver")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
+    ranks.ask([1], Process(), "set", "AWS_DEFAULT_REGION", "eu-central-1")
+    give_access([None, root], ranks)
+    check_access(root, ranks)
+
+    def seen(name: str) -> str | None:
+        return ranks.ask([1], Process(), "get", name)[1]
+
+    assert seen("AWS_ACCESS_KEY_ID") == KEY and seen("AWS_PROFILE_OF_NO_ONE") == "chosen by the driver"
+    assert seen("AWS_DEFAULT_REGION") == "eu-central-1"
+    assert seen("GOOGLE_APPLICATION_CREDENTIALS") is None, "the file is not there"
+    assert ranks.ask([0], Process(), "get", "AWS_PROFILE_OF_NO_ONE")[0] is None, "it has the driver's environment"
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of the driver's own key")
+    give_access([root], ranks)
+    assert seen("AWS_SESSION_TOKEN") is None, "it has a key, which that token does not go with"
+
+
+def test_a_machine_without_access_to_the_object_store_is_named_at_the_start(bucket_behind_proxy, ranks):
+    root = f"{bucket_behind_proxy}/run"
+    ranks.ask([1], Process(), "set", "AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    give_access([None, root], ranks)
+    with pytest.raises(UserError, match=rf"trainer.ckpt_path={root}: ranks on elsewhere cannot .*127.0.0.1:9.*store$"):
+        check_access(root, ranks)
+
+
+def test_a_machine_that_does_not_see_the_directory_is_named_at_the_start(ranks, tmp_path, monkeypatch):
+    """Each process sees another directory. Rank 0 is not asked: it is where the driver is."""
+    for name in ("driver", "rank"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "driver")
+    ranks.ask([1], Process(), "live_on", str(tmp_path / "rank"))
+    with OpenRun(settings(tmp_path / "run", ckpt_path=DISK), {"step": 0}) as run:
+        with pytest.raises(UserError, match=f"{DISK}: ranks on elsewhere cannot write .*mount it on all of them"):
+            run.directory.find_readable(ranks)
+        ranks.ask([1], Process(), "live_on", str(tmp_path / "driver"))
+        run.directory.find_readable(ranks)
+        ranks.ask([1], Process(), "live_on", str(tmp_path / "rank"))
+        run.directory.find_readable(ranks)  # it is checked once
+    with OpenRun(settings(tmp_path / "run", ckpt_path="of the driver", resume_mode="latest"), {"step": 0}) as run:
+        run.directory.find_readable(ranks)

@@ -1,0 +1,234 @@
+"""Losing nodes, with nodes in network namespaces of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.jobs import wait_until
+from tests.support.nodes import Nodes
+from trainer.cluster.node_health import Node, NodeHealth, _Record
+
+LISTEN = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 4711)):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+WATCH = """
+import sys
+from trainer.cluster.node_health import Node, NodeWatch
+watch = NodeWatch(limit_s=2.0)
+nodes = [Node(address, address, 4711) for address in sys.argv[1:]]
+watch.watch(nodes)
+for line in sys.stdin:
+    print({node.address: reason for node, reason in watch.lost().items()}, watch.losses(sys.argv[1]), flush=True)
+watch.close()
+"""
+
+ENGINES = """
+import sys
+import threading
+import time
+import ray
+from ray.util.placement_group import placement_group_table
+from tests.cpu.unit.cluster.members import Host
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+from trainer.errors import WorkerError
+cfg = Config()
+cfg.trainer.ray_address, cfg.trainer.node_timeout_s, cfg.rollout.num_engines = sys.argv[1], 2.0, 2
+
+def replace(engine):
+    try:
+        while True:
+            group.call_one(engine, "waits")
+    except WorkerError as error:
+        assert error.cause == "node", error
+    group.end(engine)
+    group.replace(engine)
+
+with RayCluster(cfg, "cpu") as cluster:
+    group = cluster.launch_engines(Host, (), {})
+    print(*(place["host"] for place in group.where()), flush=True)
+    input()
+    print("(idle)" in group.stacks()["engine 0"], flush=True)
+    input()
+    replace(0)
+    alive = sum(node["Alive"] for node in ray.nodes())
+    print(*(place["host"] for place in group.where()), alive, cluster.has_room(group), flush=True)
+    input()
+    replace(1)
+    print(cluster.has_room(group), flush=True)
+    input()
+    replace(0)
+    print(cluster.has_room(group), flush=True)
+
+    while not cluster.has_room(group):
+        time.sleep(0.1)
+    print("room", flush=True)
+    input()
+    cluster.release(group)
+    while len(cluster._lost_nodes()) < 3:
+        time.sleep(0.1)
+    before = set(placement_group_table())
+
+    def say_when_asked():
+        while set(placement_group_table()) == before:
+            time.sleep(0.1)
+        print("asked", flush=True)
+
+    threading.Thread(target=say_when_asked).start()
+    print(cluster.launch_ranks("rank", Host, {}, 1).where()[0]["host"], flush=True)
+"""
+
+
+class Asked:
+    """A process on a node that watches other nodes."""
+
+    def __init__(self, command: list[str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def says(self) -> str:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self.reads()
+
+    def reads(self) -> str:
+        """Return the next line that is not Ray's."""
+        return next(line.strip() for line in self._process.stdout if "(raylet)" not in line and line[0] != "\t")
+
+    def end(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+
+def listen(node) -> subprocess.Popen:
+    listener = subprocess.Popen(
+        node.command(sys.executable, "-c", LISTEN, node.address), stdout=subprocess.PIPE, text=True
+    )
+    assert listener.stdout.readline() == "up\n"
+    return listener
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
+    with Nodes() as nodes:
+        driver, first, second = (nodes.add() for _ in range(3))
+        for node in (first, second):
+            listen(node)
+        watch = Asked(driver.command(sys.executable, "-c", WATCH, first.address, second.address))
+        assert watch.says() == "{} 0"
+        driver.cut()
+        wait_until(lambda: watch.says().count("it has not answered for") == 2)
+        assert watch.says().endswith("} 0"), "the driver's own link is cut"
+        driver.mend()
+        wait_until(lambda: watch.says() == "{} 0")
+        first.cut()
+        wait_until(lambda: watch.says() != "{} 0")
+        assert watch.says().startswith(f"{{'{first.address}': 'it has not answered for")
+        assert watch.says().endswith("} 1")
+        first.mend()
+        wait_until(lambda: watch.says() == "{} 1")
+        for process in second.processes():
+            process.kill()
+        wait_until(lambda: watch.says() != "{} 1")
+        assert watch.says() == f"{{'{second.address}': 'its raylet is gone'}} 1"
+        first.lose()
+        wait_until(lambda: watch.says().endswith("} 2"))
+        watch.end()
+
+
+def test_nodes_that_are_no_longer_watched_are_not_lost():
+    gone = Node("a", "127.0.0.1", 1)
+    watch = NodeHealth(limit_s=60.0)
+    watch.watch([gone])
+    wait_until(lambda: watch.lost() == {gone: "its raylet is gone"})
+    watch.watch([])
+    assert watch.lost() == {} and watch.losses("127.0.0.1") == 1
+    watch.close()
+
+
+def test_a_raylet_that_refuses_now_and_then_is_not_gone():
+    """Only refusals in a row count. The thread of the watch tries no connection of its own here."""
+    watch = NodeHealth(limit_s=60.0)
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        port = raylet.getsockname()[1]
+    node, record = Node("a", "127.0.0.1", port), _Record(heard=time.monotonic())
+
+    def connect() -> None:
+        asyncio.run(watch._connect(node, record))
+        watch._judge(node, record)
+
+    for _ in range(3):
+        connect()
+        connect()
+        with socket.create_server(("127.0.0.1", port)):
+            connect()
+    assert watch.losses(node.address) == 0
+    for _ in range(3):
+        connect()
+    assert watch.losses(node.address) == 1
+    watch.close()
+
+
+def unreachable(number: int) -> Node:
+    """A node to which no connection can be tried: its address is one of many machines."""
+    return Node(f"node {number}", f"224.0.0.{number}", 4711)
+
+
+def test_the_only_other_node_is_lost_and_not_this_machine():
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        own = Node("own", "127.0.0.1", raylet.getsockname()[1])
+        watch = NodeHealth(limit_s=0.5, own="127.0.0.1")
+        watch.watch([own, unreachable(1)])
+        wait_until(lambda: watch.lost())
+        assert set(watch.look()) == {unreachable(1)} and watch.losses("224.0.0.1") == 1
+        watch.close()
+
+
+def test_a_machine_that_hears_itself_alone_is_cut_off():
+    """The losses of the others do not count."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        own = Node("own", "127.0.0.1", raylet.getsockname()[1])
+        watch = NodeHealth(limit_s=0.5, own="127.0.0.1")
+        watch.watch([own, unreachable(1), unreachable(2)])
+        wait_until(lambda: len(watch.lost()) == 2)
+        assert set(watch.look()) == {unreachable(1), unreachable(2)}
+        assert [watch.losses(f"224.0.0.{number}") for number in (1, 2)] == [0, 0]
+        watch.close()
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices(monkeypatch):
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # or Ray ends a node that is cut off for long
+    with Nodes() as nodes:
+        head, *others = nodes.cluster(4, cpus=[0, 1, 1, 1])
+        by_address = {node.address: node for node in others}
+        driver = Asked(head.command(sys.executable, "-c", ENGINES, head.ray_address))
+        first, second = driver.reads().split()
+        hosts = [one for one in by_address[first].processes() if "ray::_Host" in one.cmdline()[0]]
+        for process in hosts:
+            process.suspend()
+        assert driver.says() == "True", "the other node tells where its process stands"
+        for process in hosts:
+            process.resume()
+        by_address[first].cut()
+        (spare,) = set(by_address) - {first, second}
+        assert driver.says() == f"{spare} {second} 4 True"
+        by_address[second].cut()
+        assert driver.says() == "True", "the other engine has its place"
+        by_address[spare].cut()
+        assert driver.says() == "False"
+        by_address[first].mend()
+        assert driver.reads() == "room", "the node answers again"
+        by_address[first].cut()
+        assert driver.says() == "asked"
+        by_address[spare].mend()
+        assert driver.reads() == spare, "the node answers again"
+        driver.end()

@@ -1,0 +1,196 @@
+"""Groups as plain processes: how they start, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.cpu.unit.cluster.members import Host
+from tests.support.jobs import left_running, wait_until
+from trainer.cluster import fork_server as launchers
+from trainer.cluster import worker_groups
+from trainer.cluster.fork_server import ProcessLauncher
+from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.supervisor import is_running
+from trainer.config import Config
+from trainer.errors import UserError, WorkerError
+
+
+def settings(**trainer) -> Config:
+    return dataclasses.replace(Config(), trainer=dataclasses.replace(Config().trainer, **trainer))
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    with ProcessLauncher(["tests.cpu.unit.cluster.members"]) as launcher:
+        yield launcher
+
+
+def ended(*pids: int) -> bool:
+    return not any(psutil.pid_exists(pid) and is_running(psutil.Process(pid)) for pid in pids)
+
+
+def test_members_have_the_environment_and_directory_of_the_driver(launcher, monkeypatch, tmp_path):
+    """As they are when the member starts. The launcher may be older."""
+    monkeypatch.setenv("WORD", "of now")
+    monkeypatch.chdir(tmp_path)
+    with LocalCluster(settings(), "cpu", launcher) as cluster:
+        group = cluster.launch_ranks("rank", Host, {"OTHER": "own"})
+        assert group.call("environment", "WORD") == ["of now"]
+        assert group.call("environment", "OTHER") == ["own"]
+        assert os.readlink(f"/proc/{group.call('pid')[0]}/cwd") == str(tmp_path)
+
+
+def test_an_error_that_cannot_be_unpickled_keeps_its_text(launcher):
+    with LocalCluster(settings(), "cpu", launcher) as cluster:
+        with pytest.raises(RuntimeError, match=r"^OddError: 1 and 2\n"):
+            cluster.launch_ranks("rank", Host, {}).call("raise_odd_error")
+
+
+def test_a_member_cannot_end_itself_unnoticed(launcher):
+    with LocalCluster(settings(), "cpu", launcher) as cluster:
+        with pytest.raises(WorkerError, match="(?s)^rank 0 failed: .*SystemExit: 3"):
+            cluster.launch_ranks("rank", Host, {}).call("exit")
+
+
+def test_members_show_their_names_as_processes(launcher):
+    with LocalCluster(settings(num_workers=2), "cpu", launcher) as cluster:
+        pids = cluster.launch_ranks("rank", Host, {}).call("pid")
+        assert [psutil.Process(pid).name()[:6] for pid in pids] == ["rank 0", "rank 1"]
+
+
+def test_release_ends_a_member_and_all_that_it_has_started(launcher):
+    with LocalCluster(settings(num_workers=2), "cpu", launcher) as cluster:
+        group, other = (cluster.launch_ranks("rank", Host, {}) for _ in range(2))
+        pids = [*group.call("pid"), *group.call("child")]
+        cluster.release(group)
+        assert ended(*pids)
+        assert other.call("rank") == [0, 1]
+
+
+def test_the_end_of_a_cluster_leaves_nothing(marker):
+    with LocalCluster(settings(), "cpu") as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        group.call("child")
+        store = cluster.meeting_place(group).removeprefix("file://")
+        group.start("waits")
+    assert left_running(marker) == []
+    assert not os.path.exists(os.path.dirname(store))
+
+
+DRIVER = """
+import os, signal, sys
+from tests.cpu.unit.cluster.members import Host
+from trainer.cluster.fork_server import ForkServer, ProcessLauncher
+from trainer.cluster.process_cluster import LocalCluster
+from trainer.config import Config
+with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as launcher:
+    with LocalCluster(Config(), "cpu", launcher) as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
+        group.call("waits")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ProcessLauncher", "ForkServer"])
+def test_the_death_of_the_driver_leaves_nothing(kind, marker):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True)
+    shares_process_group, child = driver.stdout.readline().split()
+    assert shares_process_group == str(kind == "ForkServer")
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: left_running(marker) == [] and ended(int(child)))
+
+
+def test_the_death_of_the_launcher_ends_the_job_with_a_sentence():
+    with LocalCluster(settings(), "cpu") as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        pid = group.call("pid")[0]
+        psutil.Process(psutil.Process(pid).ppid()).kill()
+        wait_until(lambda: ended(pid))
+        with pytest.raises(WorkerError, match="^the launcher of its processes died, and the job with it"):
+            group.call("rank")
+
+
+def test_signals_to_the_driver_do_not_reach_members():
+    """Ctrl-C goes to the process group of the driver."""
+    with LocalCluster(settings(), "cpu") as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        pid = group.call("pid")[0]
+        assert os.getpgid(pid) != os.getpgid(0)
+        os.kill(pid, signal.SIGINT)
+        assert group.call("rank") == [0]
+
+
+def test_ranks_and_engines_get_gpus_of_their_own(launcher, monkeypatch):
+    """Which ones they see is a matter of their environment: this needs no GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    cfg = settings(num_workers=2)
+    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=1, tensor_parallel_size=2))
+    with LocalCluster(cfg, "cuda", launcher) as cluster:
+        ranks = cluster.launch_ranks("rank", Host, {})
+        engines = cluster.launch_engines(Host, (), {})
+        assert ranks.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
+        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["6,7"]
+        cluster.release(ranks)
+        assert cluster.launch_ranks("rank", Host, {}).where()[1]["gpus"] == ["5"]
+
+
+def test_engines_can_share_the_gpus_of_ranks(launcher, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    cfg = settings(num_workers=2)
+    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, share_gpus=True))
+    with LocalCluster(cfg, "cuda", launcher) as cluster:
+        places = cluster.launch_ranks("rank", Host, {}).where()
+        engines = cluster.launch_engines(Host, (), {}, lambda engine: places[1 - engine :][:1])
+        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["5", "4"]
+
+
+def test_too_few_gpus_are_refused(monkeypatch, launcher):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="trainer.num_workers=2: .* need 3 GPUs, there are 1"):
+        LocalCluster(settings(num_workers=2), "cuda", launcher).__enter__()
+
+
+@pytest.mark.parametrize("hang", ["waits", "stops"])
+def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, tmp_path, monkeypatch, hang):
+    """A call that usually is quick does not get the hours that the first ones get."""
+    monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
+    cfg = settings()
+    cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
+    cfg.trainer.hang_timeout_s, cfg.trainer.silence_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
+    with LocalCluster(cfg, "cpu", launcher) as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        for _ in range(3):
+            group.call("waits", 0.0)
+        pids = group.call("pid")
+        if hang == "stops":
+            os.kill(pids[1], signal.SIGSTOP)
+            group.call_one(0, "waits", 0.0)
+        with pytest.raises(WorkerError, match="^rank . .*(hang|silence)_timeout_s") as raised:
+            group.call("waits", 600.0)
+        assert raised.value.cause == ("late" if hang == "waits" else "silent")
+    (directory,) = (tmp_path / "stacks").iterdir()
+    texts = {path.stem: path.read_text() for path in directory.iterdir()}
+    assert set(texts) == {"driver", "rank_0", "rank_1"}
+    assert "timeout_s" in texts["driver"] and "in poll" in texts["driver"]
+    assert "in waits" in texts["rank_0"], texts["rank_0"]
+    assert ("in waits" if hang == "waits" else '"MainThread"') in texts["rank_1"], texts["rank_1"]
+
+
+def test_a_launcher_that_is_stopped_does_not_hold_up_the_driver(monkeypatch):
+    monkeypatch.setattr(launchers, "_END_S", 0.5)
+    with LocalCluster(settings(), "cpu") as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        pid = group.call("pid")[0]
+        psutil.Process(psutil.Process(pid).ppid()).suspend()
+        group.end(0)
+        with pytest.raises(WorkerError, match="^the launcher of its processes died, and the job with it"):
+            group.call("rank")
+        wait_until(lambda: ended(pid))

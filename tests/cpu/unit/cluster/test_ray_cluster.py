@@ -1,0 +1,302 @@
+"""Joining Ray, and the end of what a job's Ray has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.support.jobs import left_running, wait_until
+from trainer.cluster.placement import ask, elsewhere, remove
+from trainer.cluster.ray_cluster import RayCluster, ends_within
+from trainer.config import Config
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
+        with RayCluster(Config(), "cpu") as cluster:
+            yield cluster
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "RAY_TMPDIR": "/tmp", "TRAINER_TEST_MARKER": str(tmp_path)}
+
+
+JOINS = """
+import dataclasses, sys
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+from trainer.errors import UserError
+cfg = Config()
+cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, ray_address=sys.argv[1]))
+try:
+    with RayCluster(cfg, "cpu"):
+        print("joined")
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("token", [None, "", "0" * 64])
+def test_a_cluster_that_wants_a_token_is_named_without_it(token, cluster, tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    if token is not None:
+        env["RAY_AUTH_MODE"] = "token"
+    if token:
+        env["RAY_AUTH_TOKEN"] = token
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", JOINS, address]
+    joined = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert joined.stdout.startswith(f"trainer.ray_address={address}: the cluster wants a token"), joined
+    assert joined.stdout.count("\n") == 1
+
+
+WAITS_FOR_NODES = """
+import dataclasses, sys
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+from trainer.errors import UserError
+for timeout_s in (None, 0.5):
+    trainer = dataclasses.replace(
+        Config().trainer, ray_address=sys.argv[1], num_workers=1000, placement_timeout_s=timeout_s
+    )
+    try:
+        with RayCluster(Config(trainer=trainer), "cpu") as cluster:
+            cluster.launch_ranks("rank", object, {})
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
+    """If the user says how long that can take. Otherwise the job is refused before it asks for places."""
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run([sys.executable, "-c", WAITS_FOR_NODES, address], capture_output=True, text=True, timeout=120)
+    at_once, later = done.stdout.splitlines()
+    assert "trainer.num_workers=1000: ranks and engines need 1001 CPUs" in at_once
+    assert f"trainer.ray_address={address}: the cluster has no room for 1000 processes with 1 CPU each" in later
+    assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes are still to start")
+
+
+DRAINS = """
+import sys
+import ray
+from trainer.cluster import ray_cluster
+from trainer.config import compose
+from trainer.errors import Origin, UserError, set_origin
+
+ray_cluster._PLACEMENT_TIMEOUT_S, ray_cluster._KERNEL_S = 0.5, 100.0
+address, own = sys.argv[1:]
+cfg = compose([f"trainer.ray_address={address}", "trainer.min_workers=1", "trainer.drained_nodes=[10.0.0.7]"])
+error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+set_origin(error, Origin("rank 0", own))
+with ray_cluster.RayCluster(cfg, "cpu") as cluster:
+    print(cluster.count_ranks())
+    cluster.device = "cuda"
+    print(cluster._gpu_lines(0.0))
+    cluster.examine(error)
+    cluster.device = "cpu"
+    try:
+        cluster.count_ranks()
+    except UserError as refused:
+        print(refused)
+    cfg.trainer.drained_nodes = [own]
+    other = ray_cluster.RayCluster(cfg, "cpu")
+    other._watch = cluster._watch
+    print(other._left_out() == {ray.nodes()[0]["NodeID"]: "trainer.drained_nodes names it"})
+"""
+
+
+def test_each_of_several_nodes_is_left_out(cluster):
+    place = ask([{"CPU": 1}], elsewhere(["0" * 56, ray.nodes()[0]["NodeID"]]))
+    assert not place.wait(2)
+    remove([place])
+
+
+def test_places_that_are_given_up_at_once_are_free_again(cluster):
+    """Of 60 places that it was about to take, Ray lost one."""
+    before = ray.available_resources()["CPU"]
+    for i in range(200):
+        place = ask([{"CPU": 1}], {})
+        time.sleep(i % 8 / 1000)
+        remove([place])
+    wait_until(lambda: ray.available_resources().get("CPU") == before)
+
+
+def test_nodes_that_the_config_names_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
+    own = ray.util.get_node_ip_address()
+    command = [sys.executable, "-c", DRAINS, ray.get_runtime_context().gcs_address, own]
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    counted, asked, refused, left_out = joined.stdout.splitlines()
+    assert (counted, asked, left_out) == ("1", str({own: []}), "True"), joined
+    assert "has room for 0 ranks" in refused
+
+
+LOSES_RAY = """
+import sys
+import numpy as np
+from tests.support.jobs import left_running
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+from trainer.errors import WorkerError
+with RayCluster(Config(), "cpu") as cluster:
+    cluster._local._daemons[sys.argv[1]].kill()
+    try:
+        while True:
+            cluster.put(np.zeros(10**6))
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+"""
+
+
+def test_a_driver_that_ray_ends_leaves_a_sentence(marker):
+    """Ray ends the process in C++ when it stores a batch and the store has gone with the raylet."""
+    done = subprocess.run([sys.executable, "-c", LOSES_RAY, "raylet"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "Ray's raylet died" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert left_running(marker) == []
+
+
+LOSES_THE_GCS = """
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.cluster.supervisor import is_running
+from trainer.config import Config
+from trainer.errors import WorkerError
+try:
+    with RayCluster(Config(), "cpu") as cluster:
+        daemon = cluster._local._daemons["gcs_server"]
+        daemon.kill()
+        while is_running(daemon):
+            pass
+        cluster.launch_ranks("rank", object, {})
+except WorkerError as error:
+    print(error)
+"""
+
+
+def test_no_place_is_asked_of_a_ray_that_has_died():
+    """Ray would wait for a minute, and then end this process."""
+    done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], capture_output=True, text=True, timeout=180)
+    # Ray itself may write about its loss to stderr.
+    assert done.stdout.startswith("Ray's gcs_server died, and the job with it"), done
+
+
+MEMORY_RUNS_LOW = """
+from tests.cpu.unit.cluster.members import Host
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+from trainer.errors import WorkerError
+with RayCluster(Config(), "cpu") as cluster:
+    try:
+        cluster.launch_ranks("rank", Host, {}).call("waits")
+    except WorkerError as error:
+        print(f"error: {error}")
+"""
+
+
+def test_a_rank_that_ray_ends_because_memory_runs_low_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    done = subprocess.run([sys.executable, "-c", MEMORY_RUNS_LOW], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 1, done
+    assert "rank 0 died: Ray ended it, because the memory of its machine ran low" in done.stdout
+
+
+SIGNALLED = """
+import os, signal, threading, time
+from trainer.process import signals
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+from trainer.process.signals import SIGNALS, Stopped
+
+signals._SAME_REQUEST_S = 1000.0
+
+cluster = RayCluster(Config(), "cpu")
+
+def send_signals():
+    while cluster._local is None or not cluster._local._daemons:
+        time.sleep(0.001)
+    while not has_stopped.wait(0.002):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+has_stopped = threading.Event()
+with SIGNALS.listening():
+    with SIGNALS.blocked():
+        sender = threading.Thread(target=send_signals)
+        sender.start()
+    try:
+        with cluster:
+            pass
+    except Stopped as stopped:
+        print(stopped)
+    finally:
+        has_stopped.set()
+        sender.join()
+"""
+
+
+def test_signals_while_the_driver_joins_and_leaves_ray_stop_it_once(marker, tmp_path):
+    """Ray's C++ part installs a handler for SIGTERM that aborts the process, and at its end the default one."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, env=environment(tmp_path))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("stopped by SIGTERM before the first step") and done.stdout.count("\n") == 1
+    assert left_running(marker) == []
+
+
+CLOSES_EARLY = """
+import sys, time
+import psutil
+from trainer.cluster.ray_head import LocalRay
+
+for name in sys.argv[1:]:
+    local = LocalRay("/tmp", 2, 2**27)
+    supervisor = psutil.Process(local._supervisor.pid)
+    while name != "nothing" and name not in [child.name() for child in supervisor.children()]:
+        time.sleep(0.002)
+    local.close()
+    print(name)
+"""
+
+
+def test_a_ray_that_is_closed_while_it_starts_ends_without_a_word(marker, tmp_path):
+    moments = ["nothing", "gcs_server", "raylet"]
+    command = [sys.executable, "-c", CLOSES_EARLY, *moments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, moments, ""), done
+    assert left_running(marker) == []
+
+
+LOSES_SUPERVISOR = """
+import time
+from trainer.cluster.ray_head import LocalRay
+
+local = LocalRay("/tmp", 2, 2**27)
+local.connect()
+local._supervisor.kill()
+time.sleep(60)
+"""
+
+
+def test_the_death_of_the_supervisor_ends_the_job_with_one_sentence(marker, tmp_path):
+    command = [sys.executable, "-c", LOSES_SUPERVISOR]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == "error: Ray's supervisor died, and the job with it; restart it with the same command\n"
+    wait_until(lambda: left_running(marker) == [])  # workers of Ray end when they notice
+
+
+def test_a_shutdown_that_hangs_is_left_behind():
+    """Ray's waits for ever for a reply of processes that are gone."""
+    assert ends_within(lambda: None, 60)
+    assert not ends_within(threading.Event().wait, 0.01)

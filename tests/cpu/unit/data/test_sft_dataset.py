@@ -1,0 +1,243 @@
+"""Supervised examples as samples: tokens, and what of them is to be learnt."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.data.datasets import Prompt
+from trainer.data.rollout_io import write_conversations, write_rollouts
+from trainer.data.sft_dataset import encode, load_train, load_val
+from trainer.episodes import Episode, Sample
+from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("tiny"))
+    build_tiny(TinyConfig(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path):
+    return load_tokenizer(model_path)
+
+
+def sft(**options) -> SFTConfig:
+    return SFTConfig(**{"max_length": 100, **options})
+
+
+def learnt(encoded: Sample, tokenizer) -> list[str]:
+    """The runs of tokens that are learnt, as text."""
+    pairs = zip(encoded.token_ids, encoded.mask, strict=True)
+    runs = [(learn, [t for t, _ in run]) for learn, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
+    return [tokenizer.decode(ids) for learn, ids in runs if learn]
+
+
+def test_loss_is_on_the_answer_and_its_end(tokenizer):
+    example = {"prompt": "abc", "answer": "cba"}
+    encoded = encode(example, tokenizer, None, sft())
+    assert tokenizer.decode(encoded.token_ids) == "<|user|>abc<|assistant|>cba<|end|>"
+    assert learnt(encoded, tokenizer) == ["cba<|end|>"]
+    cut = encode(example, tokenizer, None, sft(max_length=7))
+    assert cut.token_ids.tolist() == encoded.token_ids[:7].tolist() and cut.mask.tolist() == encoded.mask[:7].tolist()
+    with_system = encode(example, tokenizer, "Go.", sft())
+    assert tokenizer.decode(with_system.token_ids) == "<|system|>Go.<|user|>abc<|assistant|>cba<|end|>"
+
+
+CHAT = [
+    {"role": "user", "content": "a<b"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "ä"},
+    {"role": "user", "content": " c "},
+]
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["assistant"], ["b<|end|>", "ä<|end|>", "x<|end|>"]),
+        (["user"], ["a<b", "b", " c "]),
+        (["system", "assistant"], ["Go.", "b<|end|>", "ä<|end|>", "x<|end|>"]),
+    ],
+)
+def test_loss_is_on_the_messages_of_the_roles(tokenizer, roles, expected):
+    encoded = encode({"prompt": CHAT, "answer": "x"}, tokenizer, "Go.", sft(train_on=roles))
+    whole = (
+        "<|system|>Go.<|user|>a<b<|assistant|>b<|end|><|user|>b<|assistant|>ä<|end|><|user|> c <|assistant|>x<|end|>"
+    )
+    assert tokenizer.decode(encoded.token_ids) == whole
+    assert learnt(encoded, tokenizer) == expected
+
+
+def test_messages_that_a_template_changes_are_found_without_their_reasoning_or_refused(tokenizer):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = tokenizer.chat_template.replace(
+        "message['content'] }}", "message['content'].split('</think>')[-1].lstrip() }}"
+    )
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>\n\nb"}, CHAT[2]]
+    encoded = encode({"prompt": chat, "answer": "x"}, changed, None, sft())
+    assert learnt(encoded, changed) == ["b<|end|>", "x<|end|>"]
+    changed.chat_template = tokenizer.chat_template.replace("message['content'] }}", "message['content'] | upper }}")
+    with pytest.raises(UserError, match=r"sft.train_on=assistant: the chat template changes message 1 \('a<b'\)"):
+        encode({"prompt": chat, "answer": "x"}, changed, None, sft())
+    encode({"prompt": "one message is fine", "answer": "x"}, changed, None, sft())
+
+
+def test_a_message_is_not_taken_for_text_of_the_template(tokenizer):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = (
+        "You are an assistant of the user."
+        "{% for m in messages %}{{ '<|user|>' + m['role'] + ': ' + m['content'] + '<|end|>' }}{% endfor %}"
+    )
+    chat = [
+        {"role": "user", "content": "user"},
+        {"role": "assistant", "content": "is"},
+        {"role": "user", "content": "a"},
+    ]
+    assert learnt(encode({"prompt": chat, "answer": "x"}, changed, None, sft()), changed) == ["is<|end|>", "x<|end|>"]
+    both = encode({"prompt": chat, "answer": "x"}, changed, None, sft(train_on=["user"]))
+    assert learnt(both, changed) == ["user<|end|>", "a<|end|>"]
+    assert changed.decode(both.token_ids).count("user<|end|>") == 1
+
+
+def test_the_end_is_that_of_the_chat_template(tokenizer):
+    chat = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}]
+    whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+    assert encode({"prompt": "abc", "answer": "cba"}, tokenizer, None, sft()).token_ids.tolist() == whole
+
+
+def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
+    data = DataConfig(generator="reverse_text", train_size=50, val_size=20)
+    assert [len(part) for part in load_train(data, sft(), tokenizer)] == [50]
+    [short] = load_train(data, sft(max_length=9), tokenizer)
+    assert 0 < len(short) < 50
+    assert all(e.mask.any() and len(e.token_ids) <= 9 for e in short)
+    assert len(load_val(data, sft(), tokenizer)) == 20
+    with pytest.raises(UserError, match="sft.max_length=3: none of 20 held-out examples has anything to"):
+        load_val(data, sft(max_length=3), tokenizer)
+
+
+def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_path):
+    files = []
+    for name, count in (("a", 3), ("b", 5)):
+        chats = [
+            [{"role": "user", "content": f"{name}{i}"}, {"role": "assistant", "content": "yes"}] for i in range(count)
+        ]
+        files.append(str(tmp_path / f"{name}.jsonl"))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
+    data = DataConfig(train_files=files, messages_key="chat")
+    assert [len(part) for part in load_train(data, sft(), tokenizer)] == [8]
+    assert [len(part) for part in load_train(data, sft(weights=[1, 2]), tokenizer)] == [3, 5]
+    assert [
+        len(p) for p in load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)
+    ] == [4]
+    with pytest.raises(UserError, match="data.train_size=3: leaves nothing of .*b.jsonl"):
+        load_train(DataConfig(train_files=files, messages_key="chat", train_size=3), sft(weights=[1, 2]), tokenizer)
+    with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must hold a list of chat messages"):
+        load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
+
+
+def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
+    """Each sample is an example, in which the replies are learnt; a failed episode has nothing to learn."""
+
+    def sample(*parts: tuple[str, bool]) -> Sample:
+        ids = [(token, float(sampled)) for text, sampled in parts for token in tokenizer.encode(text)]
+        mask = np.asarray([sampled for _, sampled in ids], np.float32)
+        return Sample(np.asarray([token for token, _ in ids]), mask, -0.5 * mask, (3, 3))
+
+    start, again = ("<|user|>ab<|assistant|>", False), ("<|user|>?<|assistant|>", False)
+    two = [start, ("ab<|end|>", True), again, ("ba<|end|>", True)]
+    rendered_again = [("<|user|>ab<|assistant|>ab<|end|><|user|>??<|assistant|>", False), ("b<|end|>", True)]
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "?"}, {"role": "assistant", "content": "ba"}]  # fmt: skip
+    episodes = [
+        Episode("0:1:0", "0:1", [sample(*two)], 1.0),
+        Episode("0:1:1", "0:1", [sample(*two[:2]), sample(*rendered_again)], 0.5, {}, "turns"),
+        Episode("0:1:2", "0:1", [sample(("<|end|>", False))], 0.0, {}, "failed"),
+    ]
+    chats = [(chat[:1], chat[1:]), (chat[:1], [*chat[1:3], {"role": "assistant", "content": "b"}]), (chat[:1], [])]
+    write_conversations(str(tmp_path), 5, episodes, chats)
+    file = tmp_path / "rollouts/step_5.jsonl"
+    data = DataConfig(train_files=[str(file)])
+    [part] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
+    assert [example.token_ids.tolist() for example in part] == [
+        sample.token_ids.tolist() for episode in episodes[:2] for sample in episode.samples
+    ]
+    assert [example.mask.sum() for example in part] == [6, 3, 2]
+    assert all((example.logprobs == -0.5 * example.mask).all() for example in part)
+    [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
+    assert len(right) == 1 and right[0].logprobs is None
+    row = json.loads(file.read_text().splitlines()[0])
+    assert (row["prompt"], row["completion"]) == (chat[:1], chat[1:])
+    old = {name: value for name, value in row.items() if name not in ("prompt", "completion")} | {"messages": chat}
+    file.write_text(json.dumps(old) + "\n")
+    assert len(load_train(data, sft(source="rollouts"), tokenizer)[0]) == 1, "the form of earlier versions"
+    for change, problem in (
+        ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is no rollout"),
+        ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is no rollout"),
+        ({"completion": [{"role": "user"}]}, "is no rollout"),
+        ({"completion": chat[1:3]}, "another tokenizer"),
+        ({"completion": None, "messages": chat[:3]}, "is no rollout"),
+    ):
+        file.write_text(json.dumps({**row, **change}) + "\n")
+        with pytest.raises(UserError, match=problem):
+            load_train(data, sft(source="rollouts"), tokenizer)
+
+
+def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
+    chat = [{"role": "user", "content": "ab"}]
+    prompt = Prompt(7, tuple(tokenizer.encode("<|user|>ab<|assistant|>")), "ab", "ba", {}, chat)
+    texts = ["ba", "ab"]
+    start = len(prompt.token_ids)
+    episodes = []
+    for number, (text, reward) in enumerate(zip(texts, [1.0, 0.0], strict=True)):
+        tokens = [*prompt.token_ids, *tokenizer.encode(text), tokenizer.eos_token_id]
+        mask, logprobs = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32)
+        mask[start:], logprobs[start:] = 1, [-0.5, -0.25, -0.125]
+        sample = Sample(np.asarray(tokens), mask, logprobs, (3, 3))
+        episodes.append(Episode(f"0:7:{number}", "0:7", [sample], reward))
+    write_rollouts(str(tmp_path), 5, [prompt], episodes, texts)
+    file = str(tmp_path / "rollouts/step_5.jsonl")
+    data = DataConfig(train_files=[file])
+    [both] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
+    assert learnt(both[0], tokenizer) == ["ba<|end|>"] and len(both) == 2
+    assert both[0].logprobs.tolist() == [0.0] * len(prompt.token_ids) + [-0.5, -0.25, -0.125]
+    [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
+    assert [(e.token_ids.tolist(), e.logprobs) for e in right] == [(both[0].token_ids.tolist(), None)]
+    assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"
+    with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
+        load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
+    row = json.loads(Path(file).read_text().splitlines()[0])
+    assert row["prompt"] == [{"role": "user", "content": "ab"}]
+    assert row["completion"] == [{"role": "assistant", "content": "ba"}]
+    (tmp_path / "old.jsonl").write_text(json.dumps({**row, "prompt": "ab", "completion": "ba"}) + "\n")
+    [old] = load_train(DataConfig(train_files=[str(tmp_path / "old.jsonl")]), sft(source="rollouts"), tokenizer)
+    assert old[0].token_ids.tolist() == both[0].token_ids.tolist(), "the form of earlier versions"
+    for change, problem in (
+        ({"logprobs": [0.0]}, "is no rollout"),
+        ({"logprobs": [math.nan, 0.0, 0.0]}, "is no rollout"),
+        ({"reward": math.inf}, "is no rollout"),
+        ({"completion": "xx"}, "another tokenizer"),
+        ({"completion": [{"role": "assistant", "content": "xx"}]}, "another tokenizer"),
+        ({"completion": ["ba"]}, "is no rollout"),
+        ({"prompt_ids": [320]}, "holds token 320, and model.path knows 320; it was written with another model"),
+    ):
+        (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))
+        with pytest.raises(UserError, match=problem):
+            load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer, 320)
+    with pytest.raises(UserError, match="data.train_size=1: leaves nothing of .*step_5.jsonl, which sft.weights names"):
+        load_train(
+            DataConfig(train_files=[file, file], train_size=1), sft(source="rollouts", weights=[1, 1]), tokenizer
+        )

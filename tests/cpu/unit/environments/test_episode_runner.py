@@ -1,0 +1,279 @@
+"""Episodes between a scripted policy and environments in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.bad_rewards import BAD, NUMBERS
+from trainer.config import Config, EnvironmentConfig, TinyConfig
+from trainer.environments.episode_runner import Attempt, EnvironmentPlayer, Played, SingleTurn, report_failures
+from trainer.environments.retry import RetryEnv
+from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.seeding import environment_seed, request_seed
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
+    return load_tokenizer(str(path))
+
+
+class Policy:
+    """Says what its script holds for the turn, to every prompt; a reply that ends in `…` is cut."""
+
+    def __init__(self, tokenizer: Any, *script: str):
+        self.tokenizer = tokenizer
+        self.script = script
+        self.asked: list[list[str]] = []
+        self.seeds: list[list[int]] = []
+
+    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        text = self.script[len(self.asked)]
+        self.asked.append([self.tokenizer.decode(request.prompt_token_ids) for request in requests])
+        self.seeds.append([request.seed for request in requests])
+        cut = text.endswith("…")
+        tokens = self.tokenizer.encode(text.rstrip("…") + ("" if cut else "<|end|>"), add_special_tokens=False)
+        reason = "length" if cut else "stop"
+        for place in reversed(range(len(requests))):
+            yield {place: Completion(tokens, [-1.0] * len(tokens), reason, 7)}
+
+
+def attempts(*rows: dict[str, Any], n: int = 1) -> list[Attempt]:
+    return [Attempt(row, (), f"0:{i}", 5, number) for i, row in enumerate(rows) for number in range(n)]
+
+
+@pytest.fixture(scope="module")
+def player(tokenizer) -> Iterator[EnvironmentPlayer]:
+    with player_of(tokenizer) as player:
+        yield player
+
+
+def player_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentPlayer:
+    cfg = Config()
+    cfg.trainer.seed = 3
+    cfg.rollout.max_prompt_tokens = max_prompt_tokens
+    name = config.pop("name", "tests.support.environments:Echo")
+    cfg.environment = EnvironmentConfig(name=name, **{"timeout_s": 20.0, "max_turns": 3, "num_processes": 2, **config})
+    return EnvironmentPlayer(cfg, tokenizer)
+
+
+def play(player: Any, policy: Policy, tried: list[Attempt]) -> list[Played]:
+    played = {place: one for part in player.play(tried, policy, contextlib.nullcontext) for place, one in part.items()}
+    return [played[place] for place in range(len(tried))]
+
+
+def test_policy_and_environment_take_turns(player, tokenizer):
+    """All episodes in one batch a turn, until each is done; each keeps its tokens, and adds up its rewards."""
+    policy = Policy(tokenizer, "a", "bb", "ccc")
+    short, long, endless = play(player, policy, attempts({"prompt": "x", "turns": 1}, {"prompt": "y"}, {"turns": 9}))
+    assert policy.asked == [
+        ["<|user|>x<|assistant|>", "<|user|>y<|assistant|>", "<|user|><|assistant|>"],
+        [
+            "<|user|>y<|assistant|>a<|end|><|user|>1:a<|assistant|>",
+            "<|user|><|assistant|>a<|end|><|user|>1:a<|assistant|>",
+        ],
+        ["<|user|><|assistant|>a<|end|><|user|>1:a<|assistant|>bb<|end|><|user|>2:bb<|assistant|>"],
+    ]
+    found = [(one.status, one.turns, one.reward, one.text) for one in (short, long, endless)]
+    assert found == [("stop", 1, 1.0, "a"), ("stop", 2, 3.0, "bb"), ("turns", 3, 6.0, "ccc")]
+    (sample,) = long.samples
+    assert tokenizer.decode(sample.token_ids) == "<|user|>y<|assistant|>a<|end|><|user|>1:a<|assistant|>bb<|end|>"
+    assert tokenizer.decode(sample.token_ids[sample.mask > 0]) == "a<|end|>bb<|end|>" and long.length == 5
+    assert [message["content"] for message in endless.messages] == ["", "a", "1:a", "bb", "2:bb", "ccc", "3:ccc"]
+
+
+def test_every_draw_is_keyed_by_its_turn(player, tokenizer):
+    """In the first turn as in an episode of a single turn. Episodes of one prompt share the seed of the environment."""
+    policy = Policy(tokenizer, "a", "b")
+    played = play(player, policy, attempts({"shows_seed": True}, n=2))
+    assert policy.seeds == [[request_seed(3, 5, "0:0", j, turn) for j in range(2)] for turn in range(2)]
+    assert len({seed for seeds in policy.seeds for seed in seeds}) == 4
+    single = Policy(tokenizer, "a")
+    cfg = Config()
+    cfg.trainer.seed = 3
+    play(SingleTurn(cfg, tokenizer), single, [Attempt({}, (65,), "0:0", 5, j) for j in range(2)])
+    assert single.seeds[0] == policy.seeds[0]
+    assert [one.messages[0]["content"] for one in played] == [str(environment_seed(3, "0:0"))] * 2
+
+
+def test_a_reply_that_is_cut_is_the_last_one(player, tokenizer):
+    (one,) = play(player, Policy(tokenizer, "a", "bb…"), attempts({"turns": 9}))
+    assert (one.status, one.turns, one.reward) == ("length", 2, 3.0)
+
+
+@pytest.mark.parametrize("reply, turns, status", [("a…", 1, "stop"), ("a…", 9, "length"), ("a", 1, "stop")])
+def test_an_episode_that_is_done_has_stopped_however_its_last_reply_ended(player, tokenizer, reply, turns, status):
+    (one,) = play(player, Policy(tokenizer, reply), attempts({"turns": turns}))
+    assert (one.status, one.turns, one.reward) == (status, 1, 1.0)
+
+
+@pytest.mark.parametrize("reply, turns, status", [("ccc", 3, "stop"), ("ccc…", 9, "length"), ("ccc", 9, "turns")])
+def test_the_last_turn_has_the_status_of_what_ended_it(player, tokenizer, reply, turns, status):
+    (one,) = play(player, Policy(tokenizer, "a", "bb", reply), attempts({"turns": turns}))
+    assert (one.status, one.turns, one.reward) == (status, 3, 6.0)
+
+
+def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer):
+    with player_of(tokenizer, max_prompt_tokens=15) as player:
+        policy = Policy(tokenizer, "abc", "defgh")
+        (one,) = play(player, policy, attempts({"turns": 9}))
+        assert (one.status, one.turns, one.reward, one.text) == ("length", 2, 8.0, "defgh")
+        assert max(len(tokenizer.encode(text)) for asked in policy.asked for text in asked) <= 15
+        with pytest.raises(UserError, match="has first messages of 22 tokens; rollout.max_prompt_tokens is 15"):
+            play(player, Policy(tokenizer), attempts({"prompt": "x" * 20}))
+
+
+class NeverLong:
+    """A tokenizer that must not get long texts."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        assert len(text) < 100_000
+        return self._tokenizer.encode(text, **options)
+
+
+def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
+    """30 MB of text would take 5 GB, in a call that no signal interrupts."""
+    long, name = "x" * 30_000_000, "tests.support.environments:Wrong"
+    with player_of(NeverLong(tokenizer), name=name) as player:
+        row = {"start": [{"role": "user", "content": "x"}], "step": {"messages": [{"role": "tool", "content": long}]}}
+        (one,) = play(player, Policy(tokenizer, "a"), attempts(row))
+        assert (one.status, one.turns, len(one.samples[0].token_ids)) == ("length", 1, one.length + 3)
+        with pytest.raises(
+            UserError, match="has first messages of 65,5.. characters; rollout.max_prompt_tokens is 100"
+        ):
+            play(player, Policy(tokenizer), attempts({"start": [{"role": "user", "content": long}]}))
+
+
+@pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2), (2, 2, 5)])
+def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, caplog, at, turns, length):
+    policy = Policy(tokenizer, "a", "bb")
+    failed, good = play(player, policy, attempts({"do": "raise", "at": at}, {"prompt": "y"}))
+    assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
+    assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
+    assert (good.status, good.reward) == ("stop", 3.0)
+    assert report_failures([failed, good], "zero", "step 5") == 1
+    said = "1 of 2 environments of step 5 (50.0%) failed and their episodes count as 0; the first: "
+    assert said in caplog.text
+
+
+def test_a_lost_environment_leaves_no_trace_in_its_episode(player, tokenizer, tmp_path):
+    lost = play(player, Policy(tokenizer, "a", "bb"), attempts({"do": "die", "at": 1, "once": f"{tmp_path}/x"}))
+    plain = play(player, Policy(tokenizer, "a", "bb"), attempts({}))
+    assert (tmp_path / "x").exists()
+    assert [(p.reward, p.status, p.messages, p.samples[0].token_ids.tolist()) for p in lost] == [
+        (p.reward, p.status, p.messages, p.samples[0].token_ids.tolist()) for p in plain
+    ]
+
+
+def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
+    bad, good = {"do": "raise", "at": 1}, {"turns": 1}
+    with player_of(tokenizer, max_failure_frac=0.5) as player:
+        play(player, Policy(tokenizer, "a"), attempts(bad, good))
+        with pytest.raises(
+            UserError, match=r"environment.name=.*Echo: 2 of 3 episodes of step 5 \(66.7%\) have failed, more than "
+            r"environment.max_failure_frac=0.5 allows; the first: step raised RuntimeError: it broke"
+        ):  # fmt: skip
+            play(player, Policy(tokenizer, "a"), attempts(bad, good, bad))
+
+
+def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tokenizer):
+    bad = {"do": "raise", "at": 0}
+    with player_of(tokenizer, max_failure_frac=0.5) as player:
+        policy = Policy(tokenizer)
+        with pytest.raises(UserError, match="2 of 3 episodes of step 5 .* have failed"):
+            play(player, policy, attempts(bad, {}, bad))
+        assert policy.asked == []
+
+
+def test_every_environment_is_closed_however_its_episode_has_ended(player, tokenizer, tmp_path):
+    rows = [{"turns": 1}, {"turns": 9}, {"turns": 3}, {"do": "raise", "at": 2, "turns": 9}]
+    rows = [{**row, "closed": f"{tmp_path}/{i}"} for i, row in enumerate(rows)]
+    played = play(player, Policy(tokenizer, "a", "bb", "c…"), attempts(*rows))
+    assert [one.status for one in played] == ["stop", "length", "stop", "failed"]
+    closed = {path.name for path in tmp_path.iterdir()}
+    assert {"0", "1", "2"} <= closed
+
+
+def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
+    rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
+    with player_of(tokenizer, name="trainer.environments.retry:Tries", options={"tries": 2}) as player:
+        right, wrong = play(player, Policy(tokenizer, "bx", "cba"), attempts(*rows[:1], rows[1]))
+        assert (right.status, right.turns, right.reward) == ("stop", 2, 1.0)
+        assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)
+        (worse,) = play(player, Policy(tokenizer, "cb", ""), attempts(rows[0]))
+        assert (worse.turns, worse.reward) == (2, pytest.approx(0.8))
+
+
+def test_progress_is_paid_once():
+    """An answer that is as good as an earlier one earns nothing, whatever came between."""
+    environment = RetryEnv(tries=4)
+    environment.start({"prompt": "abc", "answer": "cba"}, seed=0)
+    steps = [environment.step({"role": "assistant", "content": text}) for text in ("cb", "", "cb", "cba")]
+    assert [step.reward for step in steps] == pytest.approx([0.8, 0.0, 0.0, 0.2])
+    assert [step.done for step in steps] == [False, False, False, True]
+
+
+def valued(tokenizer: Any, *rows: list[dict[str, Any]], **config: Any) -> list[Played]:
+    """Episodes of environments that give these steps."""
+    settings = {"name": "tests.support.environments:Valued", "max_failure_frac": 1.0, "num_processes": 1, **config}
+    with player_of(tokenizer, **settings) as player:
+        return play(player, Policy(tokenizer, "a", "b", "c"), attempts(*({"steps": row} for row in rows)))
+
+
+def test_an_episode_adds_up_its_named_rewards_and_metrics(tokenizer):
+    first = {"reward": 0.5, "rewards": {"form": 1, "fact": -2}, "metrics": {"moves": 3, "tool_calls/add": 1}}
+    one, plain = valued(tokenizer, [first, {"rewards": {"form": 0.25}, "metrics": {"moves": 1}}], [{"reward": 2}])
+    assert (one.reward, one.rewards) == (0.5 + 1 - 2 + 0.25, {"form": 1.25, "fact": -2.0})
+    assert one.metrics == {"moves": 4.0, "tool_calls/add": 1.0}
+    assert (plain.reward, plain.rewards, plain.metrics) == (2.0, {}, {})
+
+
+RANGE = ["returns nan", "returns -inf", "returns 1e308", "returns -1e13", "returns 10**400"]
+TYPES = ["returns None", "returns complex", "returns an array", "returns a coroutine", "returns a hostile float"]
+
+
+def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environments(tokenizer):
+    """The reasons are those of `rewards/values.py`, whoever gives the number, and as whatever it is given."""
+    bad = [(name, where) for name in RANGE + TYPES for where in ("reward", "rewards", "metrics")]
+    rows = [[{where: name if where == "reward" else {"x": name}}] for name, where in bad]
+    for (name, where), one in zip(bad, valued(tokenizer, *rows), strict=True):
+        prefix = "reward: " if where == "reward" else f"{where}: part x "
+        assert (one.status, one.reward, one.rewards) == ("failed", 0.0, {}), name
+        assert one.failure.startswith(f"step raised ValueError: {prefix}{BAD[name][1]}"), one.failure
+    good = [[{"reward": name, "rewards": {"x": name}}] for name in NUMBERS]
+    assert [(one.reward, one.rewards) for one in valued(tokenizer, *good)] == [(2.0, {"x": 1.0})] * len(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    "steps, reason",
+    [
+        ([{"reward": 1e12}, {"reward": 1e12}], "gave rewards that add up to 2e+12, beyond 1e+12"),
+        ([{"reward": -1e12, "rewards": {"a": -1e12}}], "gave rewards that add up to -2e+12, beyond 1e+12"),
+        ([{"rewards": {"a b": 1}}], "rewards: returned a part called 'a b'; names are letters, digits, _, . and -"),
+        ([{"rewards": {"a/b": 1}}], "rewards: returned a part called 'a/b'; names are"),
+        (
+            [{"metrics": {"a//b": 1}}],
+            "metrics: returned a part called 'a//b'; names are letters, digits, _, . and -, a",
+        ),
+        ([{"metrics": {"turns": 1}}], "metrics: turns is counted for every environment; choose another name"),
+        ([{"rewards": {f"n{i}": 1 for i in range(65)}}], "rewards: are 65; a step has at most 64"),
+        ([{"metrics": [1]}], "metrics: are a list, not a dict"),
+    ],
+)
+def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer, steps, reason):
+    (one,) = valued(tokenizer, steps)
+    assert one.status == "failed" and reason in one.failure and one.reward == 0.0

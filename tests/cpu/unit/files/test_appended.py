@@ -1,0 +1,230 @@
+"""Files that a run appends to: torn by a kill, and deleted or changed by somebody while the run appends to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.metrics import make_tracker
+from tests.support.toy import toy_config
+from trainer.errors import UserError
+from trainer.files import appended
+from trainer.files.appended import REPLACED, AppendedFile, append_line, mend_last_line, open_appended
+from trainer.metrics.tracker import read_metrics
+from trainer.process.failure_log import INCIDENTS, JOB, Incident, read_incidents
+from trainer.process.log_setup import LogFile
+from trainer.rewards.cache import RewardCache
+from trainer.run.directory import RunDirectory
+from trainer.run.run_metadata import record_start
+
+LINES = [json.dumps({"step": n, "text": "x" * 7 * n, "list": [n]}).encode() for n in range(4)]
+WHOLE = b"".join(line + b"\n" for line in LINES)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cut=st.integers(0, len(WHOLE)), tail=st.sampled_from([b"", b"\0" * 9, b'{"step": 1', b"\xff\xfe"]))
+def test_a_line_is_never_appended_to_a_torn_one(tmp_path_factory, cut, tail):
+    path = tmp_path_factory.mktemp("file") / "lines.jsonl"
+    path.write_bytes(WHOLE[:cut] + tail)
+    append_line(str(path), b'{"last": 1}')
+    *lines, last = path.read_bytes().splitlines()
+    assert last == b'{"last": 1}'
+    complete = WHOLE[:cut].count(b"\n")
+    if not tail and WHOLE[:cut].splitlines()[complete:] == LINES[complete : complete + 1]:
+        complete += 1  # only its line break was missing
+    assert lines == LINES[:complete]
+
+
+def test_a_long_torn_line_is_cut_and_text_is_completed(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_bytes(WHOLE + b'{"text": "' + b"y" * 300_000)
+    mend_last_line(str(path))
+    assert path.read_bytes() == WHOLE
+    log = tmp_path / "log.txt"
+    log.write_text("one\ntwo")
+    mend_last_line(str(log))
+    assert log.read_text() == "one\ntwo\n"
+    mend_last_line(str(tmp_path / "missing.jsonl"))
+    assert not (tmp_path / "missing.jsonl").exists()
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def edit(path: Path) -> None:
+    """As `sed -i` and most editors do: another file takes its place."""
+    content = path.read_bytes().splitlines(keepends=True)
+    path.with_suffix(".new").write_bytes(b"".join(content[1:]))
+    path.with_suffix(".new").replace(path)
+
+
+def empty(path: Path) -> None:
+    """As `> FILE` in a shell does."""
+    path.write_bytes(b"")
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def copy(path: Path) -> None:
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    path.with_suffix(".new").replace(path)
+
+
+HARMS = [delete, edit, empty, tear, copy]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_metrics_keep_all_lines_whatever_happens_to_the_file(tmp_path, harm, caplog):
+    path = tmp_path / "metrics.jsonl"
+    tracker = make_tracker(tmp_path)
+    tracker.log(1, {"a": 1.0})
+    tracker.close()
+    tracker = make_tracker(tmp_path)
+    tracker.rewind(1)
+    for step in (2, 3):
+        harm(path)
+        tracker.log(step, {"a": 1.0})
+    harm(path)
+    tracker.flush()
+    assert [row["step"] for row in read_metrics(str(path))] == [1, 2, 3]
+    harm(path)
+    tracker.rewind(2)
+    harm(path)
+    tracker.close()
+    assert path.read_bytes() == b'{"step": 1, "a": 1.0}\n{"step": 2, "a": 1.0}\n'
+    assert tracker.first_step == 1
+    told = [text for text in caplog.messages if "while the run appends to it" in text]
+    assert len(told) == (0 if harm is copy else 5)
+    assert (tmp_path / f"metrics.jsonl{REPLACED}").exists() == (harm not in (delete, copy))
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_incidents_and_rewards_keep_all_lines(tmp_path, harm):
+    before = INCIDENTS.open(str(tmp_path))
+    store = RewardCache(str(tmp_path))
+    for step in range(3):
+        INCIDENTS.record(Incident(step, "rank", "rank 0", "n", JOB, "exception", "ended", 0.0, "text"))
+        store.add({f"key {step}": [{"reward": 1.0}]}, f"step {step}")
+        harm(tmp_path / "incidents.jsonl")
+        harm(tmp_path / "rewards.jsonl")
+    store.add({"key 3": [{"reward": 1.0}]}, "step 3")
+    INCIDENTS.close(before)
+    assert [incident.step for incident in read_incidents(str(tmp_path))] == [0, 1, 2]
+    again = RewardCache(str(tmp_path))
+    assert all(again.find(f"key {step}", "step 9") for step in range(4))
+    assert (tmp_path / "rewards.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_that_lost_the_run_directory_does_not_take_the_file_back(tmp_path):
+    def fence() -> None:
+        raise UserError("another job holds the directory")
+
+    file = AppendedFile(str(tmp_path / "lines.jsonl"), fence)
+    file.append(b"{}\n")
+    (tmp_path / "lines.jsonl").write_bytes(b'{"of": "the other"}\n')
+    with pytest.raises(UserError, match="another job"):
+        file.append(b"{}\n")
+    assert (tmp_path / "lines.jsonl").read_bytes() == b'{"of": "the other"}\n'
+
+
+def test_a_rewrite_that_fails_leaves_what_stood_there(tmp_path):
+    """A full disk, or a kill, must not leave the run without the file."""
+    calls = []
+
+    def fence() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise UserError("before the new file appears")
+
+    path = tmp_path / "lines.jsonl"
+    file = AppendedFile(str(path), fence)
+    file.append(b'{"a": 1}\n')
+    path.write_bytes(b'{"b": 1}\n')
+    with pytest.raises(UserError, match="before the new file"):
+        file.append(b'{"c": 1}\n')
+    assert path.read_bytes() == (tmp_path / f"lines.jsonl{REPLACED}").read_bytes() == b'{"b": 1}\n'
+    file.append(b'{"c": 1}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"c": 1}\n'
+
+
+@pytest.mark.parametrize("harm", [delete, edit, empty])
+@pytest.mark.parametrize("again", [delete, lambda path: None])
+def test_a_change_between_check_and_write_is_found_at_the_next_check(tmp_path, harm, again, monkeypatch):
+    path = tmp_path / "lines.jsonl"
+    file = AppendedFile(str(path))
+    file.append(b'{"a": 1}\n')
+
+    def open_later(name: str, mode: int | None) -> int:
+        harm(path)
+        return open_appended(name, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(appended, "open_appended", open_later)
+        file.append(b'{"b": 1}\n')
+    again(path)
+    file.append(b'{"c": 1}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"b": 1}\n{"c": 1}\n'
+
+
+def test_threads_append_whole_lines_and_nobody_sees_a_change(tmp_path, caplog, request):
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-6)
+    file = AppendedFile(str(tmp_path / "lines.jsonl"))
+
+    def append(number: int) -> None:
+        for i in range(50):
+            file.append(json.dumps({"step": number, "i": i}).encode() + b"\n")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(append, range(4)))
+    lines = (tmp_path / "lines.jsonl").read_bytes()
+    assert len(lines.splitlines()) == 200 and lines == file.content()
+    assert caplog.messages == []
+
+
+def test_the_log_goes_on_where_its_path_is(tmp_path):
+    path, log = tmp_path / "log.txt", LogFile()
+    log.is_used = True
+    log.open(str(path))
+
+    def lines(file: Path) -> list[str]:
+        return [line.split(" ", 2)[2] for line in file.read_text().splitlines()]
+
+    log.write("one")
+    path.unlink()
+    log.write("two")
+    assert lines(path) == ["one", "two"]
+    path.rename(tmp_path / "log.1")  # rotated: its lines are there
+    log.write("three")
+    copy(path)
+    log.write("four")
+    assert (lines(tmp_path / "log.1"), lines(path)) == (["one", "two"], ["three", "four"])
+    log.close()
+
+
+def test_a_start_mends_every_torn_file_even_if_nothing_is_left_to_do(tmp_path):
+    names = ("metrics.jsonl", "metrics.cut.jsonl", "incidents.jsonl", "starts.jsonl", "rewards.jsonl")
+    for name in names:
+        (tmp_path / name).write_bytes(WHOLE + b'{"step": 9, "a": 0.')
+    (tmp_path / "log.txt").write_bytes(b"a line\nhalf")
+    cfg = toy_config(tmp_path)
+    with RunDirectory(cfg, supervised=True).open():
+        assert {name: (tmp_path / name).read_bytes() for name in names} == dict.fromkeys(names, WHOLE)
+        assert (tmp_path / "log.txt").read_bytes() == b"a line\nhalf\n"
+        with (tmp_path / "starts.jsonl").open("ab") as file:
+            file.write(b'{"torn')
+        record_start(str(tmp_path), cfg)
+    starts = (tmp_path / "starts.jsonl").read_bytes().splitlines()
+    assert starts[:-1] == LINES
+    assert json.loads(starts[-1])["pid"] == os.getpid()

@@ -1,0 +1,49 @@
+"""The ranks as the loop sees them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.ranks import local_cluster
+from trainer.cluster.fork_server import HOST
+from trainer.config import Config
+from trainer.errors import FailureSource
+from trainer.learner.train_workers import TrainWorkers
+
+
+def test_each_rank_measures_its_own_speed_and_the_ranks_describe_their_axes():
+    cfg = Config()
+    cfg.trainer.context_parallel = 2
+    with local_cluster(2, cfg, "cpu") as cluster:
+        ranks = TrainWorkers(cluster.cfg, cluster)
+        speeds = ranks.speeds()
+        assert list(speeds) == [FailureSource("policy rank 0", HOST), FailureSource("policy rank 1", HOST)]
+        assert all(1e7 < speed < 1e14 for speed in speeds.values())
+        axes = {"replicate": 1, "shard": 1, "context": 2, "tensor": 1}
+        assert ranks.description == {"roles": ["policy"], "ranks": 2, "replicas": 1, "axes": axes}
+
+
+class Asked:
+    """A value whose method runs in the rank processes."""
+
+    def say(self, word: str) -> tuple[str, int]:
+        return word, os.getpid()
+
+
+def test_rank_processes_are_asked_by_their_number_over_all_groups():
+    """With roles in processes of their own, the numbers go on from group to group."""
+    cfg = Config()
+    cfg.algorithm.kl_coef, cfg.trainer.colocate_roles = 0.1, False
+    with local_cluster(2, cfg, "cpu") as cluster:
+        ranks = TrainWorkers(cluster.cfg, cluster)
+        all_answers = ranks.ask(None, Asked(), "say", "x")
+        assert sorted(all_answers) == [0, 1, 2, 3] and len(set(all_answers.values())) == 4
+        assert all(word == "x" for word, _ in all_answers.values())
+        for numbers in ({1, 2}, {3}, {0, 1, 3}):
+            assert ranks.ask(numbers, Asked(), "say", "x") == {number: all_answers[number] for number in numbers}
+        assert ranks.ask((), Asked(), "say", "x") == {}
+        ranks.release()
+        with pytest.raises(OSError, match="the ranks have ended"):
+            ranks.ask(None, Asked(), "say", "x")

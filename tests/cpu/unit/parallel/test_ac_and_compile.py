@@ -1,0 +1,100 @@
+"""What is done to the blocks of a model changes memory and time, and not the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fsdp import in_order, prefetches
+from tests.support.memory import peak_bytes
+from tests.support.ranks import run_ranks
+from tests.support.training import GROUPS, config, make_batch, update
+from trainer.config import FSDPConfig, TinyConfig
+from trainer.models.tiny import build_tiny
+from trainer.parallel.ac_and_compile import compiles_blocks
+from trainer.parallel.batching import select
+from trainer.workers.rank import Rank
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, num_layers=8, seed=3), path)
+    return path
+
+
+def train_a_step(rank: Rank, path: str) -> dict[str, Any]:
+    """Train a step of policy and critic; return metrics, weights, and the peak memory of the policy's next updates.
+
+    It is the least of three updates: gathered parameters are freed when a thread of gloo lets go of them.
+    """
+    rank.build(["policy", "critic"], path)
+    metrics = [update(rank, role, make_batch(), 1) for role in ("policy", "critic")]
+    weights = [p.full_tensor() for worker in rank.roles.values() for p in worker.module.parameters()]
+    peak = min(peak_bytes(lambda step=step: update(rank, "policy", make_batch(), step)) for step in (2, 3, 4))
+    return {"metrics": metrics, "weights": weights, "peak": peak}
+
+
+def results_of(path: str, **fsdp: Any) -> dict[str, Any]:
+    cfg = config()
+    cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**fsdp), FSDPConfig(**fsdp)
+    return run_ranks(2, train_a_step, path, cfg=cfg)[0]
+
+
+def test_recomputed_activations_take_less_memory_and_give_the_same_bits(model_path):
+    modes = {mode: results_of(model_path, activation_checkpointing=mode) for mode in ("none", "selective", "full")}
+    for result in modes.values():
+        assert result["metrics"] == modes["none"]["metrics"]
+        assert all(map(torch.equal, result["weights"], modes["none"]["weights"]))
+    peaks = {mode: result["peak"] for mode, result in modes.items()}
+    assert peaks["selective"] < 0.75 * peaks["none"] and peaks["full"] < 0.9 * peaks["selective"], peaks
+
+
+def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
+    """An update, and the log-probs before and after; the number of graphs, and the names of the weights.
+
+    Another forward pass shows which blocks are gathered ahead.
+    """
+    rank.build(["policy"], path)
+    before = rank.call("policy", "logprobs", make_batch())[1]
+    metrics = update(rank, "policy", make_batch(), 1)
+    after = rank.call("policy", "logprobs", make_batch())[1]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    forward, _ = prefetches(lambda: rank.call("policy", "logprobs", select(make_batch(), [0])))
+    names = list(rank.roles["policy"].state()["model"])
+    return {"metrics": metrics, "before": before, "after": after, "graphs": graphs, "names": names, "ahead": forward}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_agree_and_are_compiled_once(tmp_path):
+    """One graph with gradients and one without, for all blocks and all micro-batches."""
+    path = str(tmp_path)
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
+    cfg = config(max_tokens_per_micro_batch=150, mini_batch_size=GROUPS)
+    plain = run_ranks(1, compile_and_train, path, cfg=cfg)[0]
+    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective", prefetch=1)
+    compiled = run_ranks(1, compile_and_train, path, cfg=cfg)[0]
+    assert compiled["graphs"] == 2 and plain["graphs"] == 0
+    assert compiled["names"] == plain["names"]
+    assert compiled["ahead"] == in_order(["", "model.layers.0", "model.layers.1"], 1)
+    assert compiled["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, abs=1e-6)
+    assert compiled["before"] == pytest.approx(plain["before"], abs=1e-5)
+    assert compiled["after"] == pytest.approx(plain["after"], abs=1e-3)  # Adam enlarges rounding of small gradients
+
+
+@pytest.mark.parametrize(
+    "setting, device, context, tensor, expected",
+    [
+        (None, "cuda", 1, 1, True),
+        (None, "cuda", 2, 1, False),
+        (None, "cuda", 1, 2, False),
+        (None, "cpu", 1, 1, False),
+        (True, "cpu", 1, 1, True),
+        (False, "cuda", 1, 1, False),
+    ],
+)
+def test_who_compiles(setting, device, context, tensor, expected):
+    sizes = {"replicate": 1, "shard": 2, "context": context, "tensor": tensor}
+    assert compiles_blocks(FSDPConfig(compile=setting), device, sizes) is expected

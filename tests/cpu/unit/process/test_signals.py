@@ -1,0 +1,348 @@
+"""Signals and deadlines, in this process and in one that does nothing but listen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainer.errors import NotSavedError, WorkerError
+from trainer.process import signals
+from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
+from trainer.run.stopping import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def every_signal_counts(monkeypatch):
+    """Signals count one by one, however close they are."""
+    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
+
+
+def send(number: int) -> None:
+    """The signal is recorded before this returns."""
+    signal.raise_signal(number)
+
+
+def test_the_exit_status_asks_schedulers_to_retry():
+    assert EXIT_STATUS == 75, "EX_TEMPFAIL: scripts of users look for this number"
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
+    before = signal.getsignal(number)
+    stop = StopRequest(None)
+    with SIGNALS.listening():
+        with SIGNALS.between_steps():
+            send(number)
+            assert stop.reason == signal.Signals(number).name
+            SIGNALS.check()
+            send(number)
+            with pytest.raises(KeyboardInterrupt, match="second signal"):
+                SIGNALS.check()
+        SIGNALS.check()
+    assert signal.getsignal(number) == before
+    assert stop.reason is None, "the next run in this process starts without it"
+
+
+def test_signals_are_handled_where_no_watch_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    open_before = len(os.listdir("/proc/self/fd"))
+    with SIGNALS.listening(), SIGNALS.between_steps():
+        SIGNALS.beat(60.0)
+        send(signal.SIGTERM)
+        assert SIGNALS.count == 1
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_signals_that_arrive_together_count_as_one(monkeypatch):
+    """As `timeout` sends them: to the process, then to its group."""
+    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 60.0)
+    with SIGNALS.listening(), SIGNALS.between_steps():
+        for _ in range(3):
+            send(signal.SIGTERM)
+        SIGNALS.check()
+
+
+def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
+    with SIGNALS.listening():
+        with SIGNALS.between_steps():
+            send(signal.SIGTERM)
+        with SIGNALS.held():
+            pass
+        SIGNALS.check()
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_outside_of_the_steps_a_signal_stops_at_the_next_safe_point(number):
+    name = signal.Signals(number).name
+    with SIGNALS.listening():
+        send(number)
+        with pytest.raises(Stopped, match=f"{name} before the first step"):
+            SIGNALS.check()
+        send(number)
+        SIGNALS.check()  # the run is ending: another signal must not disturb its end
+    with SIGNALS.listening():
+        with SIGNALS.between_steps():
+            pass
+        send(number)
+        with pytest.raises(Stopped, match=f"{name} after the last step"):
+            SIGNALS.check()
+
+
+def test_without_a_safe_point_a_signal_stops_after_a_while(monkeypatch):
+    monkeypatch.setattr(signals, "_GRACE_PERIOD_S", 0.01)
+    with SIGNALS.listening(), pytest.raises(Stopped):
+        send(signal.SIGTERM)
+        while True:
+            time.sleep(3600)
+
+
+def test_an_exception_in_place_of_a_stop_is_known_as_one(monkeypatch):
+    """Ray, for example, turns whatever a handler raises into a SystemError."""
+    with SIGNALS.listening():
+        assert SIGNALS.stop_behind(SystemError()) is None
+        send(signal.SIGTERM)
+        assert SIGNALS.stop_behind(SystemError()) is None, "the error was there before the stop"
+        with pytest.raises(Stopped) as stop:
+            SIGNALS.check()
+        assert SIGNALS.stop_behind(stop.value) is None
+        assert SIGNALS.stop_behind(SystemError()) is stop.value
+
+
+def test_a_rank_that_dies_after_a_signal_has_died_of_it():
+    """A signal to all processes of a job reaches ranks on other machines too."""
+    with SIGNALS.listening(), SIGNALS.between_steps():
+        assert SIGNALS.stop_behind(WorkerError("rank 1 died")) is None
+        send(signal.SIGTERM)
+        assert SIGNALS.stop_behind(NotSavedError("the disk is full")) is None
+        assert "rank 1 died" in str(SIGNALS.stop_behind(WorkerError("rank 1 died")))
+
+
+def test_threads_that_start_in_a_block_without_signals_do_not_get_any():
+    masks = []
+    with SIGNALS.listening():
+        with SIGNALS.blocked():
+            thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+            thread.start()
+        thread.join()
+        assert set(HANDLED) <= masks[0] and not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HANDLED)
+
+
+def test_libraries_that_catch_exceptions_do_not_catch_a_stop():
+    assert not issubclass(Stopped, Exception)
+
+
+def test_a_held_signal_is_raised_after_the_outermost_block_and_once():
+    with SIGNALS.listening():
+        with pytest.raises(Stopped):
+            with SIGNALS.held():
+                with SIGNALS.held():
+                    send(signal.SIGTERM)
+                reached = True
+        assert reached
+        with SIGNALS.held():
+            pass
+        SIGNALS.check()
+
+
+def test_other_threads_hold_nothing_and_raise_nothing():
+    outcome = []
+
+    def wait() -> None:
+        with SIGNALS.held():
+            SIGNALS.check()
+        outcome.append("went on")
+
+    with SIGNALS.listening():
+        with pytest.raises(Stopped):
+            with SIGNALS.held():
+                send(signal.SIGTERM)
+                thread = threading.Thread(target=wait)
+                thread.start()
+                thread.join()
+        assert outcome == ["went on"]
+
+
+def test_a_third_signal_ends_a_process_that_does_not_respond():
+    code = (
+        "import time\n"
+        "from trainer.process import signals\n"
+        "signals._SAME_REQUEST_S = 0\n"
+        "with signals.SIGNALS.listening(), signals.SIGNALS.held():\n"
+        "    print('up', flush=True)\n"
+        "    while signals.SIGNALS._count < 2: time.sleep(0.01)\n"
+        "    print('two', flush=True)\n"
+        "    while True: time.sleep(0.01)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "two\n"
+    process.send_signal(signal.SIGTERM)
+    assert "third signal" in process.communicate(timeout=60)[1]
+    assert process.returncode == EXIT_STATUS
+
+
+LONG_CALL = "sum(range(10**15))"  # holds the interpreter's lock for days
+FULL_PIPE = "\nwhile True: os.write(writing, bytes(1 << 20))"
+BEGINNING = """
+import os
+from trainer.process import signals
+signals._SAME_REQUEST_S, signals._WATCH_PATIENCE_S = 0.2, 0.2
+reading, writing = os.pipe()
+signals.SIGNALS.listen()
+"""
+
+
+@pytest.mark.parametrize("ends", [f"signals.SIGNALS.ignore(){FULL_PIPE}", LONG_CALL])
+def test_a_third_signal_ends_a_process_whatever_it_does(ends, tmp_path):
+    """Python handles no signal during a call of C, and a run that has ended ignores them."""
+    log = tmp_path / "log.txt"
+    code = f"{BEGINNING}\nlog = open({str(log)!r}, 'w')\nprint('up', flush=True)\n{ends}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        assert process.poll() is None
+        process.send_signal(number)
+        time.sleep(0.4)  # or they count as one
+    assert "third signal, which the process could not handle" in process.communicate(timeout=60)[1]
+    assert log.read_text().endswith("continues the run\n"), "for those who ask what happened"
+    assert process.returncode == -signal.SIGKILL
+
+
+BEATEN = f"""{BEGINNING}
+import sys, time
+signals.SIGNALS.beat(float(sys.argv[1]), "too quiet", [sys.executable, "-c", "print('asked', file=open(2, 'w'))"])
+print("up", flush=True)
+"""
+
+
+def beaten(code: str, limit_s: float) -> subprocess.Popen:
+    """Start a process that runs `code` after its first beat."""
+    command = [sys.executable, "-c", f"{BEATEN}\n{code}", str(limit_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def test_a_process_that_can_run_no_python_is_killed_when_its_beats_stay_away():
+    process = beaten(LONG_CALL, limit_s=0.5)
+    assert process.communicate(timeout=60)[1] == "asked\ntoo quiet\n"
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_beats_or_says_that_it_will_not_is_not_killed():
+    beats = "for _ in range(20): signals.SIGNALS.beat(1.0, 'too quiet'); time.sleep(0.1)"
+    quiet = "signals.SIGNALS.beat(None); time.sleep(3)"
+    process = beaten(f"{beats}\n{quiet}\nprint('done')", limit_s=1.0)
+    assert process.communicate(timeout=60) == ("done\n", "")
+    assert process.returncode == 0
+
+
+def test_a_process_that_is_stopped_is_not_killed_by_its_watch():
+    process = beaten("time.sleep(0.5)\nsignals.SIGNALS.beat(None)\nprint('done')", limit_s=2.0)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60) == ("done\n", "")
+
+
+def test_signals_of_a_forked_process_are_not_counted_as_those_of_its_parent():
+    code = (
+        f"{BEGINNING}\nimport time\nchild = os.fork()\n"
+        "if child == 0: signals.SIGNALS.ignore(); os.write(writing, b'.'); time.sleep(3600)\n"
+        "os.read(reading, 1)\n"
+        "for _ in range(4): os.kill(child, 15); time.sleep(0.3)\n"
+        "os.kill(child, 9); print('here')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "here\n"
+
+
+def test_the_watch_of_signals_ends_with_its_process():
+    code = f"{BEGINNING}\nprint(signals.SIGNALS._watch, flush=True)\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    end = time.monotonic() + 60
+    while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_watch_of_signals_ends_before_the_run_says_that_it_has_ended(is_lost):
+    lose = "os.kill(watch, 9); os.waitpid(watch, 0)" if is_lost else ""
+    code = (
+        f"{BEGINNING}\nwatch = signals.SIGNALS._watch\n{lose}\nsignals.SIGNALS.end_watch()\n"
+        "print(os.path.exists(f'/proc/{watch}'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_a_signal_after_the_end_of_the_run_does_not_change_its_status(number, tmp_path):
+    """Exit handlers run when the job has told how it ended: that is the latest moment at which Python runs."""
+    code = (
+        "import atexit, os, sys, time\n"
+        "from trainer.config.command_line import run_app\n"
+        f"atexit.register(lambda: [os.kill(os.getpid(), {int(number)}), time.sleep(0.1)])\n"
+        "def job(cfg): print('finished')\n"
+        "run_app(job)\n"
+    )
+    arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "finished\n", "")
+
+
+@pytest.mark.parametrize("module", ["numpy.linalg", "numpy._core.getlimits", "torch.storage"])
+def test_a_signal_during_an_import_is_not_lost(module, tmp_path):
+    """Where torch imports NumPy, it takes an exception for a NumPy that is not there."""
+    code = (
+        "import os, signal, sys\n"
+        "from trainer.config.command_line import run_app\n"
+        "from trainer.main import prepare\n"
+        "class Interrupt:\n"
+        f"    name = {module!r}\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == self.name:\n"
+        "            self.name = None\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "def job(cfg): print('trained on', prepare(cfg))\n"
+        "run_app(job)\n"
+    )
+    arguments = [f"trainer.run_dir={tmp_path}/run", "trainer.device=cpu"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (EXIT_STATUS, "")
+    assert done.stdout.startswith("stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
+def test_a_signal_during_a_long_first_import_ends_with_75(module, tmp_path):
+    """Imports take half a minute where packages lie on a cold network disk."""
+    (tmp_path / "xxhash.py").write_text(
+        "import sys, time\n"
+        "print('importing', flush=True)\n"
+        "time.sleep(5)\n"  # longer than a signal waits for a safe point
+        "here = __file__.rpartition('/')[0]\n"
+        "sys.path[:] = [entry for entry in sys.path if entry not in (here, '')]\n"
+        "del sys.modules['xxhash']\n"
+        "import xxhash\n"
+    )
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, f"trainer.run_dir={tmp_path}/run"], cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (EXIT_STATUS, "")
+    assert output.startswith("stopped by SIGTERM before the first step")

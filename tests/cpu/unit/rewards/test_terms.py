@@ -1,0 +1,194 @@
+"""Rewards that name what they want, that judge groups, that are async, and that consist of several."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.rewards import reward_pool
+from trainer.config import RewardConfig
+from trainer.errors import UserError
+from trainer.rewards.functions import REWARDS
+from trainer.rewards.preflight import try_rewards
+from trainer.rewards.terms import RewardInput, components_of
+
+HOME = "tests.support.named_rewards"
+
+
+def attempts(*completions: str) -> list[RewardInput]:
+    return [
+        RewardInput(
+            completion,
+            answer="5",
+            prompt="why?",
+            messages=[{"role": "user", "content": "why?"}, {"role": "assistant", "content": completion}],
+            row={"points": 3},
+            status="length" if completion == "cut" else "stop",
+        )
+        for completion in completions
+    ]
+
+
+def full(name: str) -> str:
+    return name if name in REWARDS else f"{HOME}:{name}"
+
+
+def judged(name: str | list[str], *completions: str, n: int = 1, **settings):
+    with reward_pool(full(name) if isinstance(name, str) else list(map(full, name)), **settings) as pool:
+        return pool.score(attempts(*completions), n)
+
+
+def test_a_reward_gets_all_that_it_names():
+    scores = judged("everything", "x", "cut")
+    assert scores.parts == [
+        {"answer": 5.0, "row": 3.0, "status": 0.0},
+        {"answer": 5.0, "row": 3.0, "status": 1.0},
+    ]
+    assert scores.rewards == [8.0, 9.0] and scores.failures.count == 0
+
+
+def test_a_plain_number_is_called_like_its_function():
+    assert judged("length", "abc").parts == [{"length": 3.0}]
+    assert judged("arithmetic", "5").parts == [{"arithmetic": 1.0}]
+
+
+def test_several_rewards_are_weighed_and_added():
+    scores = judged(["length", "parts", "arithmetic"], "5", "1234", weights=[0.5, 2.0, 1.0])
+    assert scores.parts == [
+        {"length": 1.0, "right": 1.0, "short": 1.0, "arithmetic": 1.0},
+        {"length": 4.0, "right": 0.0, "short": 0.0, "arithmetic": 0.0},
+    ]
+    assert scores.rewards == [0.5 + 4.0 + 1.0, 2.0]
+
+
+def test_a_part_that_fails_counts_as_0_and_the_others_as_they_are():
+    scores = judged(["length", "broken"], "abc", "de")
+    assert scores.rewards == [3.0, 2.0] and scores.parts == [{"length": 3.0}, {"length": 2.0}]
+    assert scores.failures.count == 2
+    assert re.fullmatch(r"broken: raised RuntimeError: no such model in \w+\.py:\d+", scores.failures.first)
+
+
+def test_a_group_is_judged_in_one_call():
+    scores = judged("rank", "aaa", "b", "cc", "d", "eeee", "ff", n=3)
+    assert scores.rewards == [2.0, 0.0, 1.0, 0.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "first, reason",
+    [
+        ("short list", "returned 1 rewards for 2 completions"),
+        ("number", "returned float, which is not a list of rewards"),
+        ("raise", r"raised KeyError: 'raise' in \w+\.py:\d+"),
+    ],
+)
+def test_a_group_whose_call_fails_has_failed_as_a_whole(first, reason):
+    scores = judged("odd_group", first, "x", n=2)
+    assert (scores.rewards, scores.failures.count) == ([0.0, 0.0], 2)
+    assert re.fullmatch(reason, scores.failures.first)
+
+
+def test_one_bad_reward_of_a_group_costs_one_completion():
+    scores = judged("odd_group", "one bad", "x", n=2)
+    assert (scores.rewards, scores.failures.count) == ([1.0, 0.0], 1)
+
+
+def test_async_calls_run_at_the_same_time():
+    assert judged("meeting", *[f"meet {i}" for i in range(8)], concurrency=8).rewards == [2.0] * 8
+    assert judged("async_group", "a", "bb", n=2).parts == [{"letters": 1.0}, {"letters": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("raise", "raised KeyError: 'late'"),
+        ("hang", "took longer than reward.timeout_s=1"),
+        ("block", "took longer than reward.timeout_s=1"),
+        ("die", "ended its process (exit status 3)"),
+        ("child", "left a process running: sleep; "),
+    ],
+)
+def test_a_bad_async_call_costs_one_completion(name, reason):
+    scores = judged("meeting", "a", name, "b", timeout_s=1)
+    assert scores.rewards == [1.0, 0.0, 1.0]
+    assert scores.failures.count == 1 and scores.failures.first.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "completion, reason",
+    [
+        ("empty", "returned 0 parts; a reward has 1 to 64"),
+        ("many", "returned 100 parts"),
+        ("name", "returned a part called 'a b'; names are letters, digits, _, . and -"),
+        ("text", "part a returned str, which is not a number"),
+        ("nan", "part a is nan"),
+    ],
+)
+def test_parts_must_have_names_and_be_numbers(completion, reason):
+    scores = judged("odd_parts", completion)
+    assert scores.rewards == [0.0] and scores.failures.first.startswith(reason)
+
+
+def test_functions_of_the_same_name_are_told_apart():
+    some = components_of(RewardConfig(name=[f"{HOME}:length", "math", "operator:eq"]))
+    assert [component.label for component in some] == ["length", "math", "eq"]
+    both = components_of(RewardConfig(name=["operator:eq", "_operator:eq"]))
+    assert [component.label for component in both] == ["operator.eq", "_operator.eq"]
+
+
+def test_too_many_failures_end_the_run_and_fewer_do_not():
+    judged("odd_group", "one bad", "x", n=2, max_failure_frac=0.5)
+    sentence = (
+        r"^reward.max_failure_frac=0.9: 2 of 2 rewards of a step \(100.0%\) failed \(the first: raised RuntimeError: no"
+    )
+    with pytest.raises(UserError, match=sentence):
+        judged("broken", "a", "b", max_failure_frac=0.9)
+
+
+# --------------------------------------------------------------------------------------------------------
+# The trial before the start
+
+
+def tried(name: str | list[str], *completions: str, **settings) -> None:
+    names = full(name) if isinstance(name, str) else list(map(full, name))
+    try_rewards(RewardConfig(name=names, **settings), attempts(*completions), n=2)
+
+
+def test_a_reward_that_fails_for_all_rows_is_refused():
+    with pytest.raises(UserError, match=f"reward.name={HOME}:broken: fails for the first 3 rows") as refusal:
+        tried(["length", "broken"], "1", "2", "3")
+    assert "raised RuntimeError: no such model" in str(refusal.value)
+    tried("odd_group", "one bad", "x")
+
+
+def test_two_rewards_with_the_same_part_are_refused():
+    with pytest.raises(UserError, match="clashing: returned a part length, as another reward does"):
+        tried(["length", "clashing"], "1")
+
+
+def test_a_slow_reward_is_no_reason_not_to_start(caplog):
+    tried("meeting", "hang", timeout_s=0.5)
+    assert "took longer than reward.timeout_s=0.5" in caplog.text
+
+
+def test_with_no_limit_of_failures_the_trial_warns(caplog):
+    tried("broken", "1", max_failure_frac=1.0)
+    assert "fails for the first 1 rows of the data" in caplog.text
+
+
+def tried_with_answers(*names: str, **settings) -> None:
+    answers = [RewardInput(answer, answer) for answer in ("1234", "x", "2345")]
+    try_rewards(RewardConfig(name=[full(name) for name in names], **settings), answers, n=2)
+
+
+def test_a_reward_that_takes_the_answer_of_a_group_for_a_list_is_refused():
+    with pytest.raises(UserError, match=f"reward.name={HOME}:zipped: the function takes `answer` for a list with one"):
+        tried_with_answers("length", "zipped")
+
+
+def test_a_reward_that_gives_right_answers_nothing_is_named_in_a_warning(caplog):
+    tried_with_answers("stern", "arithmetic", "formatted", "length")
+    tried_with_answers("arithmetic", "stern", weights=[1.0, -0.5])
+    for name, value in (("stern", -1), ("formatted", 0)):
+        assert caplog.text.count(f"reward.name={HOME}:{name}: gives {value} to each of the first 3 reference") == 1
+    assert len(caplog.records) == 2

@@ -1,0 +1,103 @@
+"""A guarded process of any kind: its messages, what it prints, and how it ends. Rewards test it with hostile code."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+
+from trainer.sandbox.process import GuardedProcess, OutputCapture, ProcessDied, end_all
+from trainer.sandbox.reaper import send
+
+SERVE = f"{__name__}:echo"
+
+
+def echo(pipe: Connection, greeting: str, options: dict) -> None:
+    """The function that serves in the process: it does what a message says."""
+    send(pipe, [greeting, options])
+    while True:
+        match json.loads(pipe.recv_bytes()):
+            case ["print", text]:
+                print(text, flush=True)
+                send(pipe, "printed")
+            case ["raw", text]:
+                pipe.send_bytes(text.encode())
+            case ["memory"]:
+                with open("/proc/self/oom_score_adj") as file:
+                    send(pipe, int(file.read()))
+            case ["exit", code]:
+                os._exit(code)
+            case ["daemon"]:
+                if os.fork() == 0:
+                    os.setsid()
+                    time.sleep(1000)
+                send(pipe, [child.pid for child in psutil.Process().children()])
+            case message:
+                send(pipe, message)
+
+
+@pytest.fixture
+def process():
+    process = GuardedProcess(SERVE, ['it\'s "me"', {"n": 1, "all": True}], os.environ)
+    assert process.receive() == ['it\'s "me"', {"n": 1, "all": True}]
+    yield process
+    end_all([process])
+
+
+def test_messages_go_both_ways(process):
+    process.send({"text": "ä", "number": 0.1})
+    assert process.receive() == {"text": "ä", "number": 0.1}
+    process.send("x" * 100_000)
+    assert process.receive(largest=1 << 20) == "x" * 100_000
+
+
+def test_a_message_that_is_too_long_means_that_the_process_died(process):
+    process.send("x" * 100_000)
+    with pytest.raises(ProcessDied):
+        process.receive()
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, "9" * 5000, "{"])
+def test_a_message_that_cannot_be_read_means_that_the_process_died(process, text):
+    process.send(["raw", text])
+    with pytest.raises(ProcessDied):
+        process.receive()
+
+
+def test_when_memory_runs_out_the_kernel_takes_user_code_first(process):
+    process.send(["memory"])
+    assert process.receive() == 1000
+    with open("/proc/self/oom_score_adj") as file:
+        assert int(file.read()) < 1000, "the driver is worth more"
+
+
+def test_the_end_of_a_process_says_how_it_ended(process):
+    process.send(["exit", 3])
+    with pytest.raises(ProcessDied):
+        process.receive()
+    assert process.end(died=True) == "exit status 3"
+
+
+def test_what_a_process_prints_is_kept_up_to_a_limit(process):
+    printed = OutputCapture("echo")
+    for text in ("one\x1b", "y" * 5000):
+        process.send(["print", text])
+        assert process.receive() == "printed"
+        printed.read(process)
+    assert printed.last_line().startswith("yyy")
+    first, _, rest = printed.take()
+    assert first == "[echo] one?"
+    assert rest.endswith("more bytes of output are not shown")
+    assert printed.take() == []
+
+
+def test_processes_that_user_code_started_end_with_it(process):
+    process.send(["daemon"])
+    (daemon,) = [psutil.Process(pid) for pid in process.receive()]
+    process.end()
+    psutil.wait_procs([daemon], timeout=10)
+    assert not daemon.is_running()

@@ -1,0 +1,114 @@
+"""Functions of the user's, whose modules may do anything when they are imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+from trainer.algorithms import resolve as resolve_function
+from trainer.errors import UserError
+from trainer.import_utils import import_function
+from trainer.process.signals import SIGNALS, Stopped
+from trainer.rewards import resolve as resolve_reward
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise KeyboardInterrupt", "KeyboardInterrupt)"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("raise GeneratorExit", "GeneratorExit)"),
+        ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", "E: its text cannot be read"),
+        ("raise ValueError('a\\n' * 20_000_000)", "ValueError: a a a"),
+    ],
+)
+def test_a_module_that_raises_at_import_is_refused_in_one_line(tmp_path, monkeypatch, code, reason):
+    (tmp_path / "raising.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(UserError) as caught:
+        import_function("raising:f", "data.curriculum")
+    message = str(caught.value)
+    assert message.startswith(f"data.curriculum=raising:f: cannot be imported ({reason}")
+    assert len(message) < 300
+    assert message.isprintable()
+
+
+def test_a_signal_during_an_import_stops_the_run(tmp_path, monkeypatch):
+    (tmp_path / "signalled.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with SIGNALS.listening(), pytest.raises(Stopped, match=signal.SIGTERM.name):
+        import_function("signalled:f", "data.curriculum")
+
+
+IMPORT_PATH_KEYS = {
+    "algorithm.policy_loss": lambda name: resolve_function(POLICY_LOSSES, name, "algorithm.policy_loss"),
+    "algorithm.advantage_estimator": lambda name: resolve_function(ADVANTAGES, name, "algorithm.advantage_estimator"),
+    "reward.name": resolve_reward,
+    "data.curriculum": lambda name: import_function(name, "data.curriculum"),
+}
+
+
+@pytest.mark.parametrize("key", IMPORT_PATH_KEYS)
+def test_an_import_path_without_a_colon_is_refused_with_the_right_form(key):
+    with pytest.raises(UserError) as caught:
+        IMPORT_PATH_KEYS[key]("os.path.join")
+    assert str(caught.value) == (
+        f"{key}=os.path.join: an import path has a colon before the function; write os.path:join"
+    )
+    assert IMPORT_PATH_KEYS[key]("os.path:join") is os.path.join
+
+
+@pytest.mark.parametrize("path", ["plain", ":f", "module:", ".f", "module.", ":"])
+def test_other_text_is_no_import_path(path):
+    with pytest.raises(UserError, match=f"^data.curriculum={path}: must be an import path package.module:function$"):
+        import_function(path, "data.curriculum")
+
+
+@pytest.mark.parametrize(
+    "path, name", [("mine.py:f", "mine:f"), ("./mine.py:f", "mine:f"), ("lib/mine.py:f", "lib.mine:f")]
+)
+def test_a_path_of_a_file_is_refused_with_the_name_of_the_module(path, name):
+    with pytest.raises(UserError, match=f"^reward.name={path}: .* not a file; write {name} "):
+        import_function(path, "reward.name")
+
+
+def test_a_module_that_is_not_there_is_refused_with_the_places_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = f"no_such.py or no_such/ is looked for in {tmp_path} and among the installed packages"
+    with pytest.raises(UserError, match=f"No module named 'no_such'.; {places}"):
+        import_function("no_such:f", "reward.name")
+
+
+@pytest.mark.parametrize(
+    "path, sentence",
+    [
+        ("own_rewards:Scoer", "own_rewards has no class Scoer; did you mean Scorer?"),
+        ("own_rewards:scor", "has no function scor; did you mean score, or Scorer?"),
+        ("own_rewards:_hiden", "own_rewards has no function _hiden"),
+        ("own_rewards:LIMIT", "own_rewards has no function LIMIT"),
+        ("own_rewrads:score", "No module named 'own_rewrads'); did you mean own_rewards?"),
+        ("tasks.wrods:score", "No module named 'tasks.wrods'); did you mean tasks.words?"),
+        ("taks.words:score", "No module named 'taks'); did you mean tasks?"),
+        (
+            "trainer.environments.retri:RetryEnv",
+            "'trainer.environments.retri'); did you mean trainer.environments.retry?",
+        ),
+        ("importing:score", "cannot be imported (ModuleNotFoundError: No module named 'own_rewrads')"),
+    ],
+)
+def test_a_misspelt_function_class_or_module_gets_a_suggestion(path, sentence, tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("class Scorer: pass\ndef score(): pass\ndef _hidden(): pass\nLIMIT = 3\n")
+    (tmp_path / "importing.py").write_text("import own_rewrads\n")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/words.py").write_text("def score(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(UserError) as caught:
+        import_function(path, "reward.name")
+    assert str(caught.value).startswith(f"reward.name={path}: ") and str(caught.value).endswith(sentence)

@@ -1,0 +1,73 @@
+"""What is said before an engine or a rank wakes up on a GPU that they share, and has too little room."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.training import config, make_batch, update
+from trainer.config import Config, FSDPConfig, TinyConfig
+from trainer.models.tiny import build_tiny
+from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
+from trainer.workers.rank import Rank
+
+GB = 10**9
+ROOM = GpuMemory(free=50 * GB, total=80 * GB)
+TOO_LITTLE = (
+    "rollout.share_gpus=true: an engine needs 46.0 GB of a GPU to wake up, but of 80.0 GB only 50.0 GB are free beside "
+    "the rank, of which the optimizer will take 8.0 GB; "
+)
+
+
+def settings(offload: str, share: float = 0.85) -> Config:
+    cfg = Config()
+    cfg.trainer.offload, cfg.rollout.gpu_memory_utilization = offload, share
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "cfg, growth, problem",
+    [
+        (
+            settings("none"),
+            8 * GB,
+            f"{TOO_LITTLE}lower rollout.gpu_memory_utilization=0.85 to 0.8 (vLLM), or set trainer.offload=optimizer, "
+            "or use more GPUs",
+        ),
+        (settings("optimizer", 0.05), 8 * GB, f"{TOO_LITTLE}set trainer.offload=all, or use more GPUs"),
+        (settings("none"), 4 * GB, None),
+        (settings("all"), 0, None),
+    ],
+)
+def test_an_engine_needs_room_beside_a_rank_that_has_its_optimizer(cfg, growth, problem):
+    assert engine_problem(46 * GB, growth, ROOM, cfg) == problem
+
+
+def test_a_rank_needs_room_for_what_was_offloaded():
+    assert rank_problem(12 * GB, 12 * GB, settings("all")) is None
+    assert rank_problem(12 * GB, 11 * GB, settings("all")) == (
+        "trainer.offload=all: a rank needs 12.0 GB of its GPU for what it has moved to host memory, but only 11.0 GB "
+        "are free, although the engines sleep; end other programs on this GPU"
+    )
+
+
+def growth_and_size(rank: Rank, path: str) -> list[int]:
+    """The expected bytes of the optimizer's states, the real ones after a step, and the expected ones then."""
+    rank.build(["policy"], path)
+    policy = rank.roles["policy"]
+    expected = policy.optimizer_growth()
+    update(rank, "policy", make_batch(), 1)
+    real = sum(tensor.to_local().nbytes for tensor in policy.optimizer_tensors())
+    parked = rank.parked_bytes()
+    rank.release_memory()
+    return [expected, real, policy.optimizer_growth(), parked, rank.parked_bytes()]
+
+
+def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    cfg = config(offload="optimizer")
+    cfg.trainer.policy.lora.rank = 4
+    cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=False)
+    for expected, real, left, parked_before, parked in run_ranks(2, growth_and_size, str(tmp_path), cfg=cfg):
+        assert expected == real > 0 and left == parked_before == 0
+        assert parked == real

@@ -1,0 +1,66 @@
+"""`python -m trainer.api.worker_main`: the process of a run that `trainer.train` has started."""
+
+from __future__ import annotations
+
+from trainer.process.signals import HANDLED, SIGNALS
+
+if __name__ == "__main__":
+    SIGNALS.listen()  # before the other imports, which take a part of a second
+
+import json
+import os
+import pickle
+import signal
+import sys
+from typing import Any, NoReturn
+
+from trainer.api.functions import write_functions
+from trainer.cluster.supervisor import signal_on_death_of_parent
+from trainer.config import Config
+from trainer.config.command_line import run_to_end
+from trainer.files.uris import absolute
+from trainer.metrics.best import compared_by
+from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.redaction import redact_text
+
+
+def main() -> NoReturn:
+    """Run what the parent asks for on stdin, tell it the outcome, and end with the status of the command line."""
+    signal_on_death_of_parent(signal.SIGKILL)  # the run is safe, and its lock is free for the next start
+    message = pickle.load(sys.stdin.buffer)
+    if os.getppid() != message["parent"]:  # it died before that took effect
+        os._exit(1)
+    os.set_inheritable(message["reports"], False)
+    for command in (sys.argv, sys.orig_argv):
+        command += message["overrides"]
+
+    def report(**content: Any) -> None:
+        os.write(message["reports"], json.dumps(content).encode() + b"\n")
+
+    def job(config: Config) -> float | None:
+        t = config.trainer
+        places = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
+        metric, mode = compared_by(t.best_metric, t.best_mode, message["supervised"])
+        report(**places, best_metric=metric, best_mode=mode)
+        write_functions(t.run_dir, message["pickles"])
+        if message["supervised"]:
+            from trainer.sft import train
+        else:
+            from trainer.main import train
+        return train(config)
+
+    guard_output()
+    show_messages()
+    with SIGNALS.listening(), logging_to_file():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the parent has blocked them
+        outcome = run_to_end(job)
+        LOG_FILE.write(outcome.shown)  # the parent shows it
+        report(text=redact_text(outcome.trace or outcome.text))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        SIGNALS.end_watch()
+        os._exit(outcome.status)
+
+
+if __name__ == "__main__":
+    main()

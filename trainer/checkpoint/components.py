@@ -1,0 +1,198 @@
+"""The parts of a checkpoint: each saves and restores one kind of state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_error, read_object
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import CheckpointFiles
+from trainer.config import RESUME_LOAD, Config, with_new_names
+from trainer.files.atomic_io import digest_bytes
+from trainer.files.documents import Shape, parse_yaml
+from trainer.models.files import ADAPTER_CONFIG, write_assets
+from trainer.redaction import redact
+
+LOG = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+_HOLDER = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
+
+
+@dataclass(frozen=True)
+class Restore:
+    """The kinds of state that a resume restores from its checkpoint."""
+
+    kinds: frozenset[str] = frozenset(RESUME_LOAD)
+    """A subset of `RESUME_LOAD`."""
+    fork: bool = False
+    """The checkpoint belongs to another run."""
+    added_steps: Mapping[str, int] = field(default_factory=dict)
+    """The optimizer steps by which the learning rate schedule of each role moves (see `compatibility.added_steps`)."""
+
+    def chosen(self, parts: Sequence[Component], checkpoint: Checkpoint) -> list[Component]:
+        """Return the parts that hold the state to restore, and the config."""
+        names = {"config", *(_HOLDER[kind] for kind in self.kinds)}
+        if "weights" in self.kinds:
+            if "start_weights" in checkpoint.manifest["parts"]:
+                names.add("start_weights")
+            else:
+                LOG.info("%s does not name the start weights of its run: not checked", checkpoint.path)
+        return [part for part in parts if part.name in names]
+
+
+def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Component:
+    """One kind of state in a checkpoint."""
+
+    name: str
+    begin: Callable[[CheckpointFiles], Callable[[], list[FileEntry]]]
+    """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
+    writes files to the draft, or waits for the processes that write them, and returns the entries of the durable,
+    hashed files."""
+    load: Callable[[Checkpoint, Restore], None] = _load_nothing
+    """Restores the state."""
+    is_large: bool = False
+    """Restored last, and only if every other part accepts its state."""
+
+
+def files_part(
+    name: str, content: Callable[[], dict[str, bytes]], load: Callable[[Checkpoint, Restore], None] = _load_nothing
+) -> Component:
+    """Make a part of small files: `content()` returns their bytes by path below the checkpoint."""
+
+    def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        files = content()
+
+        def write() -> list[FileEntry]:
+            for path, data in files.items():
+                draft.write(path, data)
+            return [FileEntry(path, len(data), digest_bytes(data)) for path, data in files.items()]
+
+        return write
+
+    return Component(name, begin, load)
+
+
+def json_part(
+    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: dict[Any, Shape] | None = None
+) -> Component:
+    """Make a part that is saved as `{name}.json`.
+
+    Args:
+        shape: the shape of the state; a file of another shape is refused.
+    """
+    file = f"{name}.json"
+    return files_part(
+        name,
+        lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
+        lambda checkpoint, _: restore(read_object(checkpoint, file, shape)),
+    )
+
+
+def config_part(cfg: Config) -> Component:
+    """Make the part that holds the resolved config, without secrets."""
+    return files_part("config", lambda: {CONFIG_FILE: config_yaml(cfg)})
+
+
+def config_yaml(cfg: Config) -> bytes:
+    """Return the content of `config.yaml`: the resolved config without secrets, which a resume does not need."""
+    import yaml
+
+    return yaml.safe_dump(redact(asdict(cfg)), sort_keys=False).encode()
+
+
+def config_digest(cfg: Config) -> str:
+    """Return the xxh3-128 of the config. Secrets have no part in it, so nobody can guess them from it."""
+    import yaml
+
+    return digest_bytes(yaml.safe_dump(redact(asdict(cfg), references=False), sort_keys=False).encode())
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the resolved config that a checkpoint was saved with, without secrets; renamed keys have their new names.
+
+    Raises:
+        DamagedError: `config.yaml` is missing, or is not a mapping of sections.
+    """
+    try:
+        config = parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
+    except StoreError:
+        raise
+    except OSError as error:
+        raise read_error(checkpoint.path, CONFIG_FILE, error) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{checkpoint.path}: {CONFIG_FILE} is damaged ({error})") from error
+    return redact(with_new_names(config))  # earlier versions saved secrets
+
+
+class SavingRanks(Protocol):
+    """The ranks that hold the models."""
+
+    @property
+    def saved_roles(self) -> list[str]: ...
+
+    def begin_save(self, files: Any) -> Callable[[], list[dict]]: ...
+
+    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None: ...
+
+
+def models_part(ranks: SavingRanks) -> Component:
+    """Make the part that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
+
+    def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        finish = ranks.begin_save(ShardedFiles(draft.path, draft.copies))
+        return lambda: [FileEntry(**entry) for entry in finish()]
+
+    def load(checkpoint: Checkpoint, restore: Restore) -> None:
+        files = ShardedFiles(checkpoint.files.path)
+        kinds = set(restore.kinds & {"weights", "optimizer", "rng"})
+        for role in ranks.saved_roles:
+            if role not in checkpoint.manifest["roles"] and restore.fork:
+                LOG.info("the checkpoint holds no %s: it starts from scratch", role)
+                continue
+            ranks.load(role, files, kinds, restore.added_steps.get(role, 0))
+
+    return Component("models", begin, load, is_large=True)
+
+
+def assets_part(
+    model_path: str, tokenizer: Any, trust_remote_code: bool, adapter_config: Callable[[], str] | None = None
+) -> Component:
+    """Make the part that holds the policy's config and tokenizer, in Hugging Face format.
+
+    They never change within a run, so their content is computed once.
+
+    Args:
+        adapter_config: returns peft's config of the policy's adapters; None: the policy has no adapters.
+    """
+    files: dict[str, bytes] = {}
+
+    def content() -> dict[str, bytes]:
+        if not files:
+            with tempfile.TemporaryDirectory() as scratch:
+                write_assets(model_path, scratch, tokenizer, trust_remote_code)
+                for path in sorted(Path(scratch).rglob("*")):  # additional chat templates are in a subdirectory
+                    if path.is_file():
+                        files[f"policy/huggingface/{path.relative_to(scratch)}"] = path.read_bytes()
+            if adapter_config is not None:
+                files[f"policy/huggingface/{ADAPTER_CONFIG}"] = adapter_config().encode()
+        return files
+
+    return files_part("huggingface", content)
+
+
+def is_allowed(key: str, allowed: Collection[str]) -> bool:
+    """Return whether `trainer.allow_config_change` names this key or a section that contains it."""
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)

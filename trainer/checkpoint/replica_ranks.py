@@ -1,0 +1,198 @@
+"""The disks of the nodes on which ranks run, as the driver reaches them: through one rank of each node.
+
+A checkpoint of several nodes is a directory of the same name on each of them. Every directory has the manifest and all
+small files. The shards are where their ranks wrote them, and where copies were put. The commit is the rename on the
+disk of the driver, after that on the other nodes. `Checkpoint.nodes` says which shards each disk had then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.local_store import LocalFiles, LocalStore
+from trainer.checkpoint.local_tier import NodeDisk, is_shard
+from trainer.checkpoint.manifest import Checkpoint, FileEntry
+from trainer.checkpoint.names import step_in
+from trainer.errors import UserError, one_line
+from trainer.files.documents import parse_object
+
+LOG = logging.getLogger(__name__)
+_POLL_INTERVAL_S = 0.5
+
+
+class AskedRanks(Protocol):
+    """The ranks of a run."""
+
+    def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
+        """Call `method` of a copy of `value` on these ranks (None: on all), and return their answers by number.
+
+        Any thread may ask, while the ranks do other things.
+        """
+        ...
+
+
+class Nodes:
+    """The disks of the other nodes than the driver's.
+
+    Args:
+        local: the store on the disk of the driver.
+        ranks: they are connected.
+
+    Raises:
+        UserError: a node cannot write to its directory.
+    """
+
+    def __init__(self, local: LocalStore, ranks: AskedRanks):
+        self._local = local
+        self._ranks = ranks
+        self._disk = NodeDisk(local.root)
+        self.own = self._disk.name()
+        """The name of the driver's disk."""
+        try:
+            names: dict[int, str] = ranks.ask(None, self._disk, "name")
+            self._others = {name: number for number, name in sorted(names.items(), reverse=True) if name != self.own}
+            self._ask_all("clean_up")
+        except OSError as error:
+            raise UserError(
+                f"trainer.ckpt_local_dir={local.root}: a node cannot keep checkpoints there "
+                f"({one_line(str(error))}); every node with ranks needs this directory"
+            ) from error
+        self.with_ranks = set(names.values())
+        """The names of the disks on whose nodes ranks run."""
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a rank has another disk than the driver."""
+        return bool(self._others)
+
+    def publish(
+        self,
+        draft: LocalFiles,
+        step: int,
+        manifest: bytes,
+        pieces: Mapping[str, bytes],
+        before_commit: Callable[[], None],
+    ) -> list[str]:
+        """Commit a draft: on the other nodes, and then on the disk of the driver.
+
+        Args:
+            pieces: pieces of the files of the run directory that the other nodes do not have yet.
+
+        Returns:
+            sentences about copies that could not be made.
+
+        Raises:
+            OSError: a file is on no disk, or a node cannot commit.
+        """
+        folder = os.path.basename(draft.path)
+        content = parse_object(manifest)
+        entries = [FileEntry(**entry) for entry in content["files"]]
+        sizes = {self.own: draft.sizes(), **self._ask_all("sizes", folder)}
+        for entry in entries:
+            if not any(held.get(entry.path) == entry.bytes for held in sizes.values()):
+                raise OSError(errno.ENOENT, f"{entry.path} is on the disk of no node", draft.path)
+        problems = [sentence for some in self._ask_all("problems", folder).values() for sentence in some]
+        problems += self._disk.problems(folder)
+        for name, number in self._others.items():
+            missing = [e.path for e in entries if not is_shard(e.path) and e.path not in sizes[self.own]]
+            found = self._ranks.ask([number], self._disk, "read", folder, [p for p in missing if p in sizes[name]])
+            for path, data in found[number].items():
+                draft.write(path, data)
+                sizes[self.own][path] = len(data)
+        small = {entry.path: draft.read(entry.path) for entry in entries if not is_shard(entry.path)}
+        shards = [entry for entry in entries if is_shard(entry.path)]
+        nodes = {
+            name: [entry.path for entry in shards if held.get(entry.path) == entry.bytes]
+            for name, held in sizes.items()
+        }
+        data = manifests.dump({**manifests.content_of(content), "nodes": nodes}, entries)
+        self._ask_all("keep", folder, small, pieces)
+        self._ask_all("publish", folder, step, data)
+        self._local.publish(draft, step, data, before_commit)
+        self.settle()
+        return sorted(set(problems))
+
+    def missing(self, checkpoint: Checkpoint, level: str) -> list[str]:
+        """Return the files of a checkpoint that no rank can read, because no disk of the living nodes has them.
+
+        Every node checks its own files. Then each gets the small files that it lacks.
+        """
+        digest = checkpoint.manifest["self"]
+        found: dict[str, list[str]] = self._ask_all("survey", checkpoint.step, digest, level)
+        own = self._disk.survey(checkpoint.step, digest, level)
+        readable = {path for paths in found.values() for path in paths}
+        readable.update(path for path in own if self.own in self.with_ranks or not is_shard(path))
+        missing = [entry.path for entry in checkpoint.entries if entry.path not in readable]
+        if not missing:
+            small = [entry.path for entry in checkpoint.entries if not is_shard(entry.path)]
+            content = {path: checkpoint.files.read(path) for path in [*small, manifests.MANIFEST]}
+            for name, number in self._others.items():
+                lacking = {p: data for p, data in content.items() if p not in found[name]}
+                folder = os.path.basename(checkpoint.path)
+                self._ranks.ask([number], self._disk, "keep", folder, lacking, {})
+        return missing
+
+    def settle(self) -> None:
+        """Let the other nodes delete the checkpoints and pieces that the disk of the driver does not have."""
+        local = self._local
+        names = [name for name in local.names() if step_in(name) is not None or name in local.asides()]
+        with self._failures_logged():
+            self._ask_all("settle", names, local.pieces())
+
+    def rename(self, name: str, new: str) -> None:
+        """Rename a checkpoint on the other nodes."""
+        with self._failures_logged():
+            self._ask_all("rename", name, new)
+
+    def discard(self, draft: LocalFiles) -> None:
+        """Delete a draft on the other nodes."""
+        with self._failures_logged():
+            self._ask_all("remove", os.path.basename(draft.path))
+
+    def upload(self, checkpoint: Checkpoint, place: str, paths: Collection[str]) -> dict[str, tuple[int, str]]:
+        """Let the nodes copy these files to the draft at the URL `place`; returns their sizes and hashes by path.
+
+        Raises:
+            OSError: a file is on no disk that lives, a disk fails, or the store does.
+        """
+        chosen: dict[int, list[str]] = {}
+        for path in paths:
+            number = next((n for name, n in self._others.items() if path in checkpoint.nodes.get(name, ())), None)
+            if number is None:
+                raise FileNotFoundError(errno.ENOENT, "no node that lives has it", path)
+            chosen.setdefault(number, []).append(path)
+        keys = {
+            number: self._ranks.ask([number], self._disk, "begin_upload", checkpoint.step, place, some)[number]
+            for number, some in chosen.items()
+        }
+        written: dict[str, tuple[int, str]] = {}
+        while keys:
+            for number, key in list(keys.items()):
+                done = self._ranks.ask([number], self._disk, "uploaded", key)[number]
+                if done is not None:
+                    written |= done
+                    del keys[number]
+            time.sleep(_POLL_INTERVAL_S if keys else 0)
+        return written
+
+    def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of `NodeDisk` on each of the other nodes; returns the answers by the name of the disk."""
+        if not self._others:
+            return {}
+        answers = self._ranks.ask(list(self._others.values()), self._disk, method, *args)
+        return {name: answers[number] for name, number in self._others.items()}
+
+    @contextlib.contextmanager
+    def _failures_logged(self):
+        """Log a failure in the block: what a node keeps too long is deleted after the next commit."""
+        try:
+            yield
+        except Exception as error:  # ranks may have died meanwhile
+            LOG.warning("a node did not delete what it no longer needs: %s", one_line(str(error)))

@@ -1,0 +1,243 @@
+"""What ranks do for each other if each node has a disk of its own: copies of shards, and reads of bytes elsewhere.
+
+Every function is a collective over a group of ranks. The bytes go over gloo, from rank to rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from trainer.checkpoint.local_store import LocalFiles
+from trainer.checkpoint.local_tier import NodeDisk, is_shard
+from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.object_shards import ByteRange, RangeReader
+from trainer.files.atomic_io import sync_directory
+from trainer.process.failpoints import failpoint
+
+_CHUNK_BYTES = 8 << 20
+_RANGES_AT_ONCE = 8
+_UNFINISHED = ".copying"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes of a file that a rank sends to another one."""
+
+    source: int
+    target: int
+    path: str
+    start: int
+    end: int
+
+
+def copy_to_neighbours(directory: str, entries: Sequence[FileEntry], copies: int, group: Any) -> None:
+    """Copy the shards that this rank wrote to the disks of the next `copies` nodes, at the same path, durably.
+
+    A copy whose content differs from the entry is deleted. A copy that fails leaves a sentence in `NodeDisk.problems`
+    of the draft on every node, and no file.
+    """
+    disk = NodeDisk(os.path.dirname(directory))
+    shards = [entry for entry in entries if is_shard(entry.path)]
+    name = ""
+    with contextlib.suppress(OSError):
+        name = disk.name()
+    known: list[tuple[str, list[FileEntry]]] = _gather((name, shards), group)
+    transfers = plan_copies([name for name, _ in known], [shards for _, shards in known], copies)
+    expected = {entry.path: entry for _, shards in known for entry in shards}
+    problems: dict[str, str] = {}
+
+    def read(transfer: Transfer, start: int, size: int) -> bytes:
+        try:
+            return _read(os.path.join(directory, transfer.path), start, size)
+        except OSError:
+            return bytes(size)  # the hash tells the target
+
+    def write(transfer: Transfer, start: int, data: memoryview) -> None:
+        path = os.path.join(directory, transfer.path)
+        if path in problems:
+            return
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path + _UNFINISHED, "r+b" if start else "wb") as file:
+                file.seek(start)
+                file.write(data)
+            failpoint("copy:received")
+            if start + len(data) == transfer.end:
+                _complete(LocalFiles(directory), expected[transfer.path])
+        except OSError as error:
+            problems[path] = f"{error.strerror or error} ({path} on {name})"
+            with contextlib.suppress(OSError):
+                os.remove(path + _UNFINISHED)
+
+    exchange(transfers, group, read, write)
+    everywhere = [problem for some in _gather(list(problems.values()), group) for problem in some]
+    if everywhere:
+        disk.note_problems(os.path.basename(directory), everywhere)
+
+
+def plan_copies(nodes: Sequence[str], shards: Sequence[Sequence[FileEntry]], copies: int) -> list[Transfer]:
+    """Return which rank sends which shard to which rank; no shard goes to its own node, or twice to one.
+
+    Args:
+        nodes: the node of each rank; empty: its disk fails.
+        shards: the shards of each rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        if node:
+            ranks.setdefault(node, []).append(rank)
+    order = list(ranks)
+    transfers = []
+    for source, node in enumerate(nodes):
+        if not node:
+            continue
+        place = ranks[node].index(source)
+        for jump in range(1, min(copies, len(order) - 1) + 1):
+            others = ranks[order[(order.index(node) + jump) % len(order)]]
+            target = others[place % len(others)]
+            transfers += [Transfer(source, target, shard.path, 0, shard.bytes) for shard in shards[source]]
+    return transfers
+
+
+def exchange(
+    transfers: Sequence[Transfer],
+    group: Any,
+    read: Callable[[Transfer, int, int], bytes],
+    write: Callable[[Transfer, int, memoryview], None],
+) -> None:
+    """Send the bytes of all transfers, in chunks, to bound the memory. Every rank gives the same list.
+
+    Args:
+        read: returns bytes of a transfer of which this rank is the source, by their start in the file and their number.
+        write: takes bytes of a transfer of which this rank is the target, and their start in the file. The chunks of a
+            transfer come in order.
+    """
+    rank = dist.get_rank(group)
+    own = [(tag, one) for tag, one in enumerate(transfers) if rank in (one.source, one.target)]
+    for offset in range(0, max((one.end - one.start for _, one in own), default=0), _CHUNK_BYTES):
+        arriving, works = [], []
+        for tag, one in own:
+            start = one.start + offset
+            size = min(_CHUNK_BYTES, one.end - start)
+            if size <= 0:
+                continue
+            if rank == one.source:
+                data = torch.frombuffer(bytearray(read(one, start, size)), dtype=torch.uint8)
+                works.append((dist.isend(data, group=group, group_dst=one.target, tag=tag), data))
+            else:
+                data = torch.empty(size, dtype=torch.uint8)
+                works.append((dist.irecv(data, group=group, group_src=one.source, tag=tag), data))
+                arriving.append((one, start, data))
+        for work, _ in works:
+            work.wait()
+        for one, start, data in arriving:
+            write(one, start, memoryview(data.numpy()))
+
+
+def find_holders(folder: str, group: Any) -> dict[str, list[int]] | None:
+    """Return the ranks that see each file of a folder; None: all ranks see the same files."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(folder) if not name.endswith(_UNFINISHED))
+    known: list[list[str]] = _gather(names, group)
+    if all(seen == names for seen in known):
+        return None
+    return {name: [rank for rank, seen in enumerate(known) if name in seen] for seen in known for name in seen}
+
+
+class NeighbourReader(RangeReader):
+    """Reads the bytes that this rank needs: its own node's from the disk, others from the ranks that see them.
+
+    Args:
+        holders: the ranks that see each file of the folder.
+    """
+
+    def __init__(self, files: LocalFiles, folder: str, holders: dict[str, list[int]], group: Any):
+        super().__init__(files, folder)
+        self._folder = os.path.join(files.path, folder)
+        self._holders = holders
+        self._group = group
+        self._rank = dist.get_rank(group)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        own, others = [], []
+        for one in self.ranges(plan.items):
+            (own if self._rank in self._holders.get(one.name, ()) else others).append(one)
+        missing = sorted({one.name for one in others if one.name not in self._holders})
+        lost: list[str] = sorted({name for names in _gather(missing, self._group) for name in names})
+        if lost:
+            raise FileNotFoundError(f"no node has {', '.join(lost)}")
+        self._take_from_others(others, planner)
+        for one in own:
+            self.place(one, _read(os.path.join(self._folder, one.name), one.start, one.end - one.start), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _take_from_others(self, wanted: list[ByteRange], planner: LoadPlanner) -> None:
+        """Place the bytes of files that other ranks see. Every rank calls it, and reads for the others."""
+        rounds = max(_gather(-(-len(wanted) // _RANGES_AT_ONCE), self._group))
+        for first in range(0, rounds * _RANGES_AT_ONCE, _RANGES_AT_ONCE):
+            batch = wanted[first : first + _RANGES_AT_ONCE]
+            asked = [Transfer(self._source(one), self._rank, one.name, one.start, one.end) for one in batch]
+            transfers = [transfer for some in _gather(asked, self._group) for transfer in some]
+            taken = {transfer: bytearray(transfer.end - transfer.start) for transfer in asked}
+            problems: list[str] = []
+
+            def read(transfer: Transfer, start: int, size: int, problems: list[str] = problems) -> bytes:
+                try:
+                    return _read(os.path.join(self._folder, transfer.path), start, size)
+                except OSError as error:
+                    problems.append(f"{os.path.join(self._folder, transfer.path)}: {error.strerror or error}")
+                    return bytes(size)
+
+            def write(
+                transfer: Transfer, start: int, data: memoryview, taken: dict[Transfer, bytearray] = taken
+            ) -> None:
+                place = start - transfer.start
+                taken[transfer][place : place + len(data)] = data
+
+            exchange(transfers, self._group, read, write)
+            if all_problems := [problem for some in _gather(problems, self._group) for problem in some]:
+                raise OSError(all_problems[0])
+            for one, transfer in zip(batch, asked, strict=True):
+                self.place(one, bytes(taken[transfer]), planner)
+
+    def _source(self, wanted: ByteRange) -> int:
+        holders = self._holders[wanted.name]
+        return holders[self._rank % len(holders)]
+
+
+def _complete(files: LocalFiles, entry: FileEntry) -> None:
+    """Give a copy its name, if its content is that of the entry."""
+    unfinished = entry.path + _UNFINISHED
+    folder, name = os.path.split(unfinished)
+    files.sync(folder, [name])
+    if (files.size(unfinished), files.digest(unfinished)) != (entry.bytes, entry.hash):
+        raise OSError("the copy does not have the content that was saved")
+    os.rename(os.path.join(files.path, unfinished), os.path.join(files.path, entry.path))
+    sync_directory(os.path.join(files.path, folder))
+
+
+def _read(path: str, start: int, size: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        data = file.read(size)
+    if len(data) != size:
+        raise OSError(f"{path} ends after {start + len(data)} bytes")
+    return data
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

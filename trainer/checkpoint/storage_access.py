@@ -1,0 +1,96 @@
+"""Access to the place of the checkpoints, for ranks on other machines than the driver's."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from trainer.checkpoint.lock import NAME
+from trainer.checkpoint.replica_ranks import AskedRanks
+from trainer.checkpoint.store import open_store
+from trainer.errors import UserError, one_line
+from trainer.files.uris import absolute, is_url
+
+_OF_STORES = ("AWS_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+_IDENTITY = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
+"""The variables that say who asks. Those of one machine do not work together with those of another."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of the checkpoints, as the machine of a rank reaches it. It is plain data, so that it can be sent."""
+
+    root: str
+
+    def host(self) -> str:
+        """Return the name of this machine."""
+        return socket.gethostname()
+
+    def take(self, variables: Mapping[str, str]) -> None:
+        """Set variables that this machine has not set itself, but none that names a file that it does not have.
+
+        A machine with credentials of its own gets none.
+        """
+        has_identity = any(name in os.environ for name in _IDENTITY)
+        for name, value in variables.items():
+            if has_identity and name in _IDENTITY:
+                continue
+            if not os.path.isabs(value) or os.path.exists(value):
+                os.environ.setdefault(name, value)
+        import fsspec.config
+
+        fsspec.config.set_conf_env(fsspec.config.conf)
+
+    def problem(self) -> str:
+        """Return why checkpoints cannot be written from this machine; empty if they can."""
+        if not is_url(self.root):
+            return "" if os.path.exists(os.path.join(self.root, NAME)) else "it is not the directory of the driver"
+        try:
+            open_store(self.root).probe()
+        except (OSError, UserError) as error:
+            return one_line(str(error))
+        return ""
+
+
+def give_access(places: Collection[str | None], ranks: AskedRanks) -> None:
+    """Let ranks on other machines use the credentials of the driver, if one of these places is in an object store.
+
+    They go from process to process: unlike the environment of an actor, Ray does not show them.
+    """
+    stores = [place for place in places if place and is_url(place)]
+    if stores and (away := _away(stores[0], ranks)):
+        variables = {name: value for name, value in os.environ.items() if name.startswith(_OF_STORES)}
+        ranks.ask(away, Place(stores[0]), "take", variables)
+
+
+def check_access(root: str, ranks: AskedRanks) -> None:
+    """Check that checkpoints can be written from all machines with ranks.
+
+    Raises:
+        UserError: from some they cannot.
+    """
+    hosts = {host: number for number, host in _away(root, ranks).items()}
+    place = Place(absolute(root))  # ranks on other machines have another working directory
+    problems = ranks.ask(hosts.values(), place, "problem") if hosts else {}
+    failed = sorted(host for host, number in hosts.items() if problems[number])
+    if failed:
+        remedy = "give every machine with ranks access to the store" if is_url(root) else "mount it on all of them"
+        raise UserError(
+            f"trainer.ckpt_path={root}: ranks on {', '.join(failed)} cannot write checkpoints there "
+            f"({problems[hosts[failed[0]]]}); {remedy}"
+        )
+
+
+def _away(root: str, ranks: AskedRanks) -> dict[int, str]:
+    """Return the numbers of the ranks on other machines than the driver's, and the names of these machines."""
+    own = socket.gethostname()
+    return {number: host for number, host in ranks.ask(None, Place(root), "host").items() if host != own}

@@ -1,0 +1,176 @@
+"""A Ray cluster on this machine for one run. Other users cannot use it, and it ends with the run.
+
+A supervisor process (`trainer.cluster.supervisor`) starts Ray and waits. It has a session of its own, so a signal to
+the process group of the driver does not reach Ray. The supervisor reads a pipe. When the driver closes the pipe, or is
+killed, the supervisor ends all processes of Ray, removes Ray's files and ends.
+
+Ray executes the code that its clients send. So it listens on the loopback interface only, every call must carry a
+random token of this run, and its sockets and logs are in a directory that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from trainer.cluster import supervisor
+from trainer.cluster.supervisor import end_all, is_running
+from trainer.errors import WorkerError
+from trainer.files.shared_memory import PrivateDirectory
+from trainer.process.signals import SIGNALS
+
+_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray takes the loopback address for this node
+_START_S = 180.0
+_CLOSE_S = 20.0
+
+
+class LocalRay:
+    """Begins to start the cluster. `connect` waits for it, and `close` ends it at any time.
+
+    Args:
+        temporary: directory for temporary files (see `temporary_directory`).
+        num_cpus: logical CPUs.
+        object_store_bytes: size of the object store. None: Ray's default.
+    """
+
+    def __init__(self, temporary: str, num_cpus: int, object_store_bytes: int | None):
+        self._private = PrivateDirectory(temporary, "trainer-ray-", 4)
+        self.directory = self._private.path
+        self._environment = _set_environment()
+        _follow_environment(True)
+        _silence()
+        options = {"num_cpus": num_cpus, "directory": self.directory}
+        if object_store_bytes is not None:
+            options["object_store_memory"] = object_store_bytes
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-P", supervisor.__file__, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._daemons: dict[str, psutil.Process] = {}
+        self._is_closing = False
+
+    def connect(self) -> str:
+        """Wait until Ray runs. Return the address at which the driver joins it.
+
+        Raises:
+            WorkerError: Ray does not start. The message contains the reason that Ray gives.
+        """
+        answer = self._answer()
+        if "error" in answer:
+            raise WorkerError(f"Ray does not start on this machine: {answer['error']}")
+        for name, pid in answer["daemons"].items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._daemons[name] = psutil.Process(pid)
+        with SIGNALS.blocked():
+            threading.Thread(target=self._watch_supervisor, name="supervisor watch", daemon=True).start()
+        return answer["address"]
+
+    def _watch_supervisor(self) -> None:
+        """End this process with a sentence when the supervisor dies.
+
+        The kernel kills Ray with the supervisor. Ray's C++ part then ends this process within milliseconds and without
+        a word.
+        """
+        assert self._supervisor.stdout is not None
+        self._supervisor.stdout.read()
+        if not self._is_closing:
+            os.write(2, b"error: Ray's supervisor died, and the job with it; restart it with the same command\n")
+            os._exit(1)
+
+    def lost(self) -> str | None:
+        """Return the name of a part of Ray that has died; None: all parts run."""
+        if self._supervisor.poll() is not None:
+            return "supervisor"
+        return next((name for name, process in self._daemons.items() if not is_running(process)), None)
+
+    def close(self) -> None:
+        """End Ray and all processes that it has started, and wait for their end."""
+        assert self._supervisor.stdin is not None
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._supervisor.stdin.write(supervisor.END)
+            self._supervisor.stdin.close()
+        if not self._daemons:
+            self._supervisor.send_signal(supervisor.END_SIGNAL)  # it is still starting Ray and does not read the pipe
+        try:
+            self._supervisor.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            end_all(psutil.Process(self._supervisor.pid).children(recursive=True))
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._private.close()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _follow_environment(False)
+
+    def save_logs(self, target: str) -> None:
+        """Copy the logs of Ray, which `close` removes, to the directory `target`. Replaces earlier logs."""
+        logs = os.path.join(self.directory, "ray", "session_latest", "logs")
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(logs, target, ignore_dangling_symlinks=True)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._supervisor.stdout is not None
+        deadline = time.monotonic() + _START_S
+        while not select.select([self._supervisor.stdout], [], [], 0.2)[0]:
+            SIGNALS.check()
+            if time.monotonic() > deadline:
+                return {"error": f"no answer within {_START_S:g} s"}
+        line = self._supervisor.stdout.readline()
+        return json.loads(line) if line else {"error": "its supervisor ended; the reason is in the output above"}
+
+
+def _set_environment() -> dict[str, str | None]:
+    """Set the environment variables that Ray reads, here and in child processes. Return the previous values."""
+    wanted = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN_PATH": None,
+        "RAY_ADDRESS": None,
+        "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0"),
+        _LOOPBACK_VARIABLE: "0",
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    for name, value in wanted.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
+
+
+def _follow_environment(local: bool) -> None:
+    """Make Ray, which this process has already imported, read the environment that `_set_environment` has set."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    ray_constants.ENABLE_RAY_CLUSTER = not local
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _silence() -> None:
+    """Let no thread of Ray print long texts when a process dies. The job prints one sentence and keeps the logs.
+
+    Also, `ray.shutdown` would wait for that thread. If the GCS has died meanwhile, Ray would end this process first.
+    """
+    from ray._private import worker
+
+    worker.listen_error_messages = lambda *_: None

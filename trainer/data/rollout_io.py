@@ -1,0 +1,195 @@
+"""Rollouts as data: one run writes the episodes of its steps, and another run learns from them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer.data.datasets import Prompt, read_rows
+from trainer.episodes import Episode
+from trainer.errors import UserError
+from trainer.files.atomic_io import write_file
+
+_IDS = ("prompt_ids", "completion_ids")
+
+
+def write_rollouts(
+    run_dir: str,
+    step: int,
+    prompts: Sequence[Prompt],
+    episodes: Sequence[Episode],
+    texts: Sequence[str],
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line an episode.
+
+    Prompt and completion are lists of messages, as in the files of validations and in chats to learn from. A step that
+    is replayed after a kill writes the same file again.
+
+    Args:
+        episodes: as many for each prompt, those of one prompt together.
+        texts: of the completions, as the reward saw them.
+        fence: raises when this process no longer holds the run directory; then nothing is written there.
+    """
+    fence()
+    directory = os.path.join(run_dir, "rollouts")
+    os.makedirs(directory, exist_ok=True)
+    n = len(episodes) // len(prompts)
+    lines = []
+    for i, (episode, text) in enumerate(zip(episodes, texts, strict=True)):
+        prompt, (sample,) = prompts[i // n], episode.samples
+        start = len(prompt.token_ids)
+        line = {
+            "step": step,
+            "uid": episode.group,
+            "prompt": list(prompt.messages),
+            "answer": prompt.answer,
+            "completion": [{"role": "assistant", "content": text}],
+            "reward": episode.reward,
+            "rewards": dict(episode.rewards),
+            "finish_reason": episode.status,
+            "failure": episode.failure or None,
+            "prompt_ids": list(prompt.token_ids),
+            "completion_ids": sample.token_ids[start:].tolist(),
+            "logprobs": sample.logprobs[start:].tolist(),
+        }
+        lines.append(json.dumps(line) + "\n")
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
+
+
+def write_conversations(
+    run_dir: str,
+    step: int,
+    episodes: Sequence[Episode],
+    chats: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]],
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the episodes of a step as `write_rollouts` does: their turns, and the tokens of their samples.
+
+    Args:
+        chats: of each episode, the messages before the first reply, and those from it on.
+    """
+    fence()
+    directory = os.path.join(run_dir, "rollouts")
+    os.makedirs(directory, exist_ok=True)
+    lines = []
+    for episode, (prompt, completion) in zip(episodes, chats, strict=True):
+        samples = [
+            {
+                "token_ids": sample.token_ids.tolist(),
+                "mask": sample.mask.astype(int).tolist(),
+                "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
+            }
+            for sample in episode.samples
+        ]
+        line = {
+            "step": step,
+            "uid": episode.group,
+            "prompt": list(prompt),
+            "completion": list(completion),
+            "reward": episode.reward,
+            "rewards": dict(episode.rewards),
+            "metrics": dict(episode.metrics),
+            "finish_reason": episode.status,
+            "failure": episode.failure or None,
+            "samples": samples,
+        }
+        lines.append(json.dumps(line) + "\n")
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
+
+
+def read_rollouts(
+    file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the rollouts of a file of `write_rollouts` that have at least `min_reward`: tokens, mask, log-probs.
+
+    Of episodes of several turns (see `write_conversations`), each sample is one.
+
+    Args:
+        vocab_size: of the model that learns from them.
+
+    Raises:
+        UserError: it is no such file, or was written with another tokenizer or model.
+    """
+    kept = []
+    for where, row in read_rows(file, "data.train_files"):
+        samples = _samples(row)
+        if not samples:
+            raise UserError(f"sft.source=rollouts: {where} is no rollout; logger.rollouts=true makes a run write them")
+        highest = max((token for sample in samples for token in sample["token_ids"]), default=0)
+        if vocab_size is not None and highest >= vocab_size:
+            raise UserError(
+                f"sft.source=rollouts: {where} holds token {highest}, and model.path knows "
+                f"{vocab_size}; it was written with another model"
+            )
+        said = [text for sample in samples for text in _replies(sample, tokenizer)]
+        texts = [message["content"] for message in _messages(row) or []]
+        if not all(text in texts for text in said):
+            raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
+        # A reward that failed, or of which a part failed, reaches no limit.
+        if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
+            kept += samples
+    return kept
+
+
+def _samples(row: Any) -> list[dict[str, Any]]:
+    """Return the samples of a line; none: it is no rollout."""
+    if not isinstance(row, dict) or not (_is_number(row.get("reward")) or row.get("failure")):
+        return []
+    if _is_rollout(row):
+        prompt, completion = row["prompt_ids"], row["completion_ids"]
+        nothing = [0.0] * len(prompt)
+        mask, logprobs = nothing + [1.0] * len(completion), nothing + row["logprobs"]
+        return [{"token_ids": prompt + completion, "mask": mask, "logprobs": logprobs}]
+    samples = row.get("samples")
+    return samples if isinstance(samples, list) and all(map(_is_sample, samples)) and _messages(row) is not None else []
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages that hold what the policy said; None: they cannot be read.
+
+    Earlier versions wrote a completion as text, and the messages of several turns as `messages`.
+    """
+    completion = row.get("completion", row.get("messages"))
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    readable = isinstance(completion, list) and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) for message in completion
+    )
+    return completion if readable else None
+
+
+def _replies(sample: dict[str, Any], tokenizer: Any) -> list[str]:
+    """Return the text of each run of sampled tokens."""
+    runs = itertools.groupby(zip(sample["token_ids"], sample["mask"], strict=True), key=lambda pair: pair[1] > 0)
+    said = [[token for token, _ in run] for sampled, run in runs if sampled]
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+
+
+def _is_sample(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    parts = [value.get(name) for name in ("token_ids", "mask", "logprobs")]
+    return (
+        all(isinstance(part, list) and all(map(_is_number, part)) for part in parts)
+        and len({len(part) for part in parts}) == 1
+        and all(type(token) is int and token >= 0 for token in value["token_ids"])
+    )
+
+
+def _is_rollout(row: Any) -> bool:
+    return (
+        all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
+        and isinstance(row.get("logprobs"), list)
+        and len(row["logprobs"]) == len(row["completion_ids"])
+        and all(map(_is_number, row["logprobs"]))
+        and _messages(row) is not None
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

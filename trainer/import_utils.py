@@ -1,0 +1,125 @@
+"""The user's own functions, by import path."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainer.errors import UserError, describe_error
+from trainer.process import signals
+from trainer.suggestions import did_you_mean
+
+
+def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
+    """Import the function `package.module:function`.
+
+    The module may be a file in the working directory.
+
+    Args:
+        key: the config key that names the function, for errors.
+        known: built-in names that the key accepts too, for errors.
+
+    Raises:
+        UserError: the module cannot be imported, or has no such function.
+    """
+    module_name, _, function_name = path.partition(":")
+    if not (module_name and function_name):
+        instead = f"choose one of {', '.join(known)}, or" if known else "must be"
+        module_name, _, function_name = path.rpartition(".")
+        if module_name and function_name:
+            raise UserError(f"{key}={path}: an import path has a colon before the function; write {with_colon(path)}")
+        raise UserError(f"{key}={path}: {instead} an import path package.module:function")
+    if module_name.endswith(".py") or "/" in module_name:
+        name = os.path.normpath(module_name.removesuffix(".py")).replace("/", ".").lstrip(".")
+        raise UserError(
+            f"{key}={path}: an import path names a module, not a file; write {name}:{function_name} and give the "
+            "command in the directory of the module"
+        )
+    if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
+        sys.path.insert(0, os.getcwd())
+    try:
+        with user_code(f"{key}={path}: cannot be imported ({{}})"):
+            module = importlib.import_module(module_name)
+            names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
+            function = getattr(module, function_name, None)
+    except UserError as error:
+        missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise UserError(f"{error}; {_instead_of_module(missing)}") from error.__cause__
+        raise
+    signals.SIGNALS.check()
+    if not callable(function):
+        meant = did_you_mean(function_name, names)
+        kind = "class" if function_name[0].isupper() and not function_name.isupper() else "function"
+        raise UserError(f"{key}={path}: {module_name} has no {kind} {function_name}{meant and f'; {meant}'}")
+    return function
+
+
+def _instead_of_module(missing: str) -> str:
+    """Return what may be meant by a module that does not exist, or where it is looked for."""
+    package, _, name = missing.rpartition(".")
+    directories = list(getattr(sys.modules[package], "__path__", [])) if package else [os.getcwd()]
+    names = {module.name for module in pkgutil.iter_modules(directories)}
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            names |= {entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name.isidentifier()}
+    if meant := did_you_mean(missing, [f"{package}.{one}".lstrip(".") for one in names if not one.startswith("_")]):
+        return meant
+    where = " and among the installed packages" if not package else ""
+    return f"{name}.py or {name}/ is looked for in {' and '.join(directories)}{where}"
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `name` is an import path, not a built-in name."""
+    return ":" in name
+
+
+def with_colon(path: str) -> str:
+    """Return `package.module.function` as `package.module:function`; any other text as it is."""
+    return path if is_import_path(path) else ":".join(path.rsplit(".", 1))
+
+
+@contextmanager
+def user_code(message: str) -> Iterator[None]:
+    """Turn everything that user code in the block raises, even SystemExit and KeyboardInterrupt, into a UserError.
+
+    Args:
+        message: the sentence, with `{}` in place of the error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == signals.__name__:  # a signal arrived in the block
+            raise
+        raise UserError(message.format(describe_error(error))) from error
+
+
+def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the function's parameters that are keyword-only or have a default."""
+    return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+
+
+def default_of(function: Callable[..., Any], name: str) -> Any:
+    """Return the default of the function's parameter `name`; None if there is none."""
+    return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)
+
+
+def takes_any_option(function: Callable[..., Any]) -> bool:
+    """Return whether the function has a parameter `**options`."""
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except ValueError:  # some functions in C have no signature
+        return ()

@@ -1,0 +1,255 @@
+"""The ranks as the loop sees them: one object per job, whichever processes the roles live in."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer.cluster.resources import rank_environment
+from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
+from trainer.config import Config
+from trainer.errors import FailureSource
+from trainer.metrics.throughput import peak_flops
+from trainer.models.files import resolve_model_path
+
+
+def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
+    # Imported where it is used: the driver is up seconds earlier without FSDP and the model classes.
+    from trainer.workers.rank import Rank
+
+    return Rank(cfg, rank, world_size, device)
+
+
+class TrainWorkers:
+    """Policy, critic and reference over their rank actors.
+
+    With `trainer.colocate_roles` one process per rank hosts all roles; else each role has its own processes.
+    """
+
+    def __init__(self, cfg: Config, cluster: Cluster):
+        self.cfg = cfg
+        self.cluster = cluster
+        self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
+        self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
+        self._groups: dict[str, WorkerGroup] = {}
+        self.launch()
+
+    def launch(self) -> None:
+        """Begin to start the processes. `connect` and `build` wait for them."""
+        env = rank_environment(self.cluster.device, os.environ, self.cfg.trainer.deterministic)
+        count = self.cluster.count_ranks()
+        hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
+        for hosted in hosts:
+            name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
+            group = self.cluster.launch_ranks(name, functools.partial(_build_rank, self.cfg), env, count)
+            self._groups.update(dict.fromkeys(hosted, group))
+
+    @property
+    def policy(self) -> WorkerGroup:
+        return self._groups["policy"]
+
+    @property
+    def count(self) -> int:
+        """Number of ranks of each role."""
+        return len(self.policy)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the ranks that wrote it."""
+        t = self.cfg.trainer
+        axes = {"replicate": t.replicas, "shard": self.count // t.layout_size}
+        axes |= {"context": t.context_parallel, "tensor": t.tensor_parallel}
+        return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.replicas, "axes": axes}
+
+    def connect(self) -> None:
+        """Form the process groups."""
+        port = self.cfg.trainer.master_port
+        for i, (group, _) in enumerate(self._hosts()):
+            group.call("connect", self.cluster.meeting_place(group, port + i if port else 0))
+
+    def read_files(self, model_path: str) -> CallFutures:
+        """Begin to read the model's files into host memory, while engines hold the GPUs."""
+        return self.policy.start("read_files", model_path)
+
+    def build(self, model_path: str) -> None:
+        """Load the start weights of every role."""
+        t = self.cfg.trainer
+        critic_path = resolve_model_path(t.critic.path) if t.critic.path else None
+        pending = [g.start("build", roles, model_path, critic_path) for g, roles in self._hosts()]
+        for one in pending:
+            one.result()
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` of the worker of `role` on all its ranks; returns the answer of rank 0."""
+        return self._groups[role].call("call", role, method, *args, **kwargs)[0]
+
+    def call_one(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method`, which is no collective, on rank 0 alone."""
+        return self._groups[role].call_one(0, "call", role, method, *args, **kwargs)
+
+    def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> CallFutures:
+        """Begin `method` on all ranks of `role`; `result()` waits for it."""
+        return self._groups[role].start("call", role, method, *args, **kwargs)
+
+    def logprobs(self, role: str, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Log-probs `(B, T)` of the stored `batch` under `policy` or `reference`."""
+        return _assemble(self._groups[role].call("call", role, "logprobs", batch), shape)
+
+    def are_likeliest(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Return `(B, T)`, true for the tokens of the stored `batch` that greedy decoding would choose there."""
+        return _assemble(self.policy.call("call", "policy", "is_likeliest", batch), shape) > 0
+
+    def values(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Values `(B, T)` of the stored `batch`."""
+        return _assemble(self._groups["critic"].call("call", "critic", "values", batch), shape)
+
+    def update_policy(
+        self, batch: Any, shape: tuple[int, int], step: int, kl_coef: float
+    ) -> tuple[dict[str, float], np.ndarray | None, int]:
+        """All optimizer steps of the policy on the stored `batch` (see `PolicyWorker.update`).
+
+        Returns:
+            the metrics, the old log-probs `(B, T)` of the rows that came without them (else None), and how many tokens
+            the ranks computed.
+        """
+        updates = self.policy.call("call", "policy", "update", batch, step, kl_coef)
+        computed = any(len(update.rows) for update in updates)
+        parts = [(update.rows, update.logprobs) for update in updates]
+        tokens = sum(update.tokens for update in updates)
+        return updates[0].metrics, _assemble(parts, shape) if computed else None, tokens
+
+    def check_shared(self, dtype: str) -> None:
+        """Check that `share_weights` will find room.
+
+        Raises:
+            UserError: there is too little shared memory.
+        """
+        self.call_one("policy", "check_shared", dtype, self.cluster.object_store_bytes)
+
+    def share_weights(self, dtype: str) -> str:
+        """Write the policy's weights to a new directory in rank 0's shared memory; returns its path."""
+        directory = self.call_one("policy", "open_shared", dtype, self.cluster.object_store_bytes)
+        self.call("policy", "write_weights", directory, dtype)
+        return directory
+
+    def drop_shared(self) -> None:
+        """Delete what `share_weights` wrote."""
+        self.call_one("policy", "close_shared")
+
+    def prepare_saves(self) -> None:
+        """Begin to take the memory that saves need. The states of the optimizers must exist."""
+        for group, roles in self._saved_hosts():
+            group.call("prepare_saves", roles)
+
+    def begin_save(self, files: Any) -> Callable[[], list[dict]]:
+        """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).
+
+        What this returns, called on any thread, waits for it and returns the files of all ranks.
+        """
+        saving = []
+        for group, roles in self._saved_hosts():
+            group.call("begin_save", roles, files)
+            saving.append(group.start_aside("finish_save"))
+        return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
+
+    def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
+        """Call `method` of a copy of `value` in these rank processes (None: in all), while they do other things.
+
+        Any thread may ask.
+
+        Returns:
+            the answers by the number of the process.
+
+        Raises:
+            OSError: the ranks have ended.
+        """
+        groups = list(dict.fromkeys(self._groups.values()))
+        if not groups:
+            raise OSError("the ranks have ended")
+        answers: dict[int, Any] = {}
+        pending, first = [], 0
+        for group in groups:
+            members = [i for i in range(len(group)) if numbers is None or first + i in numbers]
+            pending.append((first, members, group.start_aside("ask", value, method, *args, members=members)))
+            first += len(group)
+        for first, members, calls in pending:
+            answers |= zip([first + i for i in members], calls.result(), strict=True)
+        return answers
+
+    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
+        """Restore the state of `role`.
+
+        Args:
+            steps_added: moves the place in the schedule of its learning rate by this many optimizer steps.
+        """
+        moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
+        self.call(role, "load", files, kinds, **moved)
+
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
+        """Let every rank give unused GPU memory back.
+
+        Args:
+            needed: bytes that an engine will take of the GPU of a rank of the policy (see `Rank.release_memory`).
+            beside: the ranks of the policy that share their GPU with an engine.
+        """
+        for group, _ in self._hosts():
+            group.call("release_memory", *((needed, tuple(beside)) if group is self.policy else ()))
+
+    def pop_stall_seconds(self) -> float:
+        """Seconds that the slowest rank has waited for a save since this was last asked."""
+        return max(seconds for group, _ in self._hosts() for seconds in group.call("pop_stall_seconds"))
+
+    def peak_flops(self) -> float:
+        """FLOP/s of the policy's ranks together: by the data sheet, or else as measured now."""
+        known = peak_flops(self.policy.call_one(0, "device_name"))
+        if known is not None:
+            return known * self.count
+        return sum(self.policy.call("measure_peak"))
+
+    def speeds(self) -> dict[FailureSource, float]:
+        """Return the FLOP/s of each rank, measured now: all compute at the same time, and none waits for another."""
+        speeds: dict[FailureSource, float] = {}
+        for group, _ in self._hosts():
+            values, places = group.call("measure_speed"), group.where()
+            origins = [FailureSource(f"{group.name} {i}", place["host"]) for i, place in enumerate(places)]
+            speeds |= zip(origins, values, strict=True)
+        return speeds
+
+    @functools.cached_property
+    def num_parameters(self) -> tuple[int, int]:
+        """Parameters of the policy, and how many of them are trained."""
+        return self.call_one("policy", "num_parameters")
+
+    def release(self) -> None:
+        """End the processes, and give their place back. `launch` starts new ones."""
+        groups, self._groups = dict.fromkeys(self._groups.values()), {}
+        for group in groups:
+            self.cluster.release(group)
+
+    def _hosts(self) -> list[tuple[WorkerGroup, list[str]]]:
+        """Each group once, with the roles it hosts."""
+        hosts: list[tuple[WorkerGroup, list[str]]] = []
+        for role in self.roles:
+            group = self._groups[role]
+            if hosts and hosts[-1][0] is group:
+                hosts[-1][1].append(role)
+            else:
+                hosts.append((group, [role]))
+        return hosts
+
+    def _saved_hosts(self) -> list[tuple[WorkerGroup, list[str]]]:
+        """Each group that hosts roles with a state of their own, with these roles."""
+        hosts = [(group, [role for role in roles if role in self.saved_roles]) for group, roles in self._hosts()]
+        return [(group, roles) for group, roles in hosts if roles]
+
+
+def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:
+    """The ranks' rows put back in batch order."""
+    out = np.zeros(shape, dtype=np.float32)
+    for rows, values in parts:
+        out[rows] = values
+    return out

@@ -1,0 +1,248 @@
+"""Write the policy of a checkpoint as a Hugging Face directory, without ranks. Memory holds one file at a time.
+
+No code in the checkpoint is executed, and only files that its manifest names are copied.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.files.atomic_io import digest_weights, read_file
+from trainer.files.documents import Shape, parse_object
+from trainer.files.hf_hub import first_line
+from trainer.models.export import place_in_files, whole_directory, write_index
+from trainer.models.files import ADAPTER_CONFIG
+from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
+from trainer.models.untrusted import check_model_files
+
+DTYPES = ("float32", "bfloat16", "float16")
+_ADAPTER_FIELDS: dict[Any, Shape] = {
+    "base_model_name_or_path": str,
+    "lora_alpha": (int, float),
+    "r": lambda rank: type(rank) is int and rank > 0,
+}
+_ASSETS = "policy/huggingface/"
+_MODEL = "model."
+
+
+class SavedFiles(Protocol):
+    """The files of a checkpoint, and the tensors of its roles (see `trainer.checkpoint.tensors`)."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def entries(self) -> Collection[str]: ...
+    def read(self, path: str) -> bytes: ...
+    def json(self, path: str, shape: dict[Any, Shape]) -> dict[str, Any]: ...
+    def shapes(self, role: str) -> Mapping[str, Any]: ...
+    def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of an export."""
+
+    bytes_of: dict[str, int]
+    """Size of each tensor when it is written, in the order of the file."""
+    read: Callable[[list[str]], dict[str, Tensor]]
+
+
+def export(
+    files: SavedFiles, out: str, dtype: str, max_file_bytes: int, adapter: bool = False, base: str | None = None
+) -> list[str]:
+    """Write the policy as a Hugging Face directory, atomically.
+
+    Args:
+        dtype: `auto` (the dtype in the config), `float32`, `bfloat16` or `float16`.
+        adapter: write the adapter alone, in peft's format and in float32.
+        base: directory of the adapted weights; None: the directory that the run used.
+
+    Returns:
+        the names of the weight files.
+
+    Raises:
+        UserError: `out` exists or cannot be written; the checkpoint lacks a policy or an adapter; or the adapted
+            weights are missing.
+    """
+    if os.path.lexists(out):
+        raise UserError(f"{out}: exists already; name another directory")
+    if f"{_ASSETS}config.json" not in files.entries:
+        raise UserError(f"{files.path}: holds no policy with its Hugging Face config")
+    config = files.json(f"{_ASSETS}config.json", {})
+    lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
+    if (adapter or base) and not lora:
+        raise UserError(f"{files.path}: its policy was trained without adapters (trainer.policy.lora)")
+    if dtype == "auto":
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        if dtype not in DTYPES:
+            raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
+    target = torch.float32 if adapter else getattr(torch, dtype)
+    if adapter:
+        tensors, stem, max_file_bytes = _adapter(files), "adapter_model", sys.maxsize
+    elif lora:
+        tensors, stem = _merged(files, lora, base or lora["base_model_name_or_path"], target), "model"
+    else:
+        tensors, stem = _plain(files, config, target), "model"
+    left_out = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
+    assets = _assets(files, left_out)
+    if not adapter:
+        assets["config.json"] = json.dumps({**config, "dtype": dtype}, indent=2).encode()
+    try:
+        with whole_directory(out) as writing:
+            for name, data in assets.items():
+                path = os.path.join(writing, name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as file:
+                    file.write(data)
+            return _write(writing, tensors, target, place_in_files(tensors.bytes_of, max_file_bytes, stem))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
+
+
+def read_policy(files: SavedFiles) -> dict[str, Tensor]:
+    """Return the trained weights, as they were saved; of a policy with adapters, the adapters with peft's names.
+
+    Raises:
+        UserError: the checkpoint lacks a policy.
+    """
+    config = files.json(f"{_ASSETS}config.json", {})
+    has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
+    source = _adapter(files) if has_adapters else _plain(files, config, torch.float32)
+    if not source.bytes_of:
+        raise UserError(f"{files.path}: holds no policy")
+    return source.read(list(source.bytes_of))
+
+
+def _assets(files: SavedFiles, left_out: set[str]) -> dict[str, bytes]:
+    """Return the other files of the export, by their name in it."""
+    names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}
+    return {name: files.read(path) for name, path in names.items() if name not in left_out}
+
+
+def _write(directory: str, tensors: _Source, target: torch.dtype, groups: Mapping[str, list[str]]) -> list[str]:
+    """Write the weight files, floating-point tensors as `target`; returns their names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    weight_map, total = {}, 0
+    for file, names in groups.items():
+        written = {
+            name: tensor.to(target) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.read(names).items()
+        }
+        try:
+            save_file(written, os.path.join(directory, file), metadata={"format": "pt"})
+        except SafetensorError as error:  # for example, a full disk
+            raise OSError(first_line(error)) from error
+        total += sum(tensor.numel() * tensor.itemsize for tensor in written.values())
+        weight_map |= dict.fromkeys(written, file)
+    if len(groups) > 1:
+        write_index(directory, weight_map, total)
+    return list(groups)
+
+
+def _plain(files: SavedFiles, config: dict[str, Any], target: torch.dtype) -> _Source:
+    """Return the weights of a policy without adapters."""
+    sizes = {}
+    for name, entry in files.shapes("policy").items():
+        tied = config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight"
+        if name.startswith(_MODEL) and not tied:
+            saved = entry.properties.dtype
+            itemsize = (target if saved.is_floating_point else saved).itemsize
+            sizes[name.removeprefix(_MODEL)] = math.prod(entry.size) * itemsize
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        tensors = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
+        return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+
+    return _Source(sizes, fetch)
+
+
+def _adapter(files: SavedFiles) -> _Source:
+    """Return the adapters, with the names of peft's files."""
+    own = [name for name in files.shapes("policy") if name.startswith(_MODEL)]
+    known = {peft_name(name.removeprefix(_MODEL)): name for name in own}
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        tensors = files.tensors("policy", [known[name] for name in names])
+        return {name: tensors[known[name]] for name in names}
+
+    return _Source(dict.fromkeys(known, 0), fetch)
+
+
+def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
+    """Return the weights in the directory `base` with the adapters merged."""
+    from safetensors import safe_open
+
+    if os.path.isdir(base):
+        check_model_files(base, "--base")
+    place, sizes = _base_weights(base, target)
+    own = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
+    adapted = {weight for weight in map(adapted_weight, own) if weight is not None}
+    if not adapted <= set(place):
+        raise UserError(
+            f"{base}: has no {sorted(adapted - set(place))[0]}, which has an adapter; its files use other names for "
+            "the weights, so write the adapter alone with --adapter"
+        )
+    known = files.json("start_weights.json", {str: str}).get("model.path")
+    if known not in (None, digest_weights(base)):
+        raise UserError(
+            f"{base}: its weights are not those that the adapters were trained on; name the directory of those with "
+            "--base, or write the adapter alone with --adapter"
+        )
+    scale = lora["lora_alpha"] / lora["r"]
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        parts = {name: [f"{_MODEL}{part}" for part in adapter_parameters(name)] for name in names if name in adapted}
+        adapters = files.tensors("policy", [part for pair in parts.values() for part in pair]) if parts else {}
+        merged = {}
+        for name in names:
+            with safe_open(place[name], framework="pt") as weights:
+                merged[name] = weights.get_tensor(name)
+            if name in parts:
+                a, b = (adapters[part] for part in parts[name])
+                merged[name] = merged[name].float() + scale * (b @ a)
+        return merged
+
+    return _Source(sizes, fetch)
+
+
+def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the file of each weight in the directory `base`, and the size of each weight as `target`."""
+    from safetensors import SafetensorError, safe_open
+
+    index = os.path.join(base, "model.safetensors.index.json")
+    if os.path.exists(index):
+        try:
+            weight_map = parse_object(read_file(os.path.realpath(index)), {"weight_map": {str: str}})["weight_map"]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{index}: cannot be read ({first_line(error)})") from error
+        shards = [os.path.join(base, name) for name in sorted(set(weight_map.values()))]
+    else:
+        shards = sorted(glob.glob(os.path.join(glob.escape(base), "model*.safetensors")))
+    if not shards:
+        raise UserError(
+            f"{base}: holds no safetensors, and the adapters belong to the weights that were there; name their "
+            "directory with --base, or write the adapter alone with --adapter"
+        )
+    place, sizes = {}, {}
+    for file in shards:
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118, `weights` is not a dict
+                    place[name] = file
+                    sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read ({first_line(error)}); name the weights with --base") from error
+    return place, sizes

@@ -1,0 +1,151 @@
+"""Tensor parallelism: the ranks of the tensor axis share each matrix of a model, as its Hugging Face plan says.
+
+Every parameter becomes a DTensor over the axis, so that FSDP, the optimizer and checkpoints know its place. Linear
+layers compute with torch's parallel styles; all other modules compute with the local tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from trainer.models.parallel_checks import COLWISE, PARTIAL, ROWWISE, refuse_axis
+from trainer.parallel.collectives import AxisGroup
+
+
+def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
+    """Split the parameters of `module`, which may be on the meta device, over the tensor axis, in place.
+
+    Args:
+        backbone: name of the part of `module` to which the plan belongs.
+        mesh: the tensor axis.
+    """
+    base = module.get_submodule(backbone)
+    plan = base.config.get_text_config().base_model_tp_plan
+    # It warns that tensors are gathered along one axis after the other.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+    tied = head is not None and head.weight is base.get_input_embeddings().weight
+    for name, part in list(module.named_modules()):
+        if not part._parameters:
+            continue
+        if any(True for _ in part.children()):
+            refuse_axis("tensor_parallel", mesh.size(), f"{name} cannot be split, it has parameters and parts")
+        style: ParallelStyle
+        if part is base.get_input_embeddings():
+            style = _Vocabulary()
+        elif part is head:
+            style = _Stored(Shard(0))
+        else:
+            style = _style(name.removeprefix(f"{backbone}."), part, plan, mesh.size())
+        if not (part is head and tied):
+            parallelize_module(part, mesh, style, src_data_rank=None)
+    if tied:
+        head.weight = base.get_input_embeddings().weight
+
+
+def _style(name: str, part: nn.Module, plan: dict[str, str], size: int) -> ParallelStyle:
+    """Return how a module of the backbone is split. The plan does not name modules that all ranks compute alike."""
+    layer, _, adapter = name.partition(".lora_")
+    named = next((style for key, style in plan.items() if fnmatchcase(layer.removesuffix(".base_layer"), key)), None)
+    if named is None or named in PARTIAL:
+        return _Replicated(Partial() if named in PARTIAL else Replicate())
+    if not isinstance(part, nn.Linear):
+        refuse_axis("tensor_parallel", size, f"{name} cannot be split, it is no linear layer")
+    # W x + B (A x): of a layer split by rows, all ranks have the whole A; of one split by columns, the whole B.
+    if adapter[:1] == ("A" if named in COLWISE else "B"):
+        return _Replicated(Replicate())
+    divided, axis = (part.out_features, "outputs") if named in COLWISE else (part.in_features, "inputs")
+    if divided % size:
+        refuse_axis("tensor_parallel", size, f"must divide the {divided} {axis} of {name}")
+    whole = Replicate() if COLWISE.get(named) or ROWWISE.get(named) else None
+    return ColwiseParallel(output_layouts=whole) if named in COLWISE else RowwiseParallel(input_layouts=whole)
+
+
+class _Stored(ParallelStyle):
+    """Store the parameters of a module in this placement."""
+
+    def __init__(self, placement: Placement):
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        return module
+
+
+class _Replicated(_Stored):
+    """All ranks have the whole parameters. What they compute with them is the same, or a part each.
+
+    Args:
+        gradients: `Partial`: the gradients of the ranks are to be added.
+    """
+
+    def __init__(self, gradients: Placement):
+        super().__init__(Replicate())
+        self.gradients = gradients
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        forward = module.forward
+
+        def forward_locally(*args: Any, **kwargs: Any) -> Any:
+            with _local_parameters(module, self.gradients):
+                return forward(*args, **kwargs)
+
+        module.forward = forward_locally
+        return module
+
+
+class _Vocabulary(_Stored):
+    """Each rank has the embeddings of a part of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(Shard(0))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        peers, forward = AxisGroup.along(device_mesh), module.forward
+        size = module.weight.shape[0] // peers.size
+        first = peers.rank * size
+        super()._apply(module, device_mesh)
+        if module.padding_idx is not None:  # the row without gradients
+            inside = first <= module.padding_idx < first + size
+            module.padding_idx = module.padding_idx - first if inside else None
+
+        def forward_locally(ids: Tensor) -> Tensor:
+            places = ids - first
+            absent = (places < 0) | (places >= size)
+            with _local_parameters(module, self.placement):
+                rows = forward(places.masked_fill(absent, 0))
+            return peers.total(rows.masked_fill(absent[..., None], 0))
+
+        module.forward = forward_locally
+        return module
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, gradients: Placement) -> Iterator[None]:
+    """Let the block see the local tensors of the module's own parameters.
+
+    Args:
+        gradients: placement of the local tensors' gradients.
+    """
+    split = dict(module._parameters)
+    try:
+        for name, parameter in split.items():
+            if parameter is not None:
+                module._parameters[name] = parameter.to_local(grad_placements=[gradients])  # type: ignore[assignment]
+        yield
+    finally:
+        module._parameters.update(split)

@@ -1,0 +1,70 @@
+"""Whether a part of a job is started again after a failure, or the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.errors import NonFiniteError, NonRetryableError, UserError, WorkerError, origin_of
+from trainer.process.failure_log import JOB, classify
+
+_FIRST_DELAY_S = 2.0
+_LONGEST_DELAY_S = 300.0
+_FINAL = ("cluster", "spent")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do after a failure."""
+
+    delay_s: float = 0.0
+    """Seconds to wait before the restart."""
+    refusal: str = ""
+    """Why there is no restart; empty: restart."""
+    repeated: bool = False
+    """The run itself is at fault: its step failed in the same way again."""
+
+
+class Restarts:
+    """Counts the restarts of one kind of processes. Knows neither processes nor clocks.
+
+    Args:
+        limit: largest number of restarts within the window (`trainer.max_restarts`).
+        window_s: length of the window.
+    """
+
+    def __init__(self, limit: int, window_s: float):
+        self._limit = limit
+        self._window_s = window_s
+        self._times: list[float] = []
+        self._faults: set[tuple[int, str]] = set()
+        self.count = 0
+        """Restarts so far."""
+
+    def decide(self, error: Exception, step: int, now: float) -> Decision:
+        """Decide what to do after `error`. A restart counts from now on.
+
+        Args:
+            step: the step that was under way.
+            now: seconds on any clock that only rises.
+        """
+        if not can_recover(error):
+            return Decision(refusal="a restart does not help")
+        kind, cause = classify(error)
+        if kind == JOB and (step, cause) in self._faults:
+            return Decision(refusal=f"step {step} failed in the same way when it was repeated", repeated=True)
+        self._times = [time for time in self._times if now - time < self._window_s]
+        if len(self._times) >= self._limit:
+            return Decision(refusal=f"{len(self._times)} restarts within {self._window_s / 60:g} minutes are enough")
+        if kind == JOB:
+            self._faults.add((step, cause))
+        delay = _FIRST_DELAY_S * 2 ** (len(self._times) - 1) if self._times else 0.0
+        self._times.append(now)
+        self.count += 1
+        return Decision(min(delay, _LONGEST_DELAY_S))
+
+
+def can_recover(error: Exception) -> bool:
+    """Return whether new processes can help: the failure came from one of them. The driver is not in doubt."""
+    if isinstance(error, (UserError, NonRetryableError)) or isinstance(error, WorkerError) and error.cause in _FINAL:
+        return False
+    return isinstance(error, NonFiniteError) or origin_of(error) is not None

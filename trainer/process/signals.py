@@ -1,0 +1,338 @@
+"""Stopping early by signal.
+
+Inside of the steps, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops.
+A second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last,
+there is nothing to save, and the first signal stops the run directly. All of these end with exit status 75
+(`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75. A process that
+cannot handle it, because it is in a long call of a C function, is killed by its watch (`process.signal_watch`). The
+watch also kills a process whose beats stay away.
+
+A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
+swallow or replace an exception that a handler raises. A download or an import has no safe point: after
+`_GRACE_PERIOD_S` seconds the exception is raised wherever the main thread is.
+
+This module imports next to nothing, because the handlers are installed before any other import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trainer.errors import WorkerError
+
+EXIT_STATUS = 75
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
+_GRACE_PERIOD_S = 3.0
+_WATCH_PATIENCE_S = 3.0
+"""So long after the third signal the watch kills a process that has not ended."""
+_SAME_REQUEST_S = 1.0
+"""`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
+
+
+def killed(pid: int) -> str:
+    """Return how the last words of a process end that its watch has killed."""
+    return f"killed process {pid}; {CONTINUES}"
+
+
+class Stopped(BaseException):
+    """The run stopped early because a signal or a deadline asked for it.
+
+    Not an `Exception`: it can be raised inside library code that handles every `Exception`.
+    """
+
+
+class Signals:
+    """The signals that this process has received. One object serves the process: `SIGNALS`."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        """Name of the first signal; None: no signal has arrived."""
+        self.raised: BaseException | None = None
+        """The exception that a signal has raised. It is raised once; later signals do not disturb the end."""
+        self.moves = 0
+        """Safe points that the main thread has passed. While the number does not change, the main thread may hang."""
+        self.is_waiting = False
+        """The main thread is in a `waiting` block."""
+        self._count = 0
+        self._handled = 0  # by the steps
+        self._last_s = 0.0
+        self._held = 0
+        self._is_listening = False
+        self._steps = "before"
+        self._watch: int | None = None
+        """Process that watches this one (see `_start_watch`)."""
+        self._watch_pipes = (-1, -1)  # for signals and for beats
+
+    @property
+    def count(self) -> int:
+        """Number of signals so far."""
+        return self._count
+
+    def listen(self) -> None:
+        """Record the signals until the process ends. An entry point calls this before it imports anything else.
+
+        Nothing raises before `listening` begins, which is where exceptions are handled.
+        """
+        for number in HANDLED:
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        if self._watch is None:
+            self._start_watch()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals while the block runs. Does nothing on other threads than the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
+        is_watched = self._watch is not None
+        self.listen()
+        self._is_listening = True
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if not is_watched:
+                self.end_watch()
+            watch = self._watch, self._watch_pipes
+            self.__init__()
+            self._watch, self._watch_pipes = watch
+
+    def reinstall(self) -> None:
+        """Install the handlers again, because a library has changed them at a level below Python."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in HANDLED:
+            signal.signal(number, signal.getsignal(number))
+
+    @staticmethod
+    def ignore() -> None:
+        """Ignore all further signals: the run has ended, and a late signal must not change its exit status.
+
+        The watch still counts them: the last line of the run may wait for a terminal that has stopped.
+        """
+        for number in HANDLED:
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let signals that arrive while the block runs wait for its end.
+
+        Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemError.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        self.check()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say that the block may take long without a safe point: it waits for storage, or has a time limit of its own.
+
+        Does nothing on other threads than the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before, self.is_waiting = self.is_waiting, True
+        try:
+            yield
+        finally:
+            self.is_waiting = before
+            self.moves += 1
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether the run is inside of its steps."""
+        return self._steps == "inside"
+
+    @staticmethod
+    @contextmanager
+    def blocked() -> Iterator[None]:
+        """Keep signals away from this thread, and from threads and processes that start while the block runs.
+
+        The kernel delivers a signal to any thread that does not block it. While Ray starts, the handler is Ray's, and
+        it ends the process. So every thread that is older than Ray must block the signals.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDLED, signal.SIGALRM))
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let the first signal wait for the end of the step while the block runs (see `run.stopping.StopRequest`)."""
+        self._steps = "inside"
+        try:
+            yield
+        finally:
+            self._steps = "after"
+            self._handled = max(self._handled, min(self._count, 1))  # the steps have handled the first signal
+
+    def restarting(self) -> None:
+        """Note that the steps are interrupted: until they begin again, a signal ends the run without a save."""
+        self._steps = "interrupted"
+
+    def check(self) -> None:
+        """Raise the exception that a signal asks for, once. A safe point. Does nothing on other threads.
+
+        Raises:
+            Stopped: the first signal arrived outside of the steps.
+            KeyboardInterrupt: a second signal arrived inside of the steps.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.moves += 1
+        if self._wants_to_stop():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.raised = self._exception()
+            raise self.raised
+
+    def stop_behind(self, error: BaseException) -> BaseException | None:
+        """Return the exception of a signal if it explains `error`.
+
+        A library may have replaced the exception. Or processes of the job have died of a signal that this process got
+        as well.
+        """
+        if error is self.raised:
+            return None
+        if self.raised is None and self.first and isinstance(error, WorkerError):
+            if self._steps == "inside":
+                self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {CONTINUES}")
+            else:
+                self.raised = self._exception()
+        return self.raised
+
+    def _wants_to_stop(self) -> bool:
+        waits_for_step = self._steps == "inside" and self._count == 1
+        return self._count > self._handled and not (waits_for_step or self._held or self.raised)
+
+    def _exception(self) -> BaseException:
+        if self._steps == "inside":
+            return KeyboardInterrupt(
+                "stopped by a second signal: the steps since the last checkpoint are not saved, and it is as it was; "
+                f"{CONTINUES}"
+            )
+        if self._steps == "before":
+            fact = f"stopped by {self.first} before the first step of this start, so nothing is lost"
+            return Stopped(f"{fact}; {CONTINUES}")
+        if self._steps == "interrupted":
+            return Stopped(
+                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {CONTINUES}"
+            )
+        return Stopped(f"stopped by {self.first} after the last step; {CONTINUES}")
+
+    def _on_signal(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        repeated = self._count > 0 and now - self._last_s < _SAME_REQUEST_S
+        self._last_s = now
+        if repeated:
+            return
+        self._count += 1
+        self.first = self.first or signal.Signals(number).name
+        if self._count > 2:
+            _say(f"stopped by a third signal, without cleaning up; {CONTINUES}")
+            os._exit(EXIT_STATUS)
+        if self._count == 1 and self._steps == "inside":
+            _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
+        elif self._is_listening:
+            signal.setitimer(signal.ITIMER_REAL, _GRACE_PERIOD_S, 1.0)
+
+    def beat(self, limit_s: float | None, text: str = "", command: Sequence[str] = ()) -> None:
+        """Tell the watch that this process can still run Python.
+
+        Args:
+            limit_s: seconds after which the watch kills this process if there is no further beat. Time in which the
+                process is stopped, or gets no processor, does not count. None: it expects no beats.
+            text: last words for the log and stderr.
+            command: what the watch runs before it kills this process.
+        """
+        import json
+
+        if self._watch is not None:
+            with contextlib.suppress(OSError):  # the watch reads later, or was killed
+                os.write(self._watch_pipes[1], json.dumps([limit_s, text, list(command)]).encode() + b"\n")
+
+    def _start_watch(self) -> None:
+        """Start the process that kills this one if it can no longer end itself (see `trainer.process.signal_watch`)."""
+        signals, beats = (os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
+        self._watch_pipes = signals[1], beats[1]
+        text = f"stopped by a third signal, which the process could not handle: {killed(os.getpid())}"
+        script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
+        handled = ",".join(str(int(number)) for number in HANDLED)
+        limits = [str(_SAME_REQUEST_S), str(_WATCH_PATIENCE_S)]
+        try:
+            for reading in (signals[0], beats[0]):
+                os.set_blocking(reading, True)
+            self._watch = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, signals[0], 0),
+                    (os.POSIX_SPAWN_DUP2, beats[0], 3),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                ],
+                setsid=True,  # it must not get the signals to the process group
+            )
+        except (OSError, ValueError):  # no process can be started, or Python does not know its own path
+            for pipe in self._watch_pipes:
+                os.close(pipe)
+            return
+        finally:
+            os.close(signals[0])
+            os.close(beats[0])
+        signal.set_wakeup_fd(signals[1], warn_on_full_buffer=False)
+
+    def end_watch(self) -> None:
+        """End the process that watches this one, so that it does not outlive it by a moment."""
+        if self._watch is not None:  # else this process was forked meanwhile
+            watch, self._watch = self._watch, None
+            signal.set_wakeup_fd(-1)
+            for pipe in self._watch_pipes:
+                os.close(pipe)
+            with contextlib.suppress(OSError):  # it was killed, and a library has waited for it
+                os.kill(watch, signal.SIGKILL)
+                os.waitpid(watch, 0)
+
+    def _leave_watch(self) -> None:
+        """Keep the signals of a process that was forked from being counted as those of its parent."""
+        if self._watch is not None:
+            self._watch = None
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(-1)
+
+    def _on_alarm(self, *_: object) -> None:
+        """The main thread has reached no safe point: raise here, unless the signal has to wait."""
+        self.check()
+
+
+SIGNALS = Signals()
+os.register_at_fork(after_in_child=SIGNALS._leave_watch)
+
+
+def _say(text: str) -> None:
+    """Print from a signal handler, without the buffered streams, which may be in use."""
+    from trainer.process.log_setup import LOG_FILE  # not yet when the handlers are installed
+
+    LOG_FILE.write(text)
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())

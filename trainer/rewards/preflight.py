@@ -1,0 +1,84 @@
+"""Try the rewards before anything expensive starts: one that always fails would train on zeros."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from trainer.config import RewardConfig
+from trainer.errors import UserError
+from trainer.rewards.cache import Result
+from trainer.rewards.pool import RewardPool
+from trainer.rewards.scores import add_up
+from trainer.rewards.terms import Call, RewardFunction, RewardInput
+
+LOG = logging.getLogger(__name__)
+
+
+def try_rewards(config: RewardConfig, attempts: Sequence[RewardInput], n: int) -> None:
+    """Compute each reward for some attempts, in a process of its own.
+
+    A reward may fail for one of them, and a slow one may need longer than its time limit. A warning names a reward that
+    gives 0 or less, and always the same, although the completions are the reference answers.
+
+    Args:
+        attempts: plausible ones, one for each of some rows of the data.
+        n: completions in a group.
+
+    Raises:
+        UserError: a reward fails for all of them, or takes the answer of a group for a list.
+    """
+    pool = RewardPool(dataclasses.replace(config, num_processes=1))
+    n = n if any(component.calling.grouped for component in pool.components) else 1
+    attempts = [attempt for attempt in attempts for _ in range(n)]
+    with pool:
+        results = pool.judge(attempts, n, "")
+        _check_failures(config, results, len(attempts), n)
+        useless = [component for component, calls in results.items() if _is_useless(component, calls)]
+        if any("answer" in component.calling.names and component.calling.grouped for component in useless):
+            # As TRL calls its rewards.
+            listed = [dataclasses.replace(attempt, answer=[attempt.answer] * n) for attempt in attempts]  # type: ignore[arg-type]
+            for component, calls in pool.judge(listed, n, "").items():
+                if component in useless and component.calling.grouped and any(v > 0 for v in _values(calls)):
+                    raise UserError(
+                        f"reward.name={component.name}: the function takes `answer` for a list with one answer for "
+                        "each completion, and all its rewards would be wrong; here it is the text of the one answer "
+                        "of the group: compare each completion with that (docs/rewards.md)"
+                    )
+    for component in useless:
+        LOG.warning(
+            "reward.name=%s: gives %g to each of the first %d reference answers as completions; unless it asks for "
+            "more than a right answer (a format, a comparison), it is wrong, and the run would learn nothing from it",
+            component.name,
+            _values(results[component])[0],
+            len(attempts) // n,
+        )
+
+
+def _check_failures(
+    config: RewardConfig, results: Mapping[RewardFunction, Mapping[Call, Result]], total: int, n: int
+) -> None:
+    for some in [*({component: calls} for component, calls in results.items()), results]:
+        failures = add_up(some, total).failures
+        if failures.count < total:
+            continue
+        key = f"reward.name={next(iter(some)).name}" if len(some) == 1 else config.key()
+        tried = f"{key}: fails for the first {total // n} rows of the data with their reference answers as "
+        if failures.first.startswith("took longer than ") or config.max_failure_frac == 1:
+            LOG.warning("%scompletions: %s", tried, failures.first)
+        else:
+            raise UserError(
+                f"{tried}completions ({failures.first}); a reward gives a number for every completion, 0 for a bad one"
+            )
+
+
+def _is_useless(component: RewardFunction, calls: Mapping[Call, Result]) -> bool:
+    """Return whether all reference answers get the same, and nothing above 0. A penalty may be so."""
+    values = _values(calls)
+    return component.weight > 0 and bool(values) and max(values) <= 0 and min(values) == max(values)
+
+
+def _values(calls: Mapping[Call, Result]) -> list[float]:
+    """Return the rewards of the calls that did not fail."""
+    return [sum(value.values()) for result in calls.values() for value in result if not isinstance(value, str)]

@@ -1,0 +1,218 @@
+"""The files of the run directory that checkpoints carry, so that the run continues on a machine with an empty disk.
+
+These files only grow, so a checkpoint does not copy them. It has `carried.json`, which lists the pieces of each file,
+and the store keeps every piece once, for all checkpoints. A save adds the piece that is new since the save before.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.components import Component
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_object
+from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
+from trainer.errors import one_line
+from trainer.files.atomic_io import digest_bytes, write_file
+from trainer.files.documents import is_count
+
+LOG = logging.getLogger(__name__)
+
+PART = "carried"
+FILE = "carried.json"
+PATTERNS = (
+    "metrics.jsonl",
+    "metrics.cut.jsonl",
+    "metrics.parent.jsonl",
+    "lineage.json",
+    "starts.jsonl",
+    "rewards.jsonl",
+    "incidents.jsonl",
+    "rollouts/step_*.jsonl",
+    "validation/step_*.jsonl",
+)
+_PRIVATE = ("rewards.jsonl",)
+"""The files that only the user may read."""
+_MOST_PIECES = 64
+_PARALLEL = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a file: its size and its xxh3-128, which is its name in the store."""
+
+    bytes: int
+    hash: str
+
+
+@dataclass
+class _Known:
+    """A file at the last save."""
+
+    stamp: tuple[int, int, int]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class CarriedFiles:
+    """The files of one run directory, and the pieces of them that the store has."""
+
+    def __init__(self, run_dir: str, store: CheckpointStore):
+        self._run_dir = run_dir
+        self._store = store
+        self._known: dict[str, _Known] = {}
+
+    def part(self) -> Component:
+        """Return the part of a checkpoint that lists the pieces."""
+
+        def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+            stamps = {path: self._stamp(path) for path in self._paths()}
+
+            def write() -> list[FileEntry]:
+                files = {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
+                data = json.dumps({"files": files}, indent=1).encode()
+                draft.write(FILE, data)
+                return [FileEntry(FILE, len(data), digest_bytes(data))]
+
+            return write
+
+        return Component(PART, begin)
+
+    def restore(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
+        """Write the files that the checkpoint carries, unless the run directory has them.
+
+        A file of the run directory that begins with the content that the checkpoint carries stays: it has more lines.
+
+        Args:
+            only: the files to restore; None: all.
+
+        Raises:
+            DamagedError: a piece is missing or damaged.
+            UserError: the store fails.
+        """
+        missing = {}
+        for path, pieces in _listed(checkpoint).items():
+            if not _is_carried(path):
+                raise CorruptCheckpointError(f"{checkpoint.path}: {FILE} names {path!r}, which no checkpoint carries")
+            if (only is None or path in only) and not self._has(path, pieces):
+                missing[path] = pieces
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for path, pieces in missing.items():
+                content = b"".join(pool.map(lambda piece: self._fetch(checkpoint, piece), pieces))
+                target = os.path.join(self._run_dir, path)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                write_file(target, content, mode=0o600 if path in _PRIVATE else None)
+        if missing:
+            LOG.info("restored %d file(s) in %s from %s", len(missing), self._run_dir, checkpoint.path)
+
+    def remove_unused(self) -> None:
+        """Delete the pieces that no checkpoint names, as killed saves and deleted checkpoints leave them.
+
+        Call it before the first save of this process, which must hold the lock. While a checkpoint is set aside or
+        cannot be read, nothing is deleted: it may name any piece.
+        """
+        try:
+            unused = set(self._store.pieces())
+            if not unused or self._store.asides():
+                return
+            steps = self._store.steps()
+            with ThreadPoolExecutor(_PARALLEL) as pool:
+                for some in (steps[-1:], steps[:-1]):  # the newest one names nearly all
+                    if unused:
+                        unused.difference_update(*pool.map(self._names_in, some))
+            self._store.remove_pieces(unused)
+        except (CorruptCheckpointError, OSError) as error:
+            LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
+        else:
+            if unused:
+                LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _names_in(self, step: int) -> set[str]:
+        listed = _listed(manifests.read(self._store.path(step)))
+        return {piece.hash for pieces in listed.values() for piece in pieces}
+
+    def _paths(self) -> list[str]:
+        found = (glob.glob(pattern, root_dir=self._run_dir) for pattern in PATTERNS)
+        return sorted(path for paths in found for path in paths)
+
+    def _stamp(self, path: str) -> tuple[int, int, int]:
+        status = os.stat(os.path.join(self._run_dir, path))
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+    def _pieces(self, path: str, stamp: tuple[int, int, int]) -> list[Piece]:
+        """Return the pieces of the first bytes of a file, as many as `stamp` says; the store has them all then."""
+        known = self._known.get(path)
+        if known is None or known.stamp != stamp:
+            with open(os.path.join(self._run_dir, path), "rb") as file:
+                data = file.read(stamp[0])
+            pieces = _common(known.pieces if known else [], data)
+            if len(pieces) >= _MOST_PIECES:
+                pieces = []
+            start = sum(piece.bytes for piece in pieces)
+            if start < len(data):
+                piece = Piece(len(data) - start, digest_bytes(data[start:]))
+                self._store.keep_piece(piece.hash, data[start:])
+                pieces = [*pieces, piece]
+            known = self._known[path] = _Known(stamp, pieces)
+        return known.pieces
+
+    def _has(self, path: str, pieces: list[Piece]) -> bool:
+        """Return whether the file in the run directory begins with these pieces."""
+        target = os.path.join(self._run_dir, path)
+        if not os.path.isfile(target):
+            return False
+        with open(target, "rb") as file:
+            data = file.read(sum(piece.bytes for piece in pieces))
+        return _common(pieces, data) == pieces
+
+    def _fetch(self, checkpoint: Checkpoint, piece: Piece) -> bytes:
+        try:
+            data = self._store.piece(piece.hash)
+        except StoreError:
+            raise
+        except OSError as error:
+            reason = one_line(str(error))
+            raise CorruptCheckpointError(
+                f"{checkpoint.path}: a piece of a carried file cannot be read ({reason})"
+            ) from error
+        if digest_bytes(data) != piece.hash:
+            raise CorruptCheckpointError(f"{checkpoint.path}: the piece {piece.hash} of a carried file is damaged")
+        return data
+
+
+def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
+    """Return the pieces of the files that a checkpoint carries, by file."""
+    if PART not in checkpoint.manifest["parts"]:
+        return {}
+    saved = read_object(checkpoint, FILE, {"files": {str: [{"bytes": is_count, "hash": _is_hash}]}})["files"]
+    return {path: [Piece(**entry) for entry in entries] for path, entries in saved.items()}
+
+
+def _common(pieces: list[Piece], data: bytes) -> list[Piece]:
+    """Return the pieces, from the first on, that `data` begins with."""
+    start = 0
+    for number, piece in enumerate(pieces):
+        end = start + piece.bytes
+        if end > len(data) or digest_bytes(data[start:end]) != piece.hash:
+            return pieces[:number]
+        start = end
+    return pieces
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
+
+
+def _is_carried(path: str) -> bool:
+    return ".." not in path and any(
+        fnmatchcase(path, pattern) and path.count("/") == pattern.count("/") for pattern in PATTERNS
+    )

@@ -1,0 +1,105 @@
+"""What each start of a run was: `config.yaml` of the last start, and one line of `starts.jsonl` for each start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from trainer import __version__
+from trainer.config import Config
+from trainer.files.appended import append_line
+from trainer.files.atomic_io import write_file
+from trainer.process.log_setup import LOG_FILE
+from trainer.redaction import redact, redact_command
+
+CONFIG_FILE = "config.yaml"
+STARTS_FILE = "starts.jsonl"
+LOG_NAME = "log.txt"
+HOLDS_A_RUN = "already holds a run"
+"""In the sentence about a start that was refused because the directory is not empty."""
+_GIT_S = 10.0
+
+
+_early: set[str] = set()
+
+
+@contextlib.contextmanager
+def recorded_early(run_dir: str, cfg: Config) -> Iterator[None]:
+    """Record the first start in a new directory before the block, which may refuse it: then nothing is left.
+
+    The block imports for seconds. Nobody else knows the directory, so the lock can be taken later.
+    """
+    LOG_FILE.open(os.path.join(run_dir, LOG_NAME))
+    record_start(run_dir, cfg)
+    _early.add(run_dir)
+    try:
+        yield
+    except BaseException:
+        _early.discard(run_dir)
+        LOG_FILE.close()
+        for name in (CONFIG_FILE, STARTS_FILE, LOG_NAME):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(run_dir, name))
+        raise
+
+
+def record_start(run_dir: str, cfg: Config) -> None:
+    """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.redaction`).
+
+    Does nothing if `recorded_early` has recorded this start.
+    """
+    if run_dir in _early:
+        _early.remove(run_dir)
+        return
+    config = redact(dataclasses.asdict(cfg))
+    command = redact_command(sys.orig_argv)
+    LOG_FILE.write(f"start of {shlex.join(command)}")
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": versions(),
+        "git": git_states([os.path.dirname(__file__), os.getcwd()]),
+        "config": config,
+    }
+    write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    append_line(os.path.join(run_dir, STARTS_FILE), json.dumps(start).encode())
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of all packages that are installed."""
+    packages = {one.name: one.version for one in importlib.metadata.distributions()}
+    ordered = sorted(packages.items(), key=lambda item: item[0].lower())
+    return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}
+
+
+def git_states(places: list[str]) -> list[dict[str, Any]]:
+    """Return directory, commit, and whether tracked files have changes, of the repositories that hold `places`."""
+    states: dict[str, dict[str, Any]] = {}
+    for place in places:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            directory, commit = _git(place, "rev-parse", "--show-toplevel", "HEAD").split("\n")
+            if directory not in states:
+                dirty = bool(_git(place, "status", "--porcelain", "--untracked-files=no"))
+                states[directory] = {"directory": directory, "commit": commit, "dirty": dirty}
+    return list(states.values())
+
+
+def _git(place: str, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", place, *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
+    return done.stdout.strip()

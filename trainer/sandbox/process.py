@@ -1,0 +1,165 @@
+"""The driver's end of a process that runs user code: its pipe, its output, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from trainer.errors import one_line
+
+_STOP_S = 10.0
+"""Longest time for the guard to end the processes that user code has started."""
+_DEATH_S = 1.0
+"""Longest time between the end of a worker's pipe and the end of the worker."""
+_PIPE_S = 10
+"""Longest time for the rest of a message once it has begun."""
+_LARGEST_MESSAGE = 1 << 16
+_LINES = 20
+_OUTPUT_BYTES = 4000
+
+
+class ProcessDied(Exception):
+    """A guarded process can no longer be used."""
+
+
+class GuardedProcess:
+    """One process that runs user code, with its guard (see `trainer.sandbox.reaper`).
+
+    Args:
+        serve: import path `module:function` of the function that serves there. It is called with the `Connection` of
+            the pipe and the arguments. What it sends must be JSON.
+        arguments: JSON-able.
+        environment: the environment of the process.
+    """
+
+    def __init__(self, serve: str, arguments: Sequence[Any], environment: Mapping[str, str]):
+        self.pipe, worker_end = multiprocessing.Pipe()
+        self.output, output = os.pipe()
+        """Descriptor of what the process prints (see `OutputCapture`)."""
+        os.set_blocking(self.output, False)
+        with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
+                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PIPE_S, 0))
+        code = (
+            f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
+            f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.loads({json.dumps(arguments)!r}))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[worker_end.fileno()],
+            env=environment,
+            start_new_session=True,  # only the driver handles signals to the job
+        )
+        worker_end.close()
+        os.close(output)
+
+    def send(self, message: Any) -> None:
+        """Send a message, as JSON; what JSON does not have becomes text.
+
+        Raises:
+            ProcessDied: the process does not take it.
+        """
+        try:
+            self.pipe.send_bytes(json.dumps(message, default=str).encode())  # Parquet rows may hold dates
+        except OSError as error:
+            raise ProcessDied from error
+
+    def receive(self, largest: int = _LARGEST_MESSAGE) -> Any:
+        """Return the next message.
+
+        Args:
+            largest: bytes of the longest message that the process may send.
+
+        Raises:
+            ProcessDied: the process has ended, or user code wrote into the pipe.
+        """
+        try:
+            return json.loads(self.pipe.recv_bytes(maxlength=largest))
+        except (EOFError, OSError, ValueError, RecursionError) as error:
+            raise ProcessDied from error
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP): then its silence is not the fault of user code."""
+        with contextlib.suppress(psutil.Error):
+            guard = psutil.Process(self.process.pid)
+            return any(one.status() == psutil.STATUS_STOPPED for one in (guard, *guard.children()))
+        return False
+
+    def end(self, died: bool = False) -> str:
+        """End the process and everything that it has started. Return how it ended. `close` must follow.
+
+        Args:
+            died: it is ending by itself; wait for that to see how.
+        """
+        self.pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_DEATH_S if died else 0)
+        self.process.terminate()
+        try:
+            code = self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        if code > 128:
+            with contextlib.suppress(ValueError):
+                hint = ", perhaps because memory ran out" if code - 128 == signal.SIGKILL else ""
+                return f"killed by {signal.Signals(code - 128).name}{hint}"
+        return f"exit status {code}"
+
+    def close(self) -> None:
+        """Give up the output of the process, which has ended."""
+        os.close(self.output)
+
+
+def end_all(processes: Sequence[GuardedProcess]) -> None:
+    """End the processes at the same time, and give up their output."""
+    for process in processes:
+        process.process.terminate()
+    for process in processes:
+        process.end()
+        process.close()
+
+
+class OutputCapture:
+    """What guarded processes have printed, up to a limit. `label` names their kind in front of each line."""
+
+    def __init__(self, label: str):
+        self._label = label
+        self._text = bytearray()
+        self._left_out = 0
+
+    def read(self, process: GuardedProcess) -> None:
+        """Take what the process has printed so far."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(process.output, 1 << 20)
+            kept = data[: max(0, _OUTPUT_BYTES - len(self._text))]
+            self._text += kept
+            self._left_out += len(data) - len(kept)
+
+    def last_line(self) -> str:
+        """Return the last line that was printed since the last `take`; empty if there is none."""
+        lines = self._text.decode(errors="replace").strip().splitlines()
+        return one_line(lines[-1]) if lines else ""
+
+    def take(self) -> list[str]:
+        """Return the lines that were printed since the last call, shortened."""
+        lines = [one_line(line) for line in self._text.decode(errors="replace").splitlines() if line.strip()]
+        more = self._left_out + sum(len(line) for line in lines[_LINES:])
+        self._text, self._left_out = bytearray(), 0
+        shown = [f"[{self._label}] {line}" for line in lines[:_LINES]]
+        return [*shown, f"[{self._label}] … {more} more bytes of output are not shown"] if more else shown

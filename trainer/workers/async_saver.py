@@ -1,0 +1,186 @@
+"""A rank's share of a save: a thread copies it to host memory and writes it while the rank continues."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from trainer.parallel.mesh import SideGroup
+from trainer.process.failpoints import failpoint
+from trainer.workers.host_memory import HostCopy, HostMemory, copy_bytes, storages_of
+
+LOG = logging.getLogger(__name__)
+
+
+class StateFiles(Protocol):
+    """Writes and reads sharded states (see `trainer.checkpoint.sharded.ShardedFiles`)."""
+
+    def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: Any) -> list[dict]: ...
+    def read(self, name: str, state: dict[str, Any], group: Any = None, optional: Sequence[str] = ()) -> None: ...
+    def read_json(self, name: str, file: str) -> bytes: ...
+
+
+class AsyncSaver:
+    """Runs at most one save at a time. It copies this rank's shards to host memory first (see `HostMemory`).
+
+    Args:
+        group: a group without other users, so that the writers can communicate while the ranks train.
+        device: device of the state; a state on `cuda` is copied to pinned memory, on a stream of its own.
+    """
+
+    def __init__(self, group: SideGroup, device: str):
+        self._group = group
+        self._gpu = torch.cuda.current_device() if device == "cuda" else None
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._memory: dict[str, HostMemory] = {}
+        self._thread: threading.Thread | None = None
+        self._reserving: threading.Thread | None = None
+        self._staged = threading.Event()
+        self._staged.set()
+        self._entries: list[dict] = []
+        self._problem: str | None = None
+        self._blocked = 0.0
+
+    def memory(self, role: str) -> HostMemory:
+        """Return the host memory for copies of the state of `role`."""
+        return self._memory.setdefault(role, HostMemory(self._gpu))
+
+    def more_memory(self) -> HostMemory:
+        """Return host memory for copies of tensors that are not saved."""
+        return HostMemory(self._gpu)
+
+    def reserve(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take the host memory of later saves of `states` on a thread, so that the first save need not wait for it.
+
+        Does nothing if it has been called before.
+        """
+        if self._reserving is None:
+            needed = {self.memory(name): copy_bytes(state) for name, state in states.items()}
+            self._reserving = threading.Thread(target=self._reserve, args=(needed,), daemon=True)
+            self._reserving.start()
+
+    def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
+        """Start a save. The tensors in `states` must not change until `before_change` or `wait_until_staged` returns.
+
+        Args:
+            states: tensors of this rank and plain values, by name.
+            extras: small files that rank 0 adds to each state, by name.
+        """
+        assert self._thread is None, "finish the save before beginning another"
+        memory = {name: self.memory(name) for name in states}  # made on this thread alone
+        self._entries, self._problem = [], None
+        self._staged.clear()
+        # The copies wait for the kernels that have been queued, and for no others.
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._thread = threading.Thread(target=self._run, args=(states, extras, files, memory, ready), daemon=True)
+        self._thread.start()
+
+    def before_change(self, role: str) -> None:
+        """Wait until the tensors of `role` may change, and note that they do."""
+        self.wait_until_staged()
+        self.memory(role).forget()
+
+    def wait_until_staged(self) -> None:
+        """Wait until the tensors given to `begin` are copied."""
+        if not self._staged.is_set():
+            started = time.monotonic()
+            self._staged.wait()
+            self._blocked += time.monotonic() - started
+
+    def finish(self) -> list[dict]:
+        """Wait for the save; returns the files that this rank wrote (`FileEntry` as dicts).
+
+        Raises:
+            OSError: some rank could not stage or write; all ranks raise it.
+        """
+        assert self._thread is not None, "begin a save first"
+        self._thread.join()
+        self._thread = None
+        if self._problem is not None:
+            raise OSError(self._problem)
+        return self._entries
+
+    def pop_stall_seconds(self) -> float:
+        """Return the seconds that this rank has waited for staging since the last call."""
+        blocked, self._blocked = self._blocked, 0.0
+        return blocked
+
+    def _reserve(self, needed: dict[HostMemory, int]) -> None:
+        try:
+            for memory, size in needed.items():
+                memory.reserve(size)
+        except Exception as error:  # a save will fail in the same way, and say so on all ranks
+            LOG.info("rank %d could not reserve memory for saves: %s", self._group.rank, error)
+
+    def _stage(
+        self, states: dict[str, dict[str, Any]], memory: dict[str, HostMemory], ready: torch.cuda.Event | None
+    ) -> dict[str, HostCopy]:
+        """Copy the states; returns the copies, which are held for the caller."""
+        copies: dict[str, HostCopy] = {}
+        try:
+            with self._on_own_stream():
+                if self._stream is not None and ready is not None:
+                    self._stream.wait_event(ready)
+                for name, state in states.items():
+                    copies[name] = memory[name].hold(memory[name].copy(storages_of(state)))
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except BaseException:
+            for name, copy in copies.items():
+                memory[name].release(copy)
+                memory[name].forget()
+            raise
+        return copies
+
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        if self._gpu is None:
+            return nullcontext()
+        torch.cuda.set_device(self._gpu)  # each thread has its own current device
+        return torch.cuda.stream(self._stream)
+
+    def _run(
+        self,
+        states: dict[str, dict[str, Any]],
+        extras: dict[str, dict[str, str]],
+        files: StateFiles,
+        memory: dict[str, HostMemory],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        copies: dict[str, HostCopy] = {}
+        staged: dict[str, dict[str, Any]] = {}
+        try:
+            try:
+                failpoint("save:staging")
+                copies = self._stage(states, memory, ready)
+                staged = {name: copy.state(states[name]) for name, copy in copies.items()}
+            except Exception as error:
+                self._agree(f"rank {self._group.rank} could not copy its state: {error}")
+            else:
+                self._agree(None)
+            finally:
+                self._staged.set()
+            for name in states:
+                if self._problem is not None:
+                    return
+                failpoint("save:staged")
+                try:
+                    self._entries += files.write(name, staged[name], extras[name], self._group.handle)
+                except Exception as error:
+                    self._agree(str(error) or repr(error))
+                else:
+                    self._agree(None)
+        except Exception as error:  # a rank is dead; its own error ends the job and gives the reason
+            self._problem = f"the ranks could not agree on the save: {error}"
+        finally:
+            for name, copy in copies.items():
+                memory[name].release(copy)
+
+    def _agree(self, problem: str | None) -> None:
+        """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""
+        self._problem = next((p for p in self._group.gather(problem) if p is not None), None)

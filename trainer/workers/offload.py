@@ -1,0 +1,77 @@
+"""Move tensors to host memory while nobody uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from trainer.workers.host_memory import HostCopy, HostMemory, bytes_of, storages_of
+
+
+class OffloadBuffer:
+    """Holds the contents of a role's tensors whose memory on the device is freed meanwhile.
+
+    Only the memory goes: tensors, storages and everything that refers to them stay the same objects, so that FSDP and
+    the optimizer notice nothing. A copy that a save has made of the tensors as they are now serves as the contents.
+
+    Args:
+        memory: of the role. The tensors may change only after `memory.forget`.
+    """
+
+    def __init__(self, memory: HostMemory):
+        self.memory = memory
+        self._parked: dict[int, UntypedStorage] = {}
+        self._optimizer: set[int] = set()
+        self._copy: HostCopy | None = None
+
+    def parked_bytes(self, optimizer: bool = True) -> int:
+        """Return the bytes that `restore` will take on the device."""
+        return sum(self._copied(number).numel() for number in self._chosen(optimizer))
+
+    @torch.no_grad()
+    def park(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor] = ()) -> None:
+        """Copy tensors to host memory (of DTensors, the local shards), and free their memory on the device.
+
+        Those that stay parked from an earlier call may be among them.
+        """
+        states = storages_of(list(optimizer))
+        here = {number: s for number, s in (storages_of(list(weights)) | states).items() if s.nbytes()}
+        if not here:
+            return
+        copy = self.memory.current
+        if copy is None or not copy.covers(here):
+            assert not self._parked, "tensors that are parked cannot be copied again"
+            copy = self.memory.copy(here)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        if self._copy is None:
+            self._copy = self.memory.hold(copy)
+        assert self._copy is copy, "tensors have changed while others of the role were parked"
+        for storage in here.values():
+            storage.resize_(0)
+        self._parked |= here
+        self._optimizer |= states.keys()
+
+    @torch.no_grad()
+    def restore(self, optimizer: bool = True) -> None:
+        """Give parked tensors their contents back.
+
+        Args:
+            optimizer: also those of the optimizer.
+        """
+        for number in self._chosen(optimizer):
+            storage, host = self._parked.pop(number), self._copied(number)
+            storage.resize_(host.numel())
+            bytes_of(storage).copy_(host, non_blocking=True)
+        if self._copy is not None and not self._parked:
+            self.memory.release(self._copy)
+            self._copy, self._optimizer = None, set()
+
+    def _chosen(self, optimizer: bool) -> list[int]:
+        return [number for number in self._parked if optimizer or number not in self._optimizer]
+
+    def _copied(self, number: int) -> Tensor:
+        assert self._copy is not None
+        return self._copy.part(number)
