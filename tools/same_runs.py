@@ -1,6 +1,6 @@
 """Show that a change of the code leaves the numbers of runs as they were.
 
-    python -m tools.same_runs record DIRECTORY     # before the change: train six small runs
+    python -m tools.same_runs record DIRECTORY     # before the change: train seven small runs
     python -m tools.same_runs compare DIRECTORY    # after it: train them again, and compare them with the recorded ones
     python -m tools.same_runs resume DIRECTORY     # continue the recorded runs from their middle checkpoint
 
@@ -37,6 +37,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
                               "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis",
                               "logger.rollouts=true"]),
     "lora": ("trainer.main", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),
+    "episodes": ("trainer.main", ["environment.name=examples.environment.hint:Hint", "rollout.max_prompt_tokens=96",
+                                  "logger.rollouts=true"]),
     "supervised": ("trainer.sft", ["data.messages_key=messages", "sft.weights=[2,1]", *_CHATS]),
     "rollouts": ("trainer.sft", ["sft.source=rollouts", "sft.max_weight=2.0", "trainer.val_interval=-1", *_CHATS]),
 }  # fmt: skip
@@ -106,7 +108,7 @@ def main() -> int:
     arguments = parser.parse_args()
     recorded = arguments.directory.resolve()
     if arguments.action == "record":
-        recorded.mkdir(parents=True)
+        recorded.mkdir(parents=True, exist_ok=True)
         for name in arguments.runs:
             train(name, recorded)
             print(f"{name}: recorded", flush=True)
