@@ -15,9 +15,9 @@ from trainer.process.signals import SIGNALS
 COMMANDS = {
     "train": ("trainer.main", "train with rewards or environments: GRPO, PPO and others"),
     "sft": ("trainer.sft", "train on examples, or on kept completions"),
-    "diagnose": ("trainer.diagnose", "say what happened to a run, and what to do next"),
-    "compare": ("trainer.compare", "print a table of runs, and draw their curves"),
-    "report": ("trainer.metrics.report", "draw the picture of a run"),
+    "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
+    "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
+    "report": ("trainer.reports.report", "draw the picture of a run"),
     "checkpoint": ("trainer.checkpoint.__main__", "list, verify, show, compare, export, prune, roll back"),
     "config": ("trainer.config.__main__", "print the reference of all config keys"),
 }
@@ -68,7 +68,7 @@ def _unknown(command: str, words: list[str]) -> str:
     """Return the sentence about a first word that is no command."""
     import shlex
 
-    from trainer.suggestions import did_you_mean
+    from trainer.errors import did_you_mean
 
     if "=" in command or command.startswith("-"):
         return f"{command}: a command comes first; write trainer train {shlex.join(words)}"

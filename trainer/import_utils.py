@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.errors import UserError, describe_error
+from trainer.errors import UserError, describe_error, did_you_mean
 from trainer.process import signals
-from trainer.suggestions import did_you_mean
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:

@@ -28,13 +28,13 @@ from trainer.files.hf_hub import pin
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
 from trainer.learner.learner import Learner
-from trainer.metrics.report import final_report
 from trainer.metrics.timing import Timer
 from trainer.models.export import export_target
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process.startup import stage
+from trainer.reports.report import final_report
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.terms import RewardInput, components_of

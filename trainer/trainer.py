@@ -26,8 +26,10 @@ from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.files.documents import Shape, is_count, is_number
+from trainer.files.redaction import redact
 from trainer.learner.experience import Experience
 from trainer.learner.learner import Learner
+from trainer.metrics.best import better, compared_metric
 from trainer.metrics.divergence import DivergenceCheck
 from trainer.metrics.health import TrainingWarnings
 from trainer.metrics.progress import Progress
@@ -38,8 +40,6 @@ from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 from trainer.process.startup import stage
-from trainer.redaction import redact
-from trainer.run.best import better, compared_metric
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
 from trainer.run.replay import ReplayAudit, audit_of
@@ -75,7 +75,7 @@ class TrainerState:
     samples: int = 0
     tokens: int = 0
     best: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The best value so far of the metric that is compared (see `trainer.run.best`), and its step."""
+    """The best value so far of the metric that is compared (see `trainer.metrics.best`), and its step."""
 
 
 class Trainer:

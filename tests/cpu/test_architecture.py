@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "trainer"
-LEAVES = {"episodes", "errors", "files", "import_utils", "process", "redaction", "seeding", "suggestions"}
+LEAVES = {"episodes", "errors", "files", "import_utils", "process", "seeding"}
 """Modules and packages that every room may import."""
 
 # What else each room, and each module on top of them, may import, from the bottom to the top. All but `config` itself
@@ -33,11 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "learner": {"workers", "cluster", "models", "metrics", "algorithms", "parallel", "rewards"},
     "sources": {"environments", "generation", "data", "rewards", "models", "algorithms", "metrics"},
     "trainer": {"sources", "learner", "run", "checkpoint", "metrics", "models", "parallel"},
-    "jobs": {"trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "data", "rewards", "models",
-             "cluster"},
-    "diagnose": {"run", "checkpoint", "metrics"},
-    "compare": {"run", "checkpoint", "metrics"},
-    "sweeps": {"compare", "metrics"},
+    "reports": {"run", "checkpoint", "metrics"},
+    "jobs": {"reports", "trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "data",
+             "rewards", "models", "cluster"},
+    "sweeps": {"reports", "metrics"},
     "main": {"jobs", "run", "metrics", "algorithms", "parallel"},
     "sft": {"main", "jobs", "metrics"},
     "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
@@ -118,7 +117,14 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
 
 @pytest.mark.parametrize(
     "module",
-    ["trainer.__main__", "trainer.config", "trainer.main", "trainer.sft", "trainer.api.running", "trainer.diagnose"],
+    [
+        "trainer.__main__",
+        "trainer.config",
+        "trainer.main",
+        "trainer.sft",
+        "trainer.api.running",
+        "trainer.reports.diagnose",
+    ],
 )
 def test_help_needs_no_torch(module):
     """And signals are heard before it is imported, which takes seconds."""

@@ -37,7 +37,7 @@ _PRELOADED = (
     "hydra",
     "matplotlib.pyplot",
     "trainer.checkpoint.__main__",
-    "trainer.compare",
+    "trainer.reports.compare",
     "trainer.generation.transformers_engine",
     "trainer.jobs",
     "trainer.models.tiny",

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.metrics import tracker
-from trainer.metrics.best import Best
-from trainer.run.best import best_of
+from trainer.metrics.best import Best, best_of
 
 if TYPE_CHECKING:
     import pandas

@@ -18,10 +18,10 @@ from trainer.api.functions import write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
 from trainer.config.command_line import run_to_end
+from trainer.files.redaction import redact_text
 from trainer.files.uris import absolute
 from trainer.metrics.best import compared_by
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show_messages
-from trainer.redaction import redact_text
 
 
 def main() -> NoReturn:

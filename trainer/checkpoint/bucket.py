@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 from trainer.errors import UserError, one_line
+from trainer.files.redaction import redact_text
 from trainer.files.uris import SCHEMES
-from trainer.redaction import redact_text
 
 T = TypeVar("T")
 

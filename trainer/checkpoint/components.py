@@ -17,8 +17,8 @@ from trainer.checkpoint.store import CheckpointFiles
 from trainer.config import RESUME_LOAD, Config, with_new_names
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_yaml
+from trainer.files.redaction import redact
 from trainer.models.files import ADAPTER_CONFIG, write_assets
-from trainer.redaction import redact
 
 LOG = logging.getLogger(__name__)
 

@@ -39,9 +39,9 @@ from trainer.errors import (
     memory_ran_out,
     one_line,
 )
+from trainer.files.redaction import redact, redact_text, redact_yaml
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
-from trainer.redaction import redact, redact_text, redact_yaml
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -16,8 +16,7 @@ from typing import Any
 from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.overrides import CONFIG, find_groups
 from trainer.config.schema import OPEN_SECTIONS, Config, no_such_key
-from trainer.errors import UserError, as_list, one_line
-from trainer.suggestions import did_you_mean
+from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 GROUP = "config_file"
 """The group in `conf/config.yaml` whose only choice is the file."""

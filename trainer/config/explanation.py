@@ -10,8 +10,7 @@ from trainer.config.config_file import GROUP, ConfigFiles
 from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.overrides import find_groups, kind_of
 from trainer.config.schema import Config, no_such_key
-from trainer.errors import UserError, as_list, one_line
-from trainer.suggestions import did_you_mean
+from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
 """What to write in place of `GROUP=PATH`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import UserError
-from trainer.redaction import redact
+from trainer.files.redaction import redact
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config

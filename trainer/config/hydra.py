@@ -20,7 +20,7 @@ from trainer.config.explanation import unresolved
 from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.errors import UserError
-from trainer.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
+from trainer.files.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
 DIRECTION = "${optuna_direction:${trainer.best_metric},${trainer.best_mode}}"

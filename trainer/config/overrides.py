@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.schema import OPEN_SECTIONS, Config, no_such_key, valid_keys
-from trainer.errors import UserError, as_list
-from trainer.suggestions import did_you_mean
+from trainer.errors import UserError, as_list, did_you_mean
 
 MULTIRUN = "--multirun"
 CONFIG = "--config"

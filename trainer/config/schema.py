@@ -23,9 +23,8 @@ from trainer.config.roles import CHECKPOINTING_OF_BOOL
 from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
 from trainer.config.trainer import TrainerConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, did_you_mean
 from trainer.import_utils import with_colon
-from trainer.suggestions import did_you_mean
 
 RENAMED = {
     "trainer.colocate": "trainer.colocate_roles",

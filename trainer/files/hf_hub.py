@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from trainer.redaction import redact_text
+from trainer.files.redaction import redact_text
 
 T = TypeVar("T")
 

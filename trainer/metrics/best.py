@@ -1,4 +1,10 @@
-"""The best value of a metric in the log of a run."""
+"""The best step of a run, by `trainer.best_metric`: one rule for the run, its result, comparisons and sweeps.
+
+Step 0, the start weights, is no result of training: it counts only if no later step has measured the metric.
+
+A run whose rewards never reach `reward.success_threshold` has a `val/accuracy` of 0 at every step. Then the mean reward
+says which step is the best.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,8 @@ from typing import Any
 
 ACCURACY = "val/accuracy"
 SUPERVISED = ("val/loss", "min")
+INSTEAD = "val/reward/mean"
+"""The metric that steps are compared by until one has an accuracy above 0."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +48,48 @@ def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str, of_trai
         return None
     row = (max if mode == "max" else min)(known, key=lambda row: row[metric])
     return Best(metric, float(row[metric]), row["step"])
+
+
+def compared_metric(best: Mapping[str, float], best_metric: str, metrics: Mapping[str, float]) -> str:
+    """Return the metric that steps are compared by.
+
+    Args:
+        best: the best value so far (see `better`).
+        metrics: of the present step.
+    """
+    succeeded = max(best.get(ACCURACY, 0.0), metrics.get(ACCURACY, 0.0)) > 0
+    return INSTEAD if best_metric == ACCURACY and not succeeded else best_metric
+
+
+def better(
+    best: dict[str, float], best_metric: str, mode: str, step: int, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Return `{metric: value, "step": step}` of the better one: `best`, or the step that has these metrics.
+
+    Args:
+        best: empty if no step has been compared yet. If it has another metric, it does not count.
+        mode: `max` or `min`.
+    """
+    metric = compared_metric(best, best_metric, metrics)
+    value = metrics.get(metric)
+    if value is None or not math.isfinite(value):
+        return best
+    sign = 1 if mode == "max" else -1
+    is_trained = best.get("step", 0) > 0 or step == 0
+    if metric in best and is_trained and not sign * value > sign * best[metric]:
+        return best
+    return {metric: value, "step": step}
+
+
+def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:
+    """Return the best step in the lines of a `metrics.jsonl`, as the run itself has found it; None if there is none."""
+    best: dict[str, float] = {}
+    for row in rows:
+        metrics = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        best = better(best, best_metric, mode, row["step"], metrics)
+    return next((Best(name, float(value), int(best["step"])) for name, value in best.items() if name != "step"), None)
+
+
+def instead_of(best_metric: str) -> str:
+    """Return the metric of the best checkpoint if none has a `best_metric` that says something."""
+    return compared_metric({}, best_metric, {})

@@ -147,7 +147,7 @@ class Progress:
     def _val(self) -> str:
         """What is shown of validations: the last and the best value; empty before the first.
 
-        The mean reward takes the place of an accuracy that has always been 0 (see `trainer.run.best`).
+        The mean reward takes the place of an accuracy that has always been 0 (see `trainer.metrics.best`).
         """
         known = [name for name in (_ACCURACY, _REWARD, _LOSS) if name in self._vals]
         if not known:

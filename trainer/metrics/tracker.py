@@ -26,8 +26,8 @@ from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
+from trainer.files.redaction import redact_command, redact_text
 from trainer.metrics.samples import COLUMNS, Transcript
-from trainer.redaction import redact_command, redact_text
 
 if TYPE_CHECKING:
     import wandb

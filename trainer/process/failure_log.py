@@ -23,9 +23,9 @@ from trainer.errors import (
 )
 from trainer.files.appended import AppendedFile
 from trainer.files.documents import is_count, is_number, parse_object
+from trainer.files.redaction import redact_text
 from trainer.process.signals import Stopped
 from trainer.process.xid import gpu_error_in
-from trainer.redaction import redact_text
 
 INCIDENTS_FILE = "incidents.jsonl"
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from trainer.files.appended import open_appended
-from trainer.redaction import hide_known
+from trainer.files.redaction import hide_known
 
 _CHUNK = 1 << 20
 _JOINERS = "\u200c\u200d"

@@ -11,7 +11,7 @@ import xxhash
 
 from trainer.files.appended import AppendedFile
 from trainer.files.documents import is_number, parse_object
-from trainer.redaction import redact
+from trainer.files.redaction import redact
 from trainer.rewards.parsing import Parts
 
 STORE_FILE = "rewards.jsonl"

@@ -11,7 +11,7 @@ import httpx
 import tenacity
 
 from trainer.errors import one_line
-from trainer.redaction import HIDDEN, SecretFilter, secrets_in_address
+from trainer.files.redaction import HIDDEN, SecretFilter, secrets_in_address
 from trainer.rewards.parsing import Parts, read_value
 from trainer.rewards.signature import RewardSignature
 

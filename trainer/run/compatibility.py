@@ -12,7 +12,7 @@ from trainer.checkpoint.components import Restore, is_allowed
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.config import OPEN_SECTIONS, Config, TrainerConfig, own_defaults
 from trainer.errors import UserError, as_list
-from trainer.redaction import agree
+from trainer.files.redaction import agree
 
 # Changes of these keys do not change the computed values, beyond rounding: directories, logging, saving, validation,
 # and the split of the work over machines. Data is here because the ledger compares the examples themselves, and

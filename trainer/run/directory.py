@@ -22,14 +22,13 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, mend_last_line
 from trainer.files.hf_hub import is_data, pin
-from trainer.metrics.best import compared_by
+from trainer.metrics.best import compared_by, instead_of
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage
 from trainer.run import lineage
-from trainer.run.best import instead_of
 from trainer.run.directory_lock import Claim
 from trainer.run.resume import Resume, compare, find_newest, find_resume
 from trainer.run.run_files import PATTERNS, CarriedFiles

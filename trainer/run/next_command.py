@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.redaction import HIDDEN, redact_command
+from trainer.files.redaction import HIDDEN, redact_command
 
 _MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
 _CHILD = "trainer.api.worker_main"

@@ -19,9 +19,9 @@ from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import LocalStore
 from trainer.config import RESUME_LOAD, Config
 from trainer.errors import UserError
+from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.redaction import redact
 from trainer.run import compatibility, lineage
 from trainer.run.run_metadata import HOLDS_A_RUN
 

@@ -22,8 +22,8 @@ from trainer import __version__
 from trainer.config import Config
 from trainer.files.appended import append_line
 from trainer.files.atomic_io import write_file
+from trainer.files.redaction import redact, redact_command
 from trainer.process.log_setup import LOG_FILE
-from trainer.redaction import redact, redact_command
 
 CONFIG_FILE = "config.yaml"
 STARTS_FILE = "starts.jsonl"
@@ -57,7 +57,7 @@ def recorded_early(run_dir: str, cfg: Config) -> Iterator[None]:
 
 
 def record_start(run_dir: str, cfg: Config) -> None:
-    """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.redaction`).
+    """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.files.redaction`).
 
     Does nothing if `recorded_early` has recorded this start.
     """

@@ -13,9 +13,9 @@ from hydra.experimental.callback import Callback
 from trainer.config.hydra import DIRECTION
 from trainer.config.launched import prepare_notes
 from trainer.errors import UserError
+from trainer.files.redaction import redact_command, redact_text
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process.log_setup import show
-from trainer.redaction import redact_command, redact_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,7 +73,7 @@ class SweepCallback(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print a table of the jobs, and draw their curves."""
-        from trainer.compare import compare_runs
+        from trainer.reports.compare import compare_runs
 
         directory = config.hydra.sweep.dir
         runs = [os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(directory), "*", METRICS_FILE))]

@@ -65,11 +65,12 @@ def test_a_first_word_that_is_no_command_gets_one_sentence(words, sentence):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_and_its_module_print_the_same_help(command):
-    module = COMMANDS[command][0].removesuffix(".__main__")
-    of_command, of_module = trainer(command, "--help"), trainer("--help", program=("-m", module))
-    assert (of_command.returncode, of_command.stderr) == (of_module.returncode, of_module.stderr) == (0, "")
-    assert of_command.stdout == of_module.stdout
+    of_command, module = trainer(command, "--help"), COMMANDS[command][0].removesuffix(".__main__")
+    assert (of_command.returncode, of_command.stderr) == (0, "")
     assert of_command.stdout.startswith(f"usage: trainer {command}")
+    if not module.startswith("trainer.reports."):  # `python -m` runs the others
+        of_module = trainer("--help", program=("-m", module))
+        assert (of_module.returncode, of_module.stdout, of_module.stderr) == (0, of_command.stdout, "")
 
 
 @pytest.mark.parametrize("words", [[], *([command, "--help"] for command in COMMANDS), ["train", "--cfg", "job"]])
@@ -89,7 +90,8 @@ def test_a_job_handles_signals_before_it_imports_anything_else(command):
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {COMMANDS[command][0]!r}:\n"
         "            ours = {name for name in sys.modules if name.startswith('trainer.')}\n"
-        "            assert ours == {'trainer.__main__', 'trainer.process', 'trainer.process.signals', 'trainer.errors'}, ours\n"
+        "            modules = {'__main__', 'process', 'process.signals', 'errors'}\n"
+        "            assert ours == {f'trainer.{name}' for name in modules}, ours\n"
         "            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None)\n"
         "            sys.exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"

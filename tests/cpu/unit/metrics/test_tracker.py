@@ -23,9 +23,9 @@ from tests.support.odd_files import DEEP_JSON
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.metrics import names
-from trainer.metrics.report import write_report
 from trainer.metrics.samples import COLUMNS, Transcript
 from trainer.metrics.tracker import Tracker, read_metrics
+from trainer.reports.report import write_report
 
 ROOT = Path(__file__).parents[4]
 

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.jobs import command, environment, metrics
-from trainer.metrics.report import final_report
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import log_setup
 from trainer.process.log_setup import LogFile, escape, messages_to
+from trainer.reports.report import final_report
 
 TEXT = r"é ж 中 🙂 \ud800"
 SHOW = f"""
@@ -131,7 +131,7 @@ def _read(display: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "tool", [["trainer.checkpoint", "ls", "."], ["trainer.metrics.report", "."], ["trainer.main", "--cfg", "job"]]
+    "tool", [["trainer.checkpoint", "ls", "."], ["trainer", "report", "."], ["trainer.main", "--cfg", "job"]]
 )
 def test_every_command_keeps_its_exit_status(tmp_path, tool):
     (tmp_path / METRICS_FILE).write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
@@ -156,7 +156,7 @@ def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(
     final_report(str(tmp_path))
     (warning,) = caplog.records
     assert warning.levelname == "WARNING" and warning.getMessage().startswith("no report was drawn")
-    done = subprocess.run([sys.executable, "-m", "trainer.metrics.report", tmp_path], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "trainer", "report", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
@@ -165,7 +165,7 @@ def test_a_run_directory_of_any_name_is_drawn_and_printed(tmp_path):
     os.mkdir(run_dir)
     with open(run_dir + b"/" + METRICS_FILE.encode(), "w") as file:
         file.write(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
-    done = subprocess.run([sys.executable, "-m", "trainer.metrics.report", run_dir], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "trainer", "report", run_dir], capture_output=True, text=True)
     assert done.returncode == 0 and "\\udcff/report.png" in done.stdout, done.stderr
 
 

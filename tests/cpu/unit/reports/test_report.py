@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.metrics import make_tracker, step_metrics
 from trainer.errors import UserError
-from trainer.metrics.report import write_report
 from trainer.metrics.tracker import PARENT_FILE
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, JOB, Incident
+from trainer.reports.report import write_report
 
 ROOT = Path(__file__).parents[4]
 
@@ -96,7 +96,7 @@ def test_the_report_marks_incidents(tmp_path):
 
 def test_a_report_of_nothing_says_so(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "trainer.metrics.report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "trainer", "report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 2
     assert result.stderr == f"error: {tmp_path}/metrics.jsonl does not exist; give the directory of a run\n"

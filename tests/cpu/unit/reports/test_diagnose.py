@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.lock import NAME as LOCK_NAME
-from trainer.diagnose import main
 from trainer.errors import FailureSource, UserError, WorkerError, set_origin
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.signals import killed
+from trainer.reports.diagnose import main
 from trainer.run.run_metadata import record_start
 
 COMMAND = ["/usr/bin/python3", "-m", "trainer.main", "trainer.run_name=a b", "trainer.total_steps=9"]
@@ -213,7 +213,7 @@ def test_the_next_command_works_as_it_is_printed(run, capsys):
     next_line = said(run, capsys)[-1].removeprefix("next       ")
     done = subprocess.run(
         ["bash", "-c", f"{next_line} --cfg job -p trainer"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         cwd="/",
         capture_output=True,
         text=True,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.compare import main
 from trainer.config import compose
 from trainer.main import best_value
+from trainer.reports.compare import main
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def write_run(path, accuracies, **config):
@@ -146,7 +146,7 @@ def test_the_table_fits_a_terminal(tmp_path):
     runs = many_keys(tmp_path, 37)
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
-    command = [sys.executable, "-m", "trainer.compare", *runs, "--out", str(tmp_path / "x.png")]
+    command = [sys.executable, "-m", "trainer", "compare", *runs, "--out", str(tmp_path / "x.png")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     output = b""

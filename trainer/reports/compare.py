@@ -21,15 +21,13 @@ from trainer.checkpoint.components import CONFIG_FILE, read_config
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config import Config
-from trainer.errors import UserError, sentence_of
+from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import parse_object, parse_yaml
-from trainer.metrics.best import SUPERVISED, Best, compared_by, find_best
+from trainer.files.redaction import redact
+from trainer.metrics.best import SUPERVISED, Best, best_of, compared_by, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.log_setup import escape, guard_output, show
-from trainer.redaction import redact
-from trainer.run.best import best_of
 from trainer.run.run_metadata import STARTS_FILE
-from trainer.suggestions import did_you_mean
 
 _PER_RUN = (
     "trainer.run_name",
@@ -361,7 +359,3 @@ def main(argv: list[str] | None = None) -> int:
 
 def _patterns(text: str) -> list[str]:
     return [pattern for pattern in text.split(",") if pattern]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -266,7 +266,3 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
         drained = sorted({*nodes, *start["config"]["trainer"].get("drained_nodes", [])})
         changes["trainer.drained_nodes"] = f"[{','.join(drained)}]"
     return again + next_command(start, changes, supervised)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

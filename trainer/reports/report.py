@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -301,7 +300,3 @@ def main() -> int:
         show(f"error: {sentence_of(error)}", error=True)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ from trainer.config import Config
 from trainer.config.fields import walk_keys
 from trainer.config.hydra import compose
 from trainer.errors import UserError
-from trainer.redaction import (
+from trainer.files.redaction import (
     SecretFilter,
     hidden_keys,
     is_secret,

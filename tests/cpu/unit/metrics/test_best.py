@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tests.support.runs import settings as run_settings
 from trainer.api.results import describe_result
-from trainer.compare import compare_runs
-from trainer.metrics.best import compared_by
-from trainer.run.best import best_of as best_of_run
-from trainer.run.best import better, compared_metric, instead_of
+from trainer.metrics.best import best_of as best_of_run
+from trainer.metrics.best import better, compared_by, compared_metric, instead_of
+from trainer.reports.compare import compare_runs
 from trainer.run.directory import RunDirectory
 
 
@@ -63,7 +62,7 @@ def test_a_run_its_result_and_a_comparison_name_the_same_best_step(tmp_path_fact
     places = {name: str(directory / "job") for name in ("run_dir", "ckpt_path", "export_path")}
     assert describe_result({**places, "best_metric": "val/accuracy", "best_mode": "max"}, "finished").best == found
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.compare._draw", lambda *_: None)
+        patch.setattr("trainer.reports.compare._draw", lambda *_: None)
         compare_runs([str(directory)], str(directory / "x.png"))
     cells = [cell.strip() for cell in printed.getvalue().splitlines()[3].split("│")[2:4]]
     assert cells == ([f"{found.value:.4g}", str(found.step)] if found else ["-", "-"])
