@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.errors import UserError, describe_error
+from trainer.run.next_command import PASSED_FUNCTIONS
 
-PACKAGE = "passed_functions"
 _DIRECTORY = "functions"
 _MODULE = '''"""A function that was passed to `trainer.train`, as cloudpickle has written it."""
 
@@ -47,7 +47,7 @@ def describe_function(parameter: str, function: Callable[..., Any] | str) -> tup
         return f"{module}:{name}", None
     plain = getattr(function, "__name__", "")
     plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
-    return f"{PACKAGE}.{parameter}:{plain}", _pickled(function, parameter, plain)
+    return f"{PASSED_FUNCTIONS}.{parameter}:{plain}", _pickled(function, parameter, plain)
 
 
 def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
@@ -80,7 +80,7 @@ def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> N
         return
     digest = hashlib.sha256(repr(sorted(pickles.items())).encode()).hexdigest()[:16]
     root = os.path.abspath(os.path.join(run_dir, _DIRECTORY, digest))
-    package = os.path.join(root, PACKAGE)
+    package = os.path.join(root, PASSED_FUNCTIONS)
     try:
         os.makedirs(package, exist_ok=True)
         os.chmod(os.path.join(run_dir, _DIRECTORY), 0o700)  # the functions hold what they have captured

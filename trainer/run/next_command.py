@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -12,7 +13,11 @@ from typing import Any
 from trainer.files.redaction import HIDDEN, redact_command
 
 _MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
-_CHILD = "trainer.api.worker_main"
+_PYTHON_RUNS = ("trainer.api.worker_main", "trainer.api.child")
+"""The module of the process that `trainer.train` starts, and its name in earlier versions."""
+PASSED_FUNCTIONS = "passed_functions"
+"""The package of the functions that were passed to `trainer.train` by value."""
+_PASSED = re.compile(rf"{PASSED_FUNCTIONS}\.(\w+?)(?:_\d+)?:(\w+)")
 _RESUME = "trainer.resume_mode"
 _NONE = ("none", "null", "None", "")
 
@@ -38,18 +43,31 @@ def next_command(start: Mapping[str, Any], changes: Mapping[str, str], supervise
     """
     command = command_of(start["command"])
     directory = shlex.quote(start["directory"])
-    from_python = _CHILD in command
-    arguments = command[command.index(_CHILD) + 1 :] if from_python else command
-    arguments = _resuming(arguments, changes)
+    module = next((word for word in command if word in _PYTHON_RUNS), None)
+    arguments = _resuming(command[command.index(module) + 1 :] if module else command, changes)
     hidden = f" (write what {HIDDEN} hides)" if any(HIDDEN in argument for argument in arguments) else ""
-    if from_python:
-        more = ", supervised=True" if supervised else ""
-        again = f"in Python, in {directory}, with the same functions: trainer.train({arguments!r}{more})"
-    else:
-        if command[0] == "trainer" and shutil.which("trainer") is None:
-            arguments = [sys.executable, "-m", *arguments]
-        again = f"cd {directory} && {shlex.join(arguments)}"
-    return again + hidden
+    if module:
+        return f"in Python, in {directory}{_call(arguments, supervised)}{hidden}"
+    if command[0] == "trainer" and shutil.which("trainer") is None:
+        arguments = [sys.executable, "-m", *arguments]
+    return f"cd {directory} && {shlex.join(arguments)}{hidden}"
+
+
+def _call(overrides: Sequence[str], supervised: bool) -> str:
+    """Return the call of `trainer.train`, after the names of the functions that it passes again."""
+    given, names = {}, {}
+    for override in overrides:
+        if passed := _PASSED.search(override):
+            value = override.partition("=")[2]
+            parts = [_PASSED.fullmatch(part) or repr(part) for part in value.strip("[]").split(",")]
+            names |= {part[2]: None for part in parts if not isinstance(part, str)}
+            shown = [part if isinstance(part, str) else part[2] for part in parts]
+            given[passed[1]] = f"[{', '.join(shown)}]" if value.startswith("[") else shown[0]
+    kept = [override for override in overrides if not _PASSED.search(override)]
+    arguments = [f"{kept!r}", *(f"{name}={value}" for name, value in given.items())]
+    arguments += ["supervised=True"] if supervised else []
+    functions = f", with the same {' and '.join(names)}" if names else ""
+    return f"{functions}: trainer.train({', '.join(arguments)})"
 
 
 def _resuming(arguments: list[str], changes: Mapping[str, str]) -> list[str]:

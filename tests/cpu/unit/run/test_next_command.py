@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trainer.api.running import _with_functions
 from trainer.run.next_command import next_command
 
 PYTHON = ["/usr/bin/python3", "-m"]
+
+
+def score(completion: str, answer: str) -> float:
+    return 0.0
+
+
+score.__module__ = "__main__"  # as in a script, so it travels by value
 
 
 def start(*command: str) -> dict[str, Any]:
@@ -62,11 +71,34 @@ def test_without_the_program_on_the_search_path_python_is_named(monkeypatch):
     assert shown.endswith(f" && {sys.executable} -m trainer sft trainer.resume_mode=latest")
 
 
-def test_a_run_from_python_is_called_again():
-    child = start(*PYTHON, "trainer.api.worker_main", "algorithm=ppo", "trainer.run_name=it's")
+@pytest.mark.parametrize("module", ["trainer.api.worker_main", "trainer.api.child"])
+def test_a_run_from_python_is_called_again(module):
+    """The process of such a run waits for a pickle on stdin. Earlier versions called its module `child`."""
+    child = start(*PYTHON, module, "algorithm=ppo", "trainer.run_name=it's")
     call = """trainer.train(['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest'])"""
-    assert next_command(child, {}, supervised=False).endswith(f"with the same functions: {call}")
+    assert next_command(child, {}, supervised=False) == f"in Python, in '/home/me/my project': {call}"
     assert next_command(child, {}, supervised=True).endswith("'trainer.resume_mode=latest'], supervised=True)")
+
+
+@pytest.mark.parametrize(
+    "functions", [{"reward": [score, "gsm8k", shlex.quote], "policy_loss": score}, {"reward": lambda: 0}]
+)
+def test_functions_that_were_passed_from_python_are_passed_again(functions):
+    """As overrides they would name modules in the run directory, which no later start can import."""
+    overrides, pickles = _with_functions(["algorithm=ppo"], functions)
+    assert pickles
+    shown = next_command(start(*PYTHON, "trainer.api.worker_main", *overrides), {}, supervised=False)
+    where, _, call = shown.partition(": ")
+    names = {"score": score, "reward": functions["reward"]}
+    calls: list[tuple] = []
+    eval(call, names | {"trainer": SimpleNamespace(train=lambda *args, **given: calls.append((*args, given)))})
+    again, given = calls[0]
+    assert all(name in where for name in names if name in call.partition("]")[2])
+    repeated, pickled_again = _with_functions(again, given)
+    assert (
+        sorted(repeated) == sorted([*overrides, "trainer.resume_mode=latest"])
+        and pickled_again.keys() == pickles.keys()
+    )
 
 
 def test_a_hidden_secret_is_to_be_written_again():
