@@ -35,7 +35,7 @@ import psutil
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = (
     "hydra",
-    "matplotlib.pyplot",
+    "matplotlib.backends.backend_agg",
     "trainer.checkpoint.__main__",
     "trainer.reports.compare",
     "trainer.generation.transformers_engine",

@@ -26,6 +26,7 @@ from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import is_there, open_store
 from trainer.errors import UserError, sentence_of
+from trainer.files.documents import flatten
 from trainer.files.uris import is_url, problem_of
 from trainer.process.log_setup import escape, guard_output
 
@@ -171,9 +172,9 @@ def _diff(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles, compare
 
     checkpoints = [_one(path, "hash") for path in (args.a, args.b)]
-    config = _differences(*(_flat(read_config(checkpoint)) for checkpoint in checkpoints))
+    config = _differences(*(flatten(read_config(checkpoint)) for checkpoint in checkpoints))
     states = (
-        _flat({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
+        flatten({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
         for checkpoint in checkpoints
     )
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
@@ -362,13 +363,6 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the keys in which two flat mappings differ, with both values; None: the key is missing."""
     keys = sorted(set(a) | set(b))
     return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in keys if a.get(key) != b.get(key)]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_DEPTH = 50
@@ -71,6 +71,14 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
     except Exception as error:  # the constructors of PyYAML raise any exception on a bad value
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return _checked(value, shape or {})
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def nests_deeply(value: Any) -> bool:

@@ -6,6 +6,7 @@ Modules tell the user something with `LOG = logging.getLogger(__name__)`: `LOG.i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import io
@@ -18,6 +19,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from trainer.errors import UserError, sentence_of
 from trainer.files.appended import open_appended
 from trainer.files.redaction import hide_known
 
@@ -221,6 +223,22 @@ def guard_output() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = _guarded(sys.stdout, 1)
     sys.stderr = _guarded(sys.stderr, 2)
+
+
+def run_tool(
+    parser: argparse.ArgumentParser, tool: Callable[[argparse.Namespace], object], argv: list[str] | None = None
+) -> int:
+    """Parse the command line and call a tool that prints its result.
+
+    Returns the exit status: 0, or 2 after printing what is wrong with the input.
+    """
+    guard_output()
+    try:
+        tool(parser.parse_args(argv))
+    except (UserError, OSError) as error:
+        show(f"error: {sentence_of(error)}", error=True)
+        return 2
+    return 0
 
 
 def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:

@@ -22,11 +22,12 @@ from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config import Config
 from trainer.errors import UserError, did_you_mean, sentence_of
-from trainer.files.documents import parse_object, parse_yaml
+from trainer.files.documents import flatten, parse_object, parse_yaml
 from trainer.files.redaction import redact
 from trainer.metrics.best import SUPERVISED, Best, best_of, compared_by, find_best
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.process.log_setup import escape, guard_output, show
+from trainer.process.log_setup import escape, run_tool, show
+from trainer.reports.drawing import curve, label_steps, picture
 from trainer.run.run_metadata import STARTS_FILE
 
 _PER_RUN = (
@@ -45,6 +46,8 @@ _WIDTH_OF_RESULTS = 60
 _MOST_KEYS = 12
 _WIDEST = 24
 _FEW = 8
+_MOST_NAMES = 20
+"""Runs that a legend can name."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def read_run(path: str) -> Run:
     file = os.path.join(path, METRICS_FILE)
     if not os.path.exists(file):
         raise UserError(_no_run(path))
-    return Run(path, _flat(_config_of(path)), read_metrics(file))
+    return Run(path, flatten(_config_of(path)), read_metrics(file))
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def find_runs(paths: list[str]) -> list[str]:
 
 def compare_runs(
     paths: list[str],
-    picture: str | None,
+    out: str | None,
     metric: str | None = None,
     columns: list[str] | None = None,
     metrics: Sequence[str] = (),
@@ -139,7 +142,7 @@ def compare_runs(
     """Print a table of runs, best first, and draw the curves of the metric.
 
     Args:
-        picture: the PNG file to write; None: `compare.png`, if it can be written, and none unless `style` is `table`.
+        out: the PNG file to write; None: `compare.png`, if it can be written, and none unless `style` is `table`.
         metric: None: the `trainer.best_metric` of the first run.
         columns: patterns of the config keys to show; None: those that differ, as many as fit.
         metrics: patterns of further metrics, whose last values are shown.
@@ -172,17 +175,17 @@ def compare_runs(
         _print_table(rows, keys)
         if left_out:
             show(f"{len(left_out)} more keys differ ({_listed(left_out)}); choose columns with --columns, all with '*'")
-    if picture is not None:
-        _draw(runs, metric, picture)
-    elif style == "table":
-        picture = "compare.png"
-        try:
-            _draw(runs, metric, picture)
-        except OSError as error:
-            show(f"the curves were not drawn ({sentence_of(error)}); name a file with --out", error=True)
-            return
-    if picture is not None and style == "table":
-        show(f"curves: {picture}")
+    if out is None and style != "table":
+        return
+    try:
+        _draw(runs, metric, out or "compare.png")
+    except OSError as error:
+        if out is not None:
+            raise
+        show(f"the curves were not drawn ({sentence_of(error)}); name a file with --out", error=True)
+    else:
+        if style == "table":
+            show(f"curves: {out or 'compare.png'}")
 
 
 def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
@@ -306,37 +309,19 @@ def _name(run: Run) -> str:
     return os.path.basename(os.path.abspath(run.path))
 
 
-def _draw(runs: list[Run], metric: str, picture: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for run in runs:
-        points = [(row["step"], row[metric]) for row in run.rows if row.get(metric) is not None]
-        steps, values = zip(*points, strict=True) if points else ((), ())
-        axes.plot(steps, values, marker="o" if len(points) <= 20 else "", markersize=4, label=_name(run))
-    axes.set(xlabel="step", ylabel=metric)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(True, color="#E6E6E6")
-    if len(runs) <= 20:
-        axes.legend(fontsize=8, frameon=False)
-    figure.savefig(f"{picture}.tmp", format="png", dpi=130)
-    pyplot.close(figure)
-    os.replace(f"{picture}.tmp", picture)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+def _draw(runs: list[Run], metric: str, path: str) -> None:
+    with picture(path, 8, 5) as figure:
+        axes = figure.add_subplot()
+        for run in runs:
+            curve(axes, run.rows, metric, _name(run))
+        label_steps(axes)
+        axes.set_ylabel(metric)
+        if len(runs) <= _MOST_NAMES:
+            axes.legend()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs of the command line; returns the exit status."""
-    guard_output()
     parser = argparse.ArgumentParser(prog="trainer compare", description="Compare runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
@@ -348,13 +333,11 @@ def main(argv: list[str] | None = None) -> int:
     style.add_argument("--json", dest="style", action="store_const", const="json", help="print JSON")
     style.add_argument("--csv", dest="style", action="store_const", const="csv", help="print comma-separated values")
     parser.add_argument("--out", help="picture of the curves (default: compare.png, none with --json and --csv)")
-    args = parser.parse_args(argv)
-    try:
+
+    def tool(args: argparse.Namespace) -> None:
         compare_runs(args.runs, args.out, args.metric, args.columns, args.metrics, args.style or "table")
-    except (UserError, OSError) as error:
-        show(f"error: {sentence_of(error)}", error=True)
-        return 2
-    return 0
+
+    return run_tool(parser, tool, argv)
 
 
 def _patterns(text: str) -> list[str]:

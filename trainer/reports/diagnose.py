@@ -19,12 +19,12 @@ from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
-from trainer.errors import UserError, name_size, sentence_of
+from trainer.errors import UserError, name_size
 from trainer.files.documents import is_count, parse_object
 from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
-from trainer.process.log_setup import escape, guard_output, show
+from trainer.process.log_setup import escape, run_tool, show
 from trainer.process.signals import CONTINUES
 from trainer.run.next_command import command_of, next_command
 from trainer.run.recovery_check import compare_since
@@ -39,19 +39,16 @@ _START = {"command": [str], "directory": str, "config": {"trainer": {"total_step
 
 def main(argv: list[str] | None = None) -> int:
     """Print what is known about a run; returns 0, or 2 if the directory holds no run."""
-    guard_output()
     parser = argparse.ArgumentParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
     help = "for reading the newest checkpoint, to see whether it is damaged (default: %(default)g)"
     parser.add_argument("--seconds", type=float, default=_READ_S, help=help)
-    args = parser.parse_args(argv)
-    try:
+
+    def tool(args: argparse.Namespace) -> None:
         lines = diagnose(args.run_dir, args.seconds)
-    except (UserError, OSError) as error:
-        show(f"error: {sentence_of(error)}", error=True)
-        return 2
-    show("\n".join(escape(line, lines=False) for line in lines))
-    return 0
+        show("\n".join(escape(line, lines=False) for line in lines))
+
+    return run_tool(parser, tool, argv)
 
 
 def diagnose(run_dir: str, seconds: float = _READ_S) -> list[str]:

@@ -1,0 +1,105 @@
+"""Curves of metrics over the steps of a run, and the pictures that hold them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[dict[str, Any]]
+"""Lines of a `metrics.jsonl`."""
+Panel = Callable[["Axes", Rows], None]
+"""Draws a part of a picture."""
+
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+YELLOW, GREY = "#F0E442", "#B0B0B0"
+_FEW, _MANY = 25, 200
+_STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+
+@contextmanager
+def picture(path: str, width: float, height: float) -> Iterator[Figure]:
+    """Yield a figure of that many inches, and write it to the PNG file `path` after the block, completely or not at
+    all."""
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a screen
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(path + ".tmp", format="png", dpi=130)
+    os.replace(path + ".tmp", path)
+
+
+def label_steps(axes: Axes) -> None:
+    """Label the horizontal axis of a panel, which counts steps."""
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def number(value: float | None) -> float:
+    """Return a logged value. `null` is NaN, which is a gap in a curve."""
+    return math.nan if value is None else value
+
+
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Return the steps that logged a metric, and its values."""
+    present = [row for row in rows if name in row]
+    return [row["step"] for row in present], [number(row[name]) for row in present]
+
+
+def curve(axes: Axes, rows: Rows, name: str, label: str, colour: str | None = None) -> None:
+    """Draw one metric: with markers if there are few points, as a running mean over a shadow if there are many."""
+    steps, values = series(rows, name)
+    if len(steps) > _MANY:
+        (shadow,) = axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
+        colour, values = shadow.get_color(), _smooth(values, len(values) // 50)
+    marker = "o" if len(steps) <= _FEW else ""
+    axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6, gid=name)
+
+
+def draw_parent(axes: Axes, parent: Rows) -> list[int]:
+    """Draw the metrics of a fork's parent, in lighter colours, beside those that `curve` has drawn.
+
+    Returns the steps of the parent.
+    """
+    drawn: list[int] = []
+    for line in list(axes.lines):
+        steps, values = series(parent, line.get_gid() or "")
+        finite = [value for value in values if not math.isnan(value)]
+        if finite:
+            bottom, top = axes.get_ylim()
+            marker = "o" if len(steps) <= _FEW else ""
+            axes.plot(steps, values, color=line.get_color(), alpha=0.4, marker=marker, markersize=4, linewidth=1.2)
+            margin = 0.05 * (max(finite) - min(finite))
+            axes.set_ylim(min(bottom, min(finite) - margin), max(top, max(finite) + margin))
+            drawn += steps
+    return drawn
+
+
+def _smooth(values: list[float], window: int) -> list[float]:
+    """Return the mean of the `window` values around each value; fewer at the ends, and NaN is left out."""
+    import numpy as np
+
+    array, ones = np.array(values), np.ones(window)
+    known = ~np.isnan(array)
+    total = np.convolve(np.where(known, array, 0.0), ones, mode="same")
+    count = np.convolve(known, ones, mode="same")
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0.5).tolist()
