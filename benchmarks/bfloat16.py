@@ -14,7 +14,7 @@ import time
 import torch
 
 from benchmarks.gpu import make_batch
-from trainer.config import Config, TinyConfig
+from trainer.config import Config, TinyConfig, policy_role
 from trainer.models.tiny import build_tiny
 from trainer.parallel.measure_flops import measure_peak
 from trainer.parallel.mesh import destroy_process_group
@@ -32,7 +32,7 @@ def fastest_update(path: str, dtype: str, repeat: int) -> float:
     cfg.trainer.policy.fsdp.param_dtype = dtype
     rank = Rank(cfg, 0, 1, "cpu")
     rank.connect(f"file://{path}/store-{dtype}")
-    rank.build(["policy"], path)
+    rank.build([policy_role(rank.cfg)], path)
     batch = make_batch(TOKENS, 256)
     times = []
     for step in range(repeat + 1):

@@ -46,7 +46,7 @@ from trainer.checkpoint.names import MANIFEST
 from trainer.checkpoint.object_store import ObjectFiles
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import files_at
-from trainer.config import Config, TinyConfig
+from trainer.config import Config, TinyConfig, policy_role
 from trainer.models.tiny import build_tiny
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
@@ -70,7 +70,7 @@ class Measured:
         self.times: dict[str, list[float]] = {}
         self.rank = Rank(cfg, number, args.ranks, "cpu")
         self.rank.connect(f"127.0.0.1:{port}")
-        self.rank.build(["policy"], model)
+        self.rank.build([policy_role(self.rank.cfg)], model)
         worker = self.rank.roles["policy"]
         assert isinstance(worker, PolicyWorker)
         self.policy, self.data = worker, make_batch(np.full(4, 32), 256, completion=31)

@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config
+from trainer.config import Config, policy_role
 from trainer.metrics.throughput import peak_flops
 from trainer.models.attention import quadratic_cost, uses_varlen
 from trainer.parallel.batching import Batch
@@ -206,7 +206,7 @@ def build_again(rank: Rank, path: str, recompute: str) -> None:
     if rank.device == "cuda":
         torch.cuda.empty_cache()
     rank.cfg.trainer.policy.fsdp.activation_checkpointing = recompute
-    rank.build(["policy"], path)
+    rank.build([policy_role(rank.cfg)], path)
 
 
 def measure_micro_batches(rank: Rank, name: str, path: str, args: argparse.Namespace, peak: float) -> None:
@@ -234,7 +234,7 @@ def measure(name: str, args: argparse.Namespace, directory: str, peak: float) ->
     rank.connect(f"file://{directory}/store-{name}")
     try:
         begin = time.perf_counter()
-        rank.build(["policy"], path)
+        rank.build([policy_role(rank.cfg)], path)
         print(f"{name}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
         measure_micro_batches(rank, name, path, args, peak)
         measure_sync(rank, name, args.device, directory)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.config import Config
+from trainer.config import Config, policy_role
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group
 from trainer.workers.policy import PolicyWorker
@@ -66,7 +66,7 @@ def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterato
     store = os.path.join(directory, f"store-{time.monotonic_ns()}")
     rank.connect(f"file://{store}")
     try:
-        rank.build(["policy"], path)
+        rank.build([policy_role(rank.cfg)], path)
         worker = rank.roles["policy"]
         assert isinstance(worker, PolicyWorker)
         yield worker
@@ -84,7 +84,7 @@ class TimedRank:
     def run(self, address: str, path: str, batch: Any) -> tuple[float, float]:
         """Return the seconds on the clock and the CPU seconds of an update."""
         self._rank.connect(address)
-        self._rank.build(["policy"], path)
+        self._rank.build([policy_role(self._rank.cfg)], path)
         self._rank.call("policy", "update", batch, 1)
         begin, cpu = time.perf_counter(), time.process_time()
         for step in (2, 3):

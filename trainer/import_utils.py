@@ -107,6 +107,11 @@ def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
 
 
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of all parameters of the function."""
+    return tuple(parameter.name for parameter in _parameters(function))
+
+
 def default_of(function: Callable[..., Any], name: str) -> Any:
     """Return the default of the function's parameter `name`; None if there is none."""
     return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.memory import peak_bytes
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config, FSDPConfig
@@ -55,8 +56,8 @@ def in_bfloat16(cfg: Config) -> Config:
 
 
 def build_reference(rank: Rank, path: str) -> tuple[int, int, set[torch.dtype]]:
-    rank.build(["policy"], path)
-    grown = peak_bytes(lambda: rank.build(["reference"], path), rank.device)
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    grown = peak_bytes(lambda: rank.build(roles(rank.cfg, ["reference"]), path), rank.device)
     parameters = list(rank.roles["reference"].module.parameters())
     return grown, sum(p.numel() for p in parameters), {p.dtype for p in parameters}
 
@@ -69,7 +70,7 @@ def test_the_reference_is_held_in_the_precision_of_its_forward_pass(device, wide
 
 
 def step_optimizer(rank: Rank, path: str) -> tuple[int, int]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     worker = rank.roles["policy"]
     update(rank, "policy", make_batch(), 1)  # the optimizer has its states
     for parameter in worker.module.parameters():
@@ -84,7 +85,7 @@ def test_an_optimizer_step_makes_no_copy_of_the_parameters(device, wide_path):
 
 def train_many_shapes(rank: Rank, path: str) -> float:
     """The memory that torch holds on the GPU, as a multiple of what its tensors have needed at most."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     rng = np.random.default_rng(0)
     for step in range(100):
         rows, width = int(rng.integers(1, 9)), int(rng.integers(64, 1024))
@@ -115,7 +116,7 @@ def test_memory_does_not_fragment_over_micro_batches_of_many_shapes(device, wide
 
 
 def adapters(rank: Rank, path: str) -> tuple[int, int, set[torch.dtype], float]:
-    grown = peak_bytes(lambda: rank.build(["policy"], path), rank.device)
+    grown = peak_bytes(lambda: rank.build(roles(rank.cfg, ["policy"]), path), rank.device)
     module = rank.roles["policy"].module
     frozen = [p for p in module.parameters() if not p.requires_grad]
     metrics = [update(rank, "policy", make_batch(), step) for step in (1, 2)]

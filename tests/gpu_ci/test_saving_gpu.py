@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests.support.ranks import local_cluster, run_ranks, start_ranks
+from tests.support.roles import roles
 from tests.support.training import config, load_then_step, make_batch, save_then_step, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, FSDPConfig
@@ -39,7 +40,7 @@ def keep_busy(device: str) -> None:
 
 
 def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     worker = rank.roles["policy"]
     assert isinstance(worker, PolicyWorker)
     batch = make_batch()
@@ -74,7 +75,7 @@ def test_a_save_has_the_state_of_its_moment_while_kernels_run(device, wide_path,
 
 
 def draw_after_load(rank: Rank, path: str, directory: str) -> None:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     files = ShardedFiles(directory)
     rank.begin_save(["policy"], files)
     rank.finish_save()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.support.generation import ROLLOUT, SAMPLED, make_requests
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from tests.support.weights import BUCKET, assert_equal, make_weights
 from trainer.config import FSDPConfig
@@ -73,7 +74,7 @@ def test_tensors_of_host_and_gpu_share_one_process_group(device):
 
 
 def take_turns(rank: Rank, path: str) -> None:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     worker = rank.roles["policy"]
     assert isinstance(worker, PolicyWorker)
     engine = TransformersEngine(
@@ -126,7 +127,7 @@ def test_rank_and_engine_take_turns_on_one_gpu(device, wide_path):
 
 def packed_and_alone(rank: Rank, path: str) -> tuple[float, float, float]:
     """How far log-probs depend on packing and on the shape of the micro-batch, and metrics on the run."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     worker = rank.roles["policy"]
     assert isinstance(worker, PolicyWorker)
     batch, results = make_batch(), []

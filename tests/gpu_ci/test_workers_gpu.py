@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import (
     assembled,
     assert_close,
@@ -185,7 +186,7 @@ def on_host(rank: Rank, function, *args) -> dict:
 
 
 def update_compiled(rank: Rank, path: str) -> tuple[dict[str, float], int]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     return update(rank, "policy", make_batch(), 1), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -204,7 +205,7 @@ def test_compiled_blocks_agree_in_bfloat16(model_path, mode):
 
 def operators_of_an_update(rank: Rank, path: str) -> set[str]:
     """Return the names of the operators that ran on this rank, those of compiled graphs included."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     update(rank, "policy", make_batch(), 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         update(rank, "policy", make_batch(), 2)

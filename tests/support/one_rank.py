@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.odd_files import config
+from tests.support.roles import roles
 from tests.support.runs import OpenRun
 from trainer.checkpoint.components import assets_part, config_part, json_part, models_part
 from trainer.models.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ class OneRank:
 
 
 def open_run(rank: Rank, root: str, model: str) -> OpenRun:
-    rank.build(["policy"], model)
+    rank.build(roles(rank.cfg, ["policy"]), model)
     run = OpenRun(config(Path(root)))
     run.parts = [
         config_part(run.cfg),

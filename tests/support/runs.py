@@ -52,11 +52,11 @@ class OpenRun:
     def resume(self) -> Any:
         return self.directory.resume
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None, roles: Sequence[str] = ()) -> None:
+    def save(self, step: int, metrics: Mapping[str, float] | None = None, roles: Sequence[str] | None = None) -> None:
         """Save, and wait until it has ended."""
         t, checkpoints = self.cfg.trainer, self.directory.checkpoints
         description = {
-            "roles": list(roles),
+            "roles": [role.name for role in self.cfg.roles if role.saved] if roles is None else list(roles),
             "ranks": 1,
             "replicas": 1,
             "config_digest": config_digest(self.cfg),

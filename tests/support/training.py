@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.roles import roles
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config
 from trainer.errors import NonFiniteError
@@ -65,7 +66,7 @@ def config(**trainer) -> Config:
 
 def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
     """Two steps of policy and critic; returns their metrics and some values of the result."""
-    rank.build(["policy", "critic", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
     batch = make_batch()
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     if out:
@@ -103,7 +104,7 @@ def assert_close(ours: dict, theirs: dict) -> None:
 
 
 def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     batch = make_batch()
     for role in ("critic", "policy"):
         update(rank, role, batch, 1)
@@ -118,7 +119,7 @@ def save_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
 
 
 def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     for role in ("critic", "policy"):
         rank.call(role, "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
     batch = make_batch()
@@ -126,7 +127,7 @@ def load_then_step(rank: Rank, path: str, directory: str) -> tuple[dict, dict]:
 
 
 def step_into_nan(rank: Rank, path: str) -> tuple[str, bool]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     batch = make_batch()
     batch["advantages"][0, 5] = np.nan
     before = [p.full_tensor().clone() for p in rank.roles["policy"].module.parameters()]
@@ -137,7 +138,7 @@ def step_into_nan(rank: Rank, path: str) -> tuple[str, bool]:
 
 
 def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     rank.call("policy", "write_weights", out, "bfloat16")
     return {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("bfloat16")}
 
@@ -147,7 +148,7 @@ def config_with_replicas(cfg: Config, replicas: int) -> Config:
 
 
 def first_step(rank: Rank, path: str) -> dict:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     return update(rank, "policy", make_batch(), 1)
 
 
@@ -160,7 +161,7 @@ def held_bytes(rank: Rank) -> int:
 
 def train_with_parking(rank: Rank, path: str, directory: str) -> dict:
     """Two steps and a save; before each, engines on the same GPU could have taken the memory."""
-    rank.build(["policy", "critic", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
     rank.release_memory()
     batch = make_batch()
     metrics = [update(rank, role, batch, 1) for role in ("critic", "policy")]

@@ -38,51 +38,61 @@ def start_weights_part(cfg: Config, model_path: str) -> Component:
     find the same files. The other files act on every run. The files are read on a thread while the ranks start. The
     files of the embedded model are not compared: this package makes them of the config.
     """
-    t = cfg.trainer
-    adapted = t.policy.lora.rank is not None or cfg.has_critic and t.critic.lora.rank is not None
-    paths = {} if cfg.model.path is None else {"model.path": model_path}
-    if cfg.has_critic and t.critic.path is not None:
-        paths["trainer.critic.path"] = resolve_model_path(t.critic.path)
-    needed = {}
-    if adapted or cfg.has_reference and not cfg.reference_moves:
-        needed["model.path"] = model_path
-        if adapted and "trainer.critic.path" in paths:
-            needed["trainer.critic.path"] = paths["trainer.critic.path"]
+    allowed = cfg.trainer.allow_config_change
+    names = _path_names(cfg)
+    directories = {key: model_path if key == "model.path" else resolve_model_path(name) for key, name in names.items()}
+    needed = {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
     threads = ThreadPoolExecutor(1)
     digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
-    given = {name: threads.submit(_read, cfg, name, path) for name, path in paths.items()}
+    given = {name: threads.submit(_read, cfg, name, path) for name, path in directories.items()}
     threads.shutdown(wait=False)
 
     def content() -> dict[str, bytes]:
-        names = {"model.path": cfg.model.path, "trainer.critic.path": t.critic.path}
         weights = {name: digest.result() for name, digest in digests.items()}
-        revisions = {str(names[name]): commit for name, path in paths.items() if (commit := revision_of(path))}
+        revisions = {names[key]: commit for key, path in directories.items() if (commit := revision_of(path))}
         revisions |= pinned_data()
         files = {"files": {name: found.result() for name, found in given.items()}, "revisions": revisions}
         documents = {WEIGHTS_FILE: weights, FILES_FILE: files}
         return {name: json.dumps(one, indent=1, sort_keys=True).encode() for name, one in documents.items()}
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        if restore.fork and not adapted:  # a fork may have another reference
+        compared = _compared_keys(cfg, restore.fork)
+        if restore.fork and not compared:
             return
         saved = read_object(checkpoint, WEIGHTS_FILE, {str: str})
         refused = []
-        for name, digest in digests.items():
+        for name in compared:
             known = saved.get(name)
-            if known not in (None, digest.result()) and not is_allowed(name, t.allow_config_change):
+            if known not in (None, digests[name].result()) and not is_allowed(name, allowed):
                 remedy = _SAME_EMBEDDED if name == "model.path" and cfg.model.path is None else "restore them"
                 refused.append(
                     f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
                     f"depends on those; {remedy}, or allow others with trainer.allow_config_change=[{name}]"
                 )
-        refused += _refused_files(checkpoint, given, paths, t.allow_config_change, can_fork=not adapted)
+        can_fork = not _compared_keys(cfg, fork=True)
+        refused += _refused_files(checkpoint, given, directories, allowed, can_fork)
         if refused:
             raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
 
     return files_part("start_weights", content, load)
 
 
-def movable_paths(checkpoint: Checkpoint, cfg: Config, supervised: bool) -> tuple[str, ...]:
+def _path_names(cfg: Config) -> dict[str, str]:
+    """Return the directories and ids that the config names for initial weights, by the keys that name them."""
+    names = {} if cfg.model.path is None else {"model.path": cfg.model.path}
+    return names | {role.key: role.path for role in cfg.roles if role.path is not None}
+
+
+def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
+    """Return the keys of the initial weights that a resume compares with those that the run began with.
+
+    They are those that the run goes on computing with. A fork may replace a model that checkpoints do not hold.
+    """
+    roles = [role for role in cfg.roles if role.needs_initial_weights and (role.saved or not fork)]
+    return list(dict.fromkeys(role.key for role in roles))
+
+
+def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
     """Return the keys of model directories that may have another path now, because a resume compares their content.
 
     Weights need no comparison if the checkpoint holds all of them.
@@ -90,26 +100,19 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config, supervised: bool) -> tupl
     Raises:
         DamagedError: a record of the checkpoint cannot be read.
     """
-    t = cfg.trainer
     named = {entry.path for entry in checkpoint.entries}
     if not {FILES_FILE, WEIGHTS_FILE} <= named:  # an earlier version saved it
         return ()
     files = read_object(checkpoint, FILES_FILE, _FILES)["files"]
     weights = read_object(checkpoint, WEIGHTS_FILE, {str: str})
-    adapted = t.policy.lora.rank is not None or t.critic.lora.rank is not None
-    builds = {
-        "model.path": adapted or (not supervised and cfg.has_reference and not cfg.reference_moves),
-        "trainer.critic.path": adapted,
-    }
-    paths = {"model.path": cfg.model.path, "trainer.critic.path": t.critic.path}
+    compared = _compared_keys(cfg)
     return tuple(
-        name
-        for name, path in paths.items()
-        if path is not None
-        and os.path.isdir(path)
-        and name in files
-        and (name in weights or not builds[name])
-        and not is_allowed(name, t.allow_config_change)
+        key
+        for key, path in _path_names(cfg).items()
+        if os.path.isdir(path)
+        and key in files
+        and (key in weights or key not in compared)
+        and not is_allowed(key, cfg.trainer.allow_config_change)
     )
 
 

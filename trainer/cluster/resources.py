@@ -15,8 +15,7 @@ FindHome = Callable[[int], Sequence[Mapping[str, Any]]]
 
 def rank_groups(cfg: Config) -> int:
     """Return the number of groups of ranks: one that hosts all roles, or one for each role."""
-    roles = 1 + cfg.has_critic + cfg.has_reference
-    return 1 if cfg.trainer.colocate_roles else roles
+    return 1 if cfg.trainer.colocate_roles else len(cfg.roles)
 
 
 def check_gpus(cfg: Config, available: int) -> None:

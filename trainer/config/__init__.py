@@ -22,6 +22,15 @@ from trainer.config.logger import LoggerConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
 from trainer.config.reference import field_docs
 from trainer.config.reward import RewardConfig
+from trainer.config.role_specs import (
+    LM,
+    VALUE,
+    RoleSpec,
+    critic_role,
+    policy_gradient_roles,
+    policy_role,
+    reference_role,
+)
 from trainer.config.roles import (
     CriticConfig,
     FSDPConfig,
@@ -38,6 +47,13 @@ from trainer.config.trainer import RESUME_LOAD, TrainerConfig
 
 __all__ = [
     "ENGINES",
+    "LM",
+    "VALUE",
+    "RoleSpec",
+    "critic_role",
+    "policy_gradient_roles",
+    "policy_role",
+    "reference_role",
     "ESTIMATOR",
     "LOSS",
     "OPEN_SECTIONS",

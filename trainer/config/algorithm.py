@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import Section, choice, number, open_section, option, refuse, rule_of
-from trainer.config.functions import built_in_defaults
+from trainer.config.functions import built_in_defaults, inputs_of
 from trainer.errors import UserError
 from trainer.import_utils import default_of, import_function, is_import_path, options_of, takes_any_option
 
@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
     """Whose log-probs are those of the old policy in the ratio: `trainer` (computed again: before the update, or for
     the first optimizer step in the update) or `sampler` (the engine's; no pass before the update)."""
     kl_coef: float = number(0.0, at_least=0)
-    """Weight of the KL to the reference. 0: no reference model."""
+    """Weight of the KL to the reference. 0: no KL, and no reference unless the policy loss reads `ref_logprobs`."""
     kl_in: str = choice("loss", ("loss", "reward"))
     """Where the KL is applied: `loss` (a term of the policy loss) or `reward` (subtracted from the reward of each
     token)."""
@@ -114,6 +114,12 @@ class AlgorithmConfig(Section):
     max_sample_batches: int = number(10, at_least=1)
     """`dynamic_sampling`: most batches of prompts that a step draws. If they hold too few prompts with different
     rewards, the step is filled up with the others."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The arrays that estimator, loss and KL read, of those that something has to compute or keep for them."""
+        kl = {"ref_logprobs"} if self.kl_coef > 0 else set()
+        return inputs_of(ESTIMATOR, self.advantage_estimator) | inputs_of(LOSS, self.policy_loss) | kl
 
     def check(self, config: Config, name: str) -> None:
         rollout = config.rollout
@@ -160,7 +166,7 @@ class AlgorithmConfig(Section):
                 problem = f"must be at least the {completions} completions of one step"
                 refuse(config, "algorithm.kl_horizon", problem)
         if self.ref_update_interval > 0:
-            if not config.has_reference:
+            if "ref_logprobs" not in self.reads:
                 problem = "there is no reference model with algorithm.kl_coef=0"
                 refuse(config, "algorithm.ref_update_interval", problem)
             if not config.trainer.colocate_roles:

@@ -1,4 +1,4 @@
-"""The options of the built-in functions of `trainer.algorithms`, read from their signatures without importing torch."""
+"""Options and inputs of the functions of `trainer.algorithms`, read from their signatures without importing torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ast
 import functools
 import os
 from typing import Any
+
+from trainer.import_utils import import_function, is_import_path, parameter_names
+from trainer.process.signals import SIGNALS
 
 _FILES = {"advantage_estimator": "advantages.py", "policy_loss": "losses.py"}
 _ALGORITHMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "algorithms")
@@ -19,15 +22,45 @@ def built_in_defaults(key: str, name: str | None) -> dict[str, Any]:
     return _defaults(_FILES[key]).get(name or "", {})
 
 
+INPUTS = {
+    "advantage_estimator": ("values", "baselines"),
+    "policy_loss": ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids"),
+}
+"""Arrays that a function gets if it has a parameter of that name, besides those that each one gets."""
+
+
+def inputs_of(key: str, name: str) -> frozenset[str]:
+    """Return which of `INPUTS` the function `name`, that `algorithm.<key>` chooses, reads.
+
+    Raises:
+        UserError: the function is given by import path and cannot be imported.
+    """
+    if not is_import_path(name):
+        names = _parameters(_FILES[key]).get(name, frozenset())
+    else:
+        with SIGNALS.blocked():
+            import numpy  # noqa: F401 - its threads, which the user's module may start, must block signals
+        names = frozenset(parameter_names(import_function(name, f"algorithm.{key}")))
+    return names & frozenset(INPUTS[key])
+
+
 @functools.cache
 def _defaults(file: str) -> dict[str, dict[str, Any]]:
-    with open(os.path.join(_ALGORITHMS, file), encoding="utf-8") as source:
-        functions = [node for node in ast.parse(source.read()).body if isinstance(node, ast.FunctionDef)]
     return {
         function.name: {
             parameter.arg: ast.literal_eval(default)
             for parameter, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
             if default is not None
         }
-        for function in functions
+        for function in _functions(file)
     }
+
+
+@functools.cache
+def _parameters(file: str) -> dict[str, frozenset[str]]:
+    return {f.name: frozenset(p.arg for p in (*f.args.args, *f.args.kwonlyargs)) for f in _functions(file)}
+
+
+def _functions(file: str) -> list[ast.FunctionDef]:
+    with open(os.path.join(_ALGORITHMS, file), encoding="utf-8") as source:
+        return [node for node in ast.parse(source.read()).body if isinstance(node, ast.FunctionDef)]

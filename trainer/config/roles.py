@@ -121,9 +121,10 @@ class CriticConfig(Section):
         if self.warmup_steps >= config.trainer.total_steps:
             problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
             refuse(config, f"{name}.warmup_steps", problem)
-        if not config.has_critic:
+        changed = changed_keys(self, CriticConfig(), name)
+        if changed and not any(role.name == "critic" for role in config.roles):
             estimator = config.algorithm.advantage_estimator
-            for key in changed_keys(self, CriticConfig(), name):
+            for key in changed:
                 refuse(
                     config,
                     key,
@@ -137,11 +138,15 @@ class ReferenceConfig(Section):
     """Sharding of the reference."""
 
     def check(self, config: Config, name: str) -> None:
-        if not config.has_reference:
+        changed = changed_keys(self, ReferenceConfig(), name)
+        if not changed:
+            return
+        reference = next((role for role in config.roles if role.name == "reference"), None)
+        if reference is None:
             problem = "there is no reference model with algorithm.kl_coef=0; raise it or drop the key"
-        elif config.reference_is_base:
+        elif reference.is_policy_base:
             problem = "with trainer.policy.lora the policy without its adapters is the reference; drop the key"
         else:
             return
-        for key in changed_keys(self, ReferenceConfig(), name):
+        for key in changed:
             refuse(config, key, problem)

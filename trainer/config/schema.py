@@ -19,6 +19,7 @@ from trainer.config.fields import Section, refuse, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.reward import RewardConfig
+from trainer.config.role_specs import RoleSpec, policy_gradient_roles
 from trainer.config.roles import CHECKPOINTING_OF_BOOL
 from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
@@ -54,22 +55,9 @@ class Config(Section):
         return self.environment.on_failure if self.environment.name else self.reward.on_failure
 
     @property
-    def has_critic(self) -> bool:
-        return self.algorithm.advantage_estimator == "gae"
-
-    @property
-    def has_reference(self) -> bool:
-        return self.algorithm.kl_coef > 0
-
-    @property
-    def reference_moves(self) -> bool:
-        return self.has_reference and self.algorithm.ref_update_interval > 0
-
-    @property
-    def reference_is_base(self) -> bool:
-        """The policy without its adapters is the reference, and no second model is needed."""
-        has_adapters = self.trainer.policy.lora.rank is not None
-        return self.has_reference and has_adapters and self.trainer.colocate_roles and not self.reference_moves
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """The models of the run, the policy first."""
+        return policy_gradient_roles(self)
 
     @property
     def syncs_adapter(self) -> bool:

@@ -199,13 +199,18 @@ class TrainerConfig(Section):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The policy."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The critic. Only with `algorithm.advantage_estimator=gae`."""
+    """The critic. Only if a function of `algorithm` reads `values`, as `gae` does."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The reference. Only with `algorithm.kl_coef` above 0."""
+    """The reference. Only with `algorithm.kl_coef` above 0, or if the policy loss reads `ref_logprobs`."""
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Optimizer steps of a trained role in one step of the loop."""
+        return self.train_batch_size // self.mini_batch_size * self.update_epochs
 
     def optimizer_steps(self, steps: int) -> dict[str, int]:
         """Optimizer steps of each trained role in the first `steps` steps of a run."""
-        per_step = self.train_batch_size // self.mini_batch_size * self.update_epochs
+        per_step = self.optimizer_steps_per_step
         return {"critic": steps * per_step, "policy": max(0, steps - self.critic.warmup_steps) * per_step}
 
     def scheduled_steps(self) -> dict[str, int]:

@@ -42,6 +42,7 @@ class Learner:
         self.timer = timer
         self.cluster = cluster
         self.ranks = TrainWorkers(cfg, cluster)
+        self.roles = self.ranks.roles
         a = cfg.algorithm
         adaptive = a.kl_controller == "adaptive"
         self.peak_flops = 0.0
@@ -105,19 +106,19 @@ class Learner:
 
     def _add_logprobs_and_values(self, batch: Batch, step: int) -> Batch:
         """Return `batch` with the log-probs and values `(B, T)` of the models before the update."""
-        cfg, shape = self.cfg, batch["input_ids"].shape
+        shape = batch["input_ids"].shape
         batch = dict(batch)
         rows = np.arange(0)  # whose old log-probs are computed here
         if "rollout_logprobs" in batch and self._uses_rollout_logprobs:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         elif "rollout_logprobs" in batch:
             rows = self._rows_to_score(batch, step)
-        self._forward_passes = len(rows) / shape[0] + cfg.has_reference
+        self._forward_passes = len(rows) / shape[0] + ("reference" in self.roles)
         inputs = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
-        if not (len(rows) or cfg.has_reference or cfg.has_critic):
+        if not (len(rows) or len(self.roles) > 1):
             return batch
         with self.timer("logprob"):
-            if len(rows) == shape[0] or cfg.has_reference or cfg.has_critic:
+            if len(rows) == shape[0] or len(self.roles) > 1:
                 stored = self.cluster.put(inputs)
             if len(rows) == shape[0]:
                 batch["old_logprobs"] = self.ranks.logprobs("policy", stored, shape)
@@ -126,9 +127,9 @@ class Learner:
                 batch["old_logprobs"] = np.zeros(shape, np.float32)
                 batch["old_logprobs"][rows] = self.ranks.logprobs("policy", some, (len(rows), shape[1]))
                 batch["has_old_logprobs"] = np.isin(np.arange(shape[0]), rows)
-            if cfg.has_reference:
+            if "reference" in self.roles:
                 batch["ref_logprobs"] = self.ranks.logprobs("reference", stored, shape)
-            if cfg.has_critic:
+            if "critic" in self.roles:
                 batch["values"] = self.ranks.values(stored, shape)
         return batch
 
@@ -139,13 +140,13 @@ class Learner:
         """
         t, a = self.cfg.trainer, self.cfg.algorithm
         first = mini_batches(batch["group_ids"], t, step)[0]
-        read_before = a.rollout_correction is not None or (a.kl_in == "reward" and self.cfg.has_reference)
+        read_before = a.rollout_correction is not None or (a.kl_in == "reward" and "reference" in self.roles)
         if read_before or t.update_epochs > 1 or not self._trains_policy(step):
             first = first[:0]
         return np.setdiff1d(np.arange(len(batch["lengths"])), first)
 
     def _trains_policy(self, step: int) -> bool:
-        return not (self.cfg.has_critic and step <= self.cfg.trainer.critic.warmup_steps)
+        return step > self.roles["policy"].skipped_steps
 
     @property
     def compares_completions(self) -> bool:
@@ -170,7 +171,7 @@ class Learner:
             # The update returns the log-probs of all sampled tokens of the rows that have none yet.
             scored = {} if _has_all_old_logprobs(batch) else {"sampled": experience.sampled}
             stored = self.cluster.put(batch | scored)
-            if self.cfg.has_critic:
+            if "critic" in self.roles:
                 result = self.ranks.call("critic", "update", stored, step)
                 metrics |= {f"critic/{name}": value for name, value in result.items()}
             if self._trains_policy(step):
@@ -185,8 +186,9 @@ class Learner:
             metrics |= logprob_mismatch({**batch, "old_logprobs": old_logprobs, "mask": experience.sampled})
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
-        if self.cfg.reference_moves and step % self.cfg.algorithm.ref_update_interval == 0:
-            self.ranks.call("reference", "refresh")
+        for name, spec in self.roles.items():
+            if spec.sync_interval is not None and step % spec.sync_interval == 0:
+                self.ranks.call(name, "sync_from_policy")
         return metrics
 
     def loss(self, samples: Sequence[Sample]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -33,8 +34,8 @@ class TrainWorkers:
     def __init__(self, cfg: Config, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
-        self.roles = ["policy", *(["critic"] if cfg.has_critic else []), *(["reference"] if cfg.has_reference else [])]
-        self.saved_roles = [role for role in self.roles if role != "reference" or cfg.reference_moves]
+        self.roles = {spec.name: spec for spec in cfg.roles}
+        self.saved_roles = [spec.name for spec in cfg.roles if spec.saved]
         self._groups: dict[str, WorkerGroup] = {}
         self.launch()
 
@@ -76,12 +77,12 @@ class TrainWorkers:
         return self.policy.start("read_files", model_path)
 
     def build(self, model_path: str) -> None:
-        """Load the start weights of every role."""
-        t = self.cfg.trainer
-        critic_path = resolve_model_path(t.critic.path) if t.critic.path else None
-        pending = [g.start("build", roles, model_path, critic_path) for g, roles in self._hosts()]
-        for one in pending:
-            one.result()
+        """Load the initial weights of every role."""
+        paths = {name: spec.path and resolve_model_path(spec.path) for name, spec in self.roles.items()}
+        specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
+        calls = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in self._hosts()]
+        for call in calls:
+            call.result()
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role` on all its ranks; returns the answer of rank 0."""

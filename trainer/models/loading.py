@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from trainer.config import FSDPConfig, LoraConfig, ModelConfig
+from trainer.config import FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.models.attention import PACKED, set_attention
 from trainer.models.chunked_logprobs import set_head
@@ -34,43 +34,39 @@ from trainer.parallel.ac_and_compile import prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 
+_VALUE_HEAD, _SCORE_HEAD = "value_head.", "score."
+"""Names of the head of a value model: in the module, and in files of transformers."""
 
-def load_causal_lm(
-    model: ModelConfig,
-    path: str,
-    layout: Layout,
-    fsdp: FSDPConfig,
-    lora: LoraConfig | None = None,
-    seed: int = 0,
-    *,
-    frozen: bool = False,
-) -> nn.Module:
+
+def load_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
     """Load the causal LM of the local directory `path`, split over the axes of `layout`. A collective.
 
     Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
     Args:
-        lora: if it has a rank, train adapters instead of the weights.
-        seed: seed of the adapters' start values.
-        frozen: train nothing.
+        spec: of the model's role: whether it is trained, with which adapters, and how it is sharded.
+        seed: seed of the adapters' initial values.
     """
     lm = _empty_causal_lm(model, path, layout)
-    lm.requires_grad_(not frozen)
-    if lora is not None and lora.rank is not None:
-        add_adapters(lm, lora, "trainer.policy.lora")
-    return _shard_and_fill(lm, lm.base_model_prefix, model, path, layout, fsdp, seed)
+    lm.requires_grad_(spec.trained)
+    if spec.has_adapters:
+        add_adapters(lm, spec.lora, f"trainer.{spec.name}.lora")
+    return _shard_and_fill(lm, lm.base_model_prefix, model, path, layout, spec, seed)
 
 
-def load_critic(
-    model: ModelConfig, path: str, layout: Layout, fsdp: FSDPConfig, lora: LoraConfig | None = None, seed: int = 0
-) -> nn.Module:
-    """Load the same backbone with a value head instead of the LM head (see `load_causal_lm`). A collective."""
+def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
+    """Load the same backbone with a value head instead of the LM head (see `load_causal_lm`). A collective.
+
+    The head of a model that is trained begins with 0. A frozen model has the head of its files (`score.weight`, as
+    transformers saves a sequence classifier with one label).
+    """
     lm = _empty_causal_lm(model, path, layout)
     with init_empty_weights(include_buffers=False):
-        critic = CriticModel(lm.base_model, lm.base_model_prefix)
-    if lora is not None and lora.rank is not None:
-        add_adapters(critic, lora, "trainer.critic.lora", heads=("value_head.",))
-    return _shard_and_fill(critic, lm.base_model_prefix, model, path, layout, fsdp, seed)
+        value_model = CriticModel(lm.base_model, lm.base_model_prefix)
+    value_model.requires_grad_(spec.trained)
+    if spec.has_adapters:
+        add_adapters(value_model, spec.lora, f"trainer.{spec.name}.lora", heads=(_VALUE_HEAD,))
+    return _shard_and_fill(value_model, lm.base_model_prefix, model, path, layout, spec, seed)
 
 
 def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module:
@@ -103,9 +99,9 @@ def _disable_dropout(lm: nn.Module) -> None:
 
 
 def _shard_and_fill(
-    module: nn.Module, backbone: str, model: ModelConfig, path: str, layout: Layout, fsdp: FSDPConfig, seed: int
+    module: nn.Module, backbone: str, model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int
 ) -> nn.Module:
-    device = layout.device
+    device, fsdp = layout.device, FSDPConfig(**vars(spec.sharding))
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
@@ -123,13 +119,16 @@ def _shard_and_fill(
             module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.startswith("value_head."):  # the first values are 0 on any number of ranks
+            if name.startswith(_VALUE_HEAD):  # the first values are 0 on any number of ranks
                 parameter.zero_()
 
     initialise_adapters(module, seed)
     parameters = {hugging_face_name(name): name for name, _ in module.named_parameters()}
     names = {file_name: name for file_name, name in parameters.items() if file_name}
-    names = {file_name: name for file_name, name in names.items() if not file_name.startswith("value_head.")}
+    heads = {file_name: name for file_name, name in names.items() if file_name.startswith(_VALUE_HEAD)}
+    names = {file_name: name for file_name, name in names.items() if file_name not in heads}
+    if not spec.trained:
+        names |= {file_name.replace(_VALUE_HEAD, _SCORE_HEAD): name for file_name, name in heads.items()}
     shapes = _shapes_in_safetensors(path)
     if set(names) <= set(shapes):
         _check_shapes(module, path, names, shapes)

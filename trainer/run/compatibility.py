@@ -232,19 +232,18 @@ def ignored_keys(cfg: Config, supervised: bool) -> tuple[str, ...]:
     return ("sft.*",) if cfg.model.path is not None else ()
 
 
-def impossible_changes(cfg: Config, saved: Mapping[str, Any]) -> dict[str, Bound]:
-    """Return the keys that must not change between these two configs, with the reasons."""
+def impossible_changes(cfg: Config, saved: Mapping[str, Any], saved_roles: Collection[str]) -> dict[str, Bound]:
+    """Return the keys that must not change between these two configs, with the reasons.
+
+    Args:
+        saved_roles: the roles that the checkpoint holds.
+    """
     impossible = dict(IMPOSSIBLE)
-    if has_critic(saved) == cfg.has_critic:
+    if ("critic" in saved_roles) == ("critic" in {role.name for role in cfg.roles}):
         del impossible["algorithm.advantage_estimator"]
     if saved.get("algorithm", {}).get("kl_controller") == cfg.algorithm.kl_controller == "adaptive":
         impossible["algorithm.kl_coef"] = Bound("the adaptive controller has steered the weight since", ("state",))
     return impossible
-
-
-def has_critic(saved: Mapping[str, Any]) -> bool:
-    """Return whether a run with this nested config has a critic."""
-    return saved.get("algorithm", {}).get("advantage_estimator") == "gae"
 
 
 def check(

@@ -173,16 +173,17 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
     changes = compatibility.find_changes(*pair, dataclasses.asdict(Config()))
     harmless = compatibility.ignored_keys(cfg, supervised)
-    if not (compatibility.has_critic(saved) and cfg.has_critic):  # no critic is restored
+    saved_roles = checkpoint.manifest["roles"]
+    if not any(role.name == "critic" and role.name in saved_roles for role in cfg.roles):  # no critic is restored
         harmless = (*harmless, "trainer.critic.*")
     if not fork:
-        harmless = (*harmless, *movable_paths(checkpoint, cfg, supervised))
+        harmless = (*harmless, *movable_paths(checkpoint, cfg))
     try:
         effective = compatibility.check(
             changes,
             cfg.trainer.allow_config_change,
             harmless,
-            compatibility.impossible_changes(cfg, saved),
+            compatibility.impossible_changes(cfg, saved, saved_roles),
             forked=restored if fork else None,
         )
     except compatibility.ConfigRefused as refused:

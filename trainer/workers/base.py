@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec, TrainerConfig
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_tokens, quadratic_cost
@@ -56,15 +56,16 @@ class ModelWorker:
         before_weights_change: called before weights or optimizer state change, because a save may still copy them.
     """
 
-    role = "model"
-
     def __init__(
         self,
+        spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
         config: TrainerConfig,
         before_weights_change: Callable[[], None],
     ):
+        self.spec = spec
+        self.role = spec.name
         self.module = module
         self.layout = layout
         self.config = config
@@ -184,18 +185,20 @@ class TrainedWorker(ModelWorker):
 
     def __init__(
         self,
+        spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
         config: TrainerConfig,
-        optimizer: OptimizerConfig,
         before_weights_change: Callable[[], None],
-        reduce_gradients: str = "micro_batch",
     ):
-        super().__init__(module, layout, config, before_weights_change)
-        self.reduces_each_micro_batch = reduce_gradients == "micro_batch"
+        super().__init__(spec, module, layout, config, before_weights_change)
+        optimizer = spec.optimizer
+        assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
+        self.reduces_each_micro_batch = spec.sharding.reduce_gradients == "micro_batch"
         self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.optimizer_config = optimizer
-        self.total_optimizer_steps = config.scheduled_steps()[self.role]
+        scheduled = optimizer.schedule_steps or config.total_steps
+        self.total_optimizer_steps = max(0, scheduled - spec.skipped_steps) * config.optimizer_steps_per_step
         self.optimizer_steps = 0
         self.tokens_computed = 0  # by this rank, for the updates of the policy or critic
         self.optimizer = torch.optim.AdamW(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.algorithms import Totals, value_loss
-from trainer.config import Config
+from trainer.config import Config, RoleSpec
 from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.layout import Layout
 from trainer.workers.base import TrainedWorker
@@ -18,13 +18,15 @@ from trainer.workers.base import TrainedWorker
 class CriticWorker(TrainedWorker):
     """The critic and its optimizer."""
 
-    role = "critic"
-
-    def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
-        settings = cfg.trainer.critic
-        super().__init__(
-            module, layout, cfg.trainer, settings.optimizer, before_weights_change, settings.fsdp.reduce_gradients
-        )
+    def __init__(
+        self,
+        spec: RoleSpec,
+        module: nn.Module,
+        layout: Layout,
+        cfg: Config,
+        before_weights_change: Callable[[], None],
+    ):
+        super().__init__(spec, module, layout, cfg.trainer, before_weights_change)
         self.value_clip = cfg.algorithm.value_clip
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
-from trainer.config import LOSS, Config, aggregation_of, chosen_options
+from trainer.config import LOSS, Config, RoleSpec, aggregation_of, chosen_options
 from trainer.files.shared_memory import SharedDirectory, check_room
 from trainer.models.export_sharded import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
@@ -55,13 +55,15 @@ class PolicyWorker(TrainedWorker):
         cfg: the worker reads `algorithm`, `rollout.temperature`, `rollout.max_response_tokens` and `trainer`.
     """
 
-    role = "policy"
-
-    def __init__(self, module: nn.Module, layout: Layout, cfg: Config, before_weights_change: Callable[[], None]):
-        settings = cfg.trainer.policy
-        super().__init__(
-            module, layout, cfg.trainer, settings.optimizer, before_weights_change, settings.fsdp.reduce_gradients
-        )
+    def __init__(
+        self,
+        spec: RoleSpec,
+        module: nn.Module,
+        layout: Layout,
+        cfg: Config,
+        before_weights_change: Callable[[], None],
+    ):
+        super().__init__(spec, module, layout, cfg.trainer, before_weights_change)
         self.algorithm = cfg.algorithm
         self.temperature = cfg.rollout.temperature
         self.max_response_tokens = cfg.rollout.max_response_tokens
@@ -218,7 +220,7 @@ class PolicyWorker(TrainedWorker):
 
     def adapter_config(self, base_model: str) -> str:
         """Return peft's config of the adapters, which names `base_model` as the adapted model. Not a collective."""
-        return adapter_config(self.config.policy.lora, adapted_modules(self.module), base_model)
+        return adapter_config(self.spec.lora, adapted_modules(self.module), base_model)
 
     def adapter_weights(self) -> bytes | None:
         """Return the adapters as a safetensors file on the rank that reports, and None on the others."""
@@ -228,45 +230,43 @@ class PolicyWorker(TrainedWorker):
         return save(tensors, metadata={"format": "pt"}) if self.layout.reports else None
 
 
-class ReferenceWorker(ModelWorker):
-    """The frozen start policy, or the policy of a later step (see `refresh`).
+class FrozenWorker(ModelWorker):
+    """A language model that is not trained: a reference, a teacher.
 
     Args:
-        policy: the policy whose weights `refresh` copies; None: the policy is in other processes. If `module` is the
-            policy, its weights without the adapters are the reference.
+        policy: the policy whose weights `sync_from_policy` copies; None: the policy is in other processes. If `module`
+            is the policy, its weights without the adapters are this model.
     """
-
-    role = "reference"
 
     def __init__(
         self,
+        spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
         cfg: Config,
         before_weights_change: Callable[[], None],
         policy: nn.Module | None = None,
     ):
-        super().__init__(module, layout, cfg.trainer, before_weights_change)
+        super().__init__(spec, module, layout, cfg.trainer, before_weights_change)
         self.temperature = cfg.rollout.temperature
         self.policy = policy
-        self.shares_policy = module is policy
-        if not self.shares_policy:
+        if not spec.is_policy_base:
             self.module.requires_grad_(False)
             self.module.eval()
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        with adapters_off(self.module) if self.shares_policy else nullcontext():
+        with adapters_off(self.module) if self.spec.is_policy_base else nullcontext():
             return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.temperature))
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def sync_from_policy(self) -> None:
         """Copy the weights of the policy, adapters merged."""
-        assert self.policy is not None and not self.shares_policy, "this reference cannot move"
+        assert self.policy is not None and not self.spec.is_policy_base, "the weights of this role never change"
         self.before_weights_change()
-        own = export_tensors(self.module)
+        tensors = export_tensors(self.module)
         for name, tensor in merged_tensors(self.policy):
-            own[name].copy_(tensor)
+            tensors[name].copy_(tensor)
 
 
 def _token_logprobs(module: nn.Module, mb: MicroBatch, temperature: float) -> Tensor:

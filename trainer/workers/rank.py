@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.config import Config, FSDPConfig
+from trainer.config import LM, VALUE, Config, RoleSpec
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
-from trainer.models.loading import load_causal_lm, load_critic
+from trainer.models.loading import load_causal_lm, load_value_model
 from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
 from trainer.parallel.measure_flops import measure_peak, measure_speed
@@ -29,8 +29,10 @@ from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
 from trainer.workers.critic import CriticWorker
 from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
 from trainer.workers.offload import OffloadBuffer
-from trainer.workers.policy import PolicyWorker, ReferenceWorker
+from trainer.workers.policy import FrozenWorker, PolicyWorker
 
+_LOADERS = {LM: load_causal_lm, VALUE: load_value_model}
+_TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker}
 _WITH_OPTIMIZER = ("update", "load")
 """Methods of workers that need the states of the optimizers."""
 _READ_BYTES = 2**24
@@ -81,32 +83,30 @@ class Rank:
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.data_rank))
 
-    def build(self, roles: list[str], model_path: str, critic_path: str | None = None) -> None:
-        """Load the start weights of `roles` (`policy`, `critic`, `reference`) from `model_path`.
+    def build(self, roles: Sequence[RoleSpec], model_path: str) -> None:
+        """Load the initial weights of `roles`.
 
         Args:
-            critic_path: directory of the critic's start weights; None: `model_path`.
+            model_path: the initial weights of the policy, and of each role without a path of its own.
         """
         assert self.layout is not None and self.saver is not None, "connect first"
-        cfg, t, layout = self.cfg, self.cfg.trainer, self.layout
         path = resolve_model_path(model_path)
-        policy: nn.Module | None = None
-        if "policy" in roles:
-            policy = load_causal_lm(cfg.model, path, layout, t.policy.fsdp, t.policy.lora, t.seed)
-            self.roles["policy"] = PolicyWorker(policy, layout, cfg, partial(self._before_change, "policy"))
-        if "critic" in roles:
-            start = resolve_model_path(critic_path or path)
-            critic = load_critic(cfg.model, start, layout, t.critic.fsdp, t.critic.lora, t.seed)
-            self.roles["critic"] = CriticWorker(critic, layout, cfg, partial(self._before_change, "critic"))
-        if "reference" in roles:
-            assert policy is not None or not cfg.reference_is_base, "they share ranks"
-            if cfg.reference_is_base:
-                module = policy
-            else:
-                frozen = FSDPConfig(**vars(t.reference.fsdp))
-                module = load_causal_lm(cfg.model, path, layout, frozen, frozen=True)
-            hook = partial(self._before_change, "reference")
-            self.roles["reference"] = ReferenceWorker(module, layout, cfg, hook, policy=policy)
+        for spec in roles:
+            self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path) if spec.path else path)
+
+    def _load(self, spec: RoleSpec, path: str) -> ModelWorker:
+        cfg, layout = self.cfg, self.layout
+        assert layout is not None
+        policy = self.roles["policy"].module if "policy" in self.roles else None
+        if spec.is_policy_base:
+            assert policy is not None, "the role is the policy without its adapters"
+            module = policy
+        else:
+            module = _LOADERS[spec.head](cfg.model, path, layout, spec, cfg.trainer.seed)
+        changing = partial(self._before_change, spec.name)
+        if spec.trained:
+            return _TRAINED[spec.head](spec, module, layout, cfg, changing)
+        return FrozenWorker(spec, module, layout, cfg, changing, policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""

@@ -164,7 +164,7 @@ def test_a_loss_without_a_default_of_its_own_gets_token_mean():
 
 def test_another_estimator_than_ppo_s_needs_no_critic():
     config = compose(["algorithm=ppo", "algorithm.advantage_estimator=grpo"])
-    assert not config.has_critic and config.algorithm.kl_in == "loss"
+    assert [role.name for role in config.roles] == ["policy", "reference"] and config.algorithm.kl_in == "loss"
     check_functions(config)
 
 

@@ -321,7 +321,7 @@ def test_true_and_false_still_choose_activation_checkpointing(earlier, now):
 )
 def test_who_gets_adapters_and_who_is_the_reference(overrides, adapter, base):
     config = compose(overrides)
-    assert (config.syncs_adapter, config.reference_is_base) == (adapter, base)
+    assert (config.syncs_adapter, any(role.is_policy_base for role in config.roles)) == (adapter, base)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.namespaces import with_mounts
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from trainer.config import RolloutConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.files.shared_memory import SHARED_MEMORY, SharedDirectory, check_own, check_room, clear_abandoned
@@ -183,7 +184,7 @@ def test_room_is_left_for_what_ray_stores(tmp_path):
 
 def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
     """Write the weights as a job does; the engine's and rank 0's view of them."""
-    rank.build(["policy"], model)
+    rank.build(roles(rank.cfg, ["policy"]), model)
     path = [rank.call("policy", "open_shared", "float32", 0) if rank.rank == 0 else None]
     torch.distributed.broadcast_object_list(path)
     rank.call("policy", "write_weights", path[0], "float32")
@@ -223,5 +224,5 @@ def test_weights_are_not_written_through_a_link(tmp_path):
 
 
 def write(rank: Rank, model: str, out: str) -> None:
-    rank.build(["policy"], model)
+    rank.build(roles(rank.cfg, ["policy"]), model)
     rank.call("policy", "write_weights", out, "float32")

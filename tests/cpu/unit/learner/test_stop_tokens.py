@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from trainer.algorithms import ADVANTAGES, shape_rewards
 from trainer.config import Config, TinyConfig
 from trainer.episodes import Sample
@@ -46,7 +47,7 @@ def stopping_model(request, tmp_path_factory) -> tuple[str, str]:
 def steps(rank: Rank, path: str) -> list[dict]:
     """One step with each advantage estimator; the metrics of each, with the lengths of its completions."""
     cfg = rank.cfg
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     stops = stop_token_ids(path, load_tokenizer(path))
     engine = TransformersEngine(path, dtype="float32", seed=1, rollout=cfg.rollout, device="cpu")
     prompts = [tuple(range(65, 68 + i)) for i in range(4)]

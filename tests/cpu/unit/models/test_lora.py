@@ -12,6 +12,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import (
     assembled,
     assert_close,
@@ -46,7 +47,7 @@ def lora_config(**trainer) -> Config:
 
 
 def train(rank: Rank, path: str, out: str) -> dict:
-    rank.build(["policy", "critic", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
     batch = make_batch()
     rows, start = rank.call("policy", "logprobs", batch)
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
@@ -142,7 +143,7 @@ def test_adapters_resume_under_any_layout(model_path, tmp_path):
 
 
 def first_weights(rank: Rank, path: str) -> dict[str, torch.Tensor]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     return {name: tensor.clone() for name, tensor in load(rank.call("policy", "adapter_weights")).items()}
 
 
@@ -162,7 +163,7 @@ def test_every_adapter_starts_with_numbers_of_its_own_and_without_an_effect(mode
 
 
 def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     kinds = {(p.requires_grad, p.dtype) for p in rank.roles["policy"].module.parameters()}
     return kinds, update(rank, "policy", make_batch(), 1)
 
@@ -184,7 +185,7 @@ def test_recomputed_activations_give_adapters_the_same_gradients(model_path, sin
 
 def left_out(rank: Rank, path: str) -> list[dict]:
     """With one mini-batch, then both, without a token to learn."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     found = []
     for rows in (range(0), range(12), range(24)):
         batch = make_batch()
@@ -202,7 +203,7 @@ def test_the_kl_covers_only_trained_tokens(model_path):
 
 
 def build_alone(rank: Rank, path: str) -> None:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
 
 
 def test_unknown_target_modules_are_refused(model_path):
@@ -219,22 +220,22 @@ def test_unknown_target_modules_are_refused(model_path):
 
 
 def move_reference(rank: Rank, path: str, directory: str) -> dict:
-    rank.build(["policy", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     batch = make_batch()
     rows, before = rank.call("reference", "logprobs", batch)
     update(rank, "policy", batch, 1)
     moved = rank.call("policy", "logprobs", batch)[1]
-    rank.call("reference", "refresh")
+    rank.call("reference", "sync_from_policy")
     after = rank.call("reference", "logprobs", batch)[1]
     rank.begin_save(["policy", "reference"], ShardedFiles(directory))
     update(rank, "policy", batch, 2)
-    rank.call("reference", "refresh")  # while the one before is being written
+    rank.call("reference", "sync_from_policy")  # while the one before is being written
     rank.finish_save()
     return {"rows": rows, "before": before, "moved": moved, "after": after}
 
 
 def load_reference(rank: Rank, path: str, directory: str) -> dict:
-    rank.build(["policy", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     rank.call("reference", "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
     rows, loaded = rank.call("reference", "logprobs", make_batch())
     return {"rows": rows, "loaded": loaded}

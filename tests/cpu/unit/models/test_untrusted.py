@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.models.files import resolve_model_path
@@ -193,7 +194,7 @@ def build(rank: Rank, paths: list[str]) -> list[str]:
     problems = []
     for path in paths:
         try:
-            rank.build(["policy"], path)
+            rank.build(roles(rank.cfg, ["policy"]), path)
         except UserError as error:
             problems.append(str(error))
     return problems

@@ -10,6 +10,7 @@ import torch
 from tests.support.fsdp import in_order, prefetches
 from tests.support.memory import peak_bytes
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -30,7 +31,7 @@ def train_a_step(rank: Rank, path: str) -> dict[str, Any]:
 
     It is the least of three updates: gathered parameters are freed when a thread of gloo lets go of them.
     """
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     metrics = [update(rank, role, make_batch(), 1) for role in ("policy", "critic")]
     weights = [p.full_tensor() for worker in rank.roles.values() for p in worker.module.parameters()]
     peak = min(peak_bytes(lambda step=step: update(rank, "policy", make_batch(), step)) for step in (2, 3, 4))
@@ -57,7 +58,7 @@ def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
 
     Another forward pass shows which blocks are gathered ahead.
     """
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     before = rank.call("policy", "logprobs", make_batch())[1]
     metrics = update(rank, "policy", make_batch(), 1)
     after = rank.call("policy", "logprobs", make_batch())[1]

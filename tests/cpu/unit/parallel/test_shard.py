@@ -9,6 +9,7 @@ import torch
 
 from tests.support.fsdp import in_order, prefetches
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -20,7 +21,7 @@ LAYERS = [f"model.layers.{i}" for i in range(4)]
 
 def record_a_step(rank: Rank, path: str) -> dict[str, Any]:
     """A step of the policy: what was gathered ahead, and the metrics and weights."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     metrics: dict[str, float] = {}
     forward, backward = prefetches(lambda: metrics.update(update(rank, "policy", make_batch(), 1)))
     weights = [p.full_tensor() for p in rank.roles["policy"].module.parameters()]

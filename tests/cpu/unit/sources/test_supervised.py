@@ -121,7 +121,7 @@ def test_the_loop_of_a_supervised_run_takes_one_optimizer_step_with_its_own_opti
     assert (t.total_steps, t.optimizer_steps(1)["policy"], t.scheduled_steps()["policy"]) == (7, 1, 5)
     assert t.policy.optimizer is cfg.sft.optimizer
     assert (t.best_metric, t.best_mode) == ("val/loss", "min")
-    assert not (loop.has_critic or loop.has_reference) and loop.algorithm.policy_loss == "reinforce"
+    assert [role.name for role in loop.roles] == ["policy"] and loop.algorithm.policy_loss == "reinforce"
     assert cfg.trainer.total_steps != 7, "the user's config stays as it is"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import TinyConfig
@@ -14,7 +15,7 @@ from trainer.workers.rank import Rank
 
 def reserve_and_save(rank: Rank, path: str, directory: str) -> tuple[np.ndarray, int, int]:
     """Log-probs under the saved weights, a step after memory was reserved; its size then, and after two saves."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     update(rank, "policy", make_batch(), 1)
     rank.saver.reserve({"policy": rank.roles["policy"].state()})
     update(rank, "policy", make_batch(), 2)
@@ -27,7 +28,7 @@ def reserve_and_save(rank: Rank, path: str, directory: str) -> tuple[np.ndarray,
 
 
 def load(rank: Rank, path: str, directory: str) -> np.ndarray:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     rank.call("policy", "load", ShardedFiles(directory))
     return rank.call("policy", "logprobs", make_batch())[1]
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.config_keys import ALLOWED, RANKS
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -151,7 +152,7 @@ def make_batch() -> Batch:
 def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
     rank.cfg = loop_config(cfg) if role == "supervised" else cfg
     name = "critic" if role == "critic" else "policy"
-    rank.build([name], path)
+    rank.build(roles(rank.cfg, [name]), path)
     worker = rank.roles[name]
     assert isinstance(worker, TrainedWorker)
     return worker

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import gpu
+from tests.support.roles import roles
 from trainer.config import Config
 
 
@@ -25,7 +26,7 @@ class Rank:
         self.cfg, self.device = Config(), "cpu"
         self.roles: dict[str, Hungry] = {}
         self.earlier: list[weakref.ref] = []
-        self.build(["policy"], "")
+        self.build(roles(self.cfg, ["policy"]), "")
 
     def build(self, roles: list[str], path: str) -> None:
         assert all(worker() is None for worker in self.earlier), "its memory is still held"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -53,7 +54,7 @@ def test_a_rank_needs_room_for_what_was_offloaded():
 
 def growth_and_size(rank: Rank, path: str) -> list[int]:
     """The expected bytes of the optimizer's states, the real ones after a step, and the expected ones then."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     policy = rank.roles["policy"]
     expected = policy.optimizer_growth()
     update(rank, "policy", make_batch(), 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import TinyConfig
@@ -95,7 +96,7 @@ def test_the_readme_says_how_much_host_memory_is_needed():
 
 def save_and_park(rank: Rank, path: str, directory: str) -> tuple[list[int], int, int, float, float]:
     """Sizes of the memory for copies after each step, what a save needs, the parameters, and two numbers to compare."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     sizes, memory = [], rank.saver.memory("policy")
     for step in (1, 2, 3):
         update(rank, "policy", make_batch(), step)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfi
 
 from tests.support.architectures import ARCHITECTURES, SHAPE, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import (
     GROUPS,
     assembled,
@@ -69,7 +70,7 @@ def settings(**trainer) -> Config:
 
 def gradients(rank: Rank, path: str) -> dict:
     """Gradients of policy and critic, and what else they compute of a batch."""
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     batch = make_batch()
     batch["input_ids"] %= VOCABULARY
     found: dict = {"gradients": {}, "metrics": {}}
@@ -126,7 +127,7 @@ def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
 
 def compiled_gradients(rank: Rank, path: str) -> dict:
     """The policy's gradients of one micro-batch, its metrics, and the number of graphs that were compiled."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     worker, found = rank.roles["policy"], {}
 
     def recording(*_) -> None:
@@ -285,7 +286,7 @@ def test_a_run_refuses_before_it_starts_ranks(make, tmp_path):
 
 
 def build(rank: Rank, path: str) -> None:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import GROUPS, PER_GROUP, config, make_batch
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
@@ -37,10 +38,10 @@ def update_both_ways(rank: Rank, path: str) -> dict:
     """The same step with the old log-probs of a pass of their own, and without."""
     batch = make_batch()
     del batch["old_logprobs"]
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     old = assemble(*rank.call("policy", "logprobs", batch))
     given = rank.call("policy", "update", {**batch, "old_logprobs": old}, 1)
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     first = mini_batches(batch["group_ids"], rank.roles["policy"].config, 1)[0]
     known = ~np.isin(np.arange(len(old)), first)
     some = {"old_logprobs": old * known[:, None], "has_old_logprobs": known} if known.any() else {}
@@ -68,7 +69,7 @@ def test_the_first_optimizer_step_computes_the_old_logprobs_of_its_rows(model_pa
 def several_steps(rank: Rank, path: str) -> str:
     batch = make_batch()
     del batch["old_logprobs"]
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     with pytest.raises(ValueError) as error:
         rank.call("policy", "update", batch, 1)
     return str(error.value)
@@ -82,7 +83,7 @@ def test_several_optimizer_steps_need_the_old_logprobs(model_path, settings):
 def metrics_of(rank: Rank, path: str) -> list[dict]:
     sampled = make_batch()
     written = {name: array for name, array in sampled.items() if name != "rollout_logprobs"}
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     return [rank.call("policy", "update", batch, 1).metrics for batch in (sampled, written)]
 
 
@@ -96,7 +97,7 @@ def test_kl_clip_fraction_and_entropy_exist_for_sampled_batches_only(model_path)
 
 def kept_gradients(rank: Rank, path: str) -> dict:
     """The metrics of an update of several micro-batches, and whether whole gradients were ever kept between them."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     worker, kept = rank.roles["policy"], []
     group = worker.module._get_fsdp_state()._fsdp_param_group
 
@@ -120,7 +121,7 @@ def test_gradients_are_summed_over_ranks_after_each_micro_batch_or_once(model_pa
 
 
 def reference_dtypes(rank: Rank, path: str) -> dict:
-    rank.build(["policy", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     return {
         role: (
             {str(p.dtype) for p in worker.module.parameters()},

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.jobs import wait_until
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import (
     GROUPS,
     PER_GROUP,
@@ -115,7 +116,7 @@ def test_a_state_continues_on_any_number_of_ranks_and_replicas(model_path, saved
 
 
 def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, int, float]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     before = float(torch.rand(()))
     torch.manual_seed(7)
     expected = float(torch.rand(()))
@@ -127,7 +128,7 @@ def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, in
 
 
 def all_weights(rank: Rank, path: str, directory: str) -> float:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     rank.call("policy", "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
     assert rank.roles["policy"].optimizer_steps > 0
     return float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
@@ -141,7 +142,7 @@ def test_weights_can_be_restored_alone(model_path, tmp_path):
 
 
 def fail_to_write(rank: Rank, path: str, directory: str) -> str:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     if rank.rank == 1:  # its shard cannot be made: a directory has its name
         os.makedirs(f"{directory}/policy/__1_0.distcp")
     dist.barrier()
@@ -160,7 +161,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_save_
 
 
 def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     rank.begin_save(["policy"], ShardedFiles(f"{directory}/good"))
     rank.finish_save()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -181,7 +182,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_previous_checkpoint(model_path
 
 
 def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[float, bool]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     update(rank, "policy", make_batch(), 1)
     policy = rank.roles["policy"]
     before = float(sum(p.full_tensor().double().abs().sum() for p in policy.module.parameters()))
@@ -242,7 +243,7 @@ def test_ranks_draw_different_numbers_and_repeat_them_after_a_restart():
 
 def mini_batches(rank: Rank, path: str, steps: list[int]) -> dict[tuple[int, int], list[list[int]]]:
     """The groups of each mini-batch of the policy and of the critic, by step and epoch."""
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     orders = {}
     for role, worker in (("policy", rank.roles["policy"]), ("critic", rank.roles["critic"])):
         seen: list[list[int]] = []

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from trainer.config import AlgorithmConfig, Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
@@ -61,7 +62,7 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
 
 
 def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[str, float]]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     return rank.call("policy", "loss", batch), rank.call("policy", "update", batch, 1).metrics
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import update
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig
 from trainer.parallel.batching import Batch, select
@@ -216,13 +217,13 @@ def plain_critic_steps(path: str, batch: Batch, clip: float) -> tuple[list[dict]
 
 
 def policy_steps(rank: Rank, path: str, batch: Batch) -> tuple[list[dict], dict[str, Tensor]]:
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     metrics = [update(rank, "policy", batch, step, kl_coef) for step, kl_coef in enumerate(KL_COEFS, start=1)]
     return metrics, {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("float32")}
 
 
 def critic_steps(rank: Rank, path: str, batch: Batch) -> tuple[list[dict], dict[str, Tensor]]:
-    rank.build(["critic"], path)
+    rank.build(roles(rank.cfg, ["critic"]), path)
     head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
@@ -232,7 +233,7 @@ def critic_steps(rank: Rank, path: str, batch: Batch) -> tuple[list[dict], dict[
 
 def scores(rank: Rank, path: str, batch: Batch) -> tuple[tuple, tuple]:
     """Log-probs and values of this rank's rows."""
-    rank.build(["policy", "critic"], path)
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
@@ -241,7 +242,7 @@ def scores(rank: Rank, path: str, batch: Batch) -> tuple[tuple, tuple]:
 
 def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], np.ndarray]:
     """With old and reference log-probs of our own: the metrics of updates with and without a reference."""
-    rank.build(["policy", "reference"], path)
+    rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     batch = {name: array for name, array in batch.items() if name != "ref_logprobs"}
     found = {}
     for name, role in (("old_logprobs", "policy"), ("ref_logprobs", "reference")):
@@ -249,14 +250,14 @@ def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], 
         dist.all_gather_object(parts, rank.call(role, "logprobs", batch))
         found[name] = assemble(parts, batch)
     metrics = {"reference": update(rank, "policy", {**batch, **found}, 1)}
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     metrics["none"] = update(rank, "policy", {**batch, "old_logprobs": found["old_logprobs"]}, 1)
     return metrics, found["old_logprobs"]
 
 
 def step_of_mini_batches(rank: Rank, path: str, batch: Batch) -> tuple[dict, list[tuple[float, dict]], dict]:
     """Metrics of a step, tokens and metrics of each of its mini-batches, and metrics of a step without any token."""
-    rank.build(["policy"], path)
+    rank.build(roles(rank.cfg, ["policy"]), path)
     seen = []
     optimizer_step = rank.roles["policy"].optimizer_step
 
@@ -275,7 +276,7 @@ def losses_at(rank: Rank, path: str, batch: Batch, kl_coefs: list[float | None])
     """The first update's loss with each of these coefficients."""
     found = []
     for kl_coef in kl_coefs:
-        rank.build(["policy"], path)
+        rank.build(roles(rank.cfg, ["policy"]), path)
         found.append(update(rank, "policy", batch, 1, kl_coef)["loss"])
     return found
 

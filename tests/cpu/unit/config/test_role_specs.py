@@ -1,0 +1,74 @@
+"""The models of a run follow from what its functions read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from trainer.cluster.resources import rank_groups
+from trainer.config import AlgorithmConfig, Config, CriticConfig, OptimizerConfig, RoleSpec
+from trainer.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path, monkeypatch) -> None:
+    (tmp_path / "reading_functions.py").write_text(
+        "def with_values(rewards, mask, group_ids, values): ...\n"
+        "def without(rewards, mask, group_ids, scale=1.0): ...\n"
+        "def with_reference(logprobs, old_logprobs, advantages, mask, ref_logprobs, *, totals): ...\n"
+        "def with_values_and_groups(logprobs, old_logprobs, advantages, mask, *, values, group_ids): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**algorithm) -> Config:
+    return Config(algorithm=AlgorithmConfig(**algorithm))
+
+
+@pytest.mark.parametrize(
+    "algorithm, names",
+    [
+        ({}, ["policy"]),
+        ({"advantage_estimator": "gae"}, ["policy", "critic"]),
+        ({"advantage_estimator": "reading_functions:with_values"}, ["policy", "critic"]),
+        ({"advantage_estimator": "reading_functions:without"}, ["policy"]),
+        ({"kl_coef": 0.1}, ["policy", "reference"]),
+        ({"kl_coef": 0.1, "advantage_estimator": "gae"}, ["policy", "critic", "reference"]),
+        ({"policy_loss": "reading_functions:with_reference"}, ["policy", "reference"]),
+        ({"policy_loss": "reading_functions:with_values_and_groups"}, ["policy", "critic"]),
+    ],
+)
+def test_a_role_exists_if_a_function_reads_what_it_computes(algorithm, names):
+    cfg = config(**algorithm)
+    assert [role.name for role in cfg.roles] == names
+    apart = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, colocate_roles=False))
+    assert (rank_groups(cfg), rank_groups(apart)) == (1, len(names))
+
+
+def test_keys_of_the_critic_are_taken_with_an_estimator_of_the_user_s_that_reads_values():
+    cfg = config(advantage_estimator="reading_functions:with_values")
+    cfg.trainer.critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-3))
+    cfg.trainer.critic.check(cfg, "trainer.critic")
+    cfg.algorithm.advantage_estimator = "reading_functions:without"
+    with pytest.raises(UserError, match="trainer.critic.optimizer.lr=0.001: .*has no critic"):
+        cfg.trainer.critic.check(cfg, "trainer.critic")
+
+
+@pytest.mark.parametrize(
+    "spec, needed",
+    [
+        (RoleSpec("policy", trained=True, saved=True), False),
+        (RoleSpec("reference"), True),
+        (RoleSpec("reference", saved=True, sync_interval=2), False),
+        (RoleSpec("teacher", path="/models/teacher", key="trainer.teacher.path"), True),
+    ],
+)
+def test_a_resume_needs_the_initial_weights_of_what_the_checkpoint_does_not_hold(spec, needed):
+    assert spec.needs_initial_weights == needed
+
+
+def test_a_resume_needs_the_initial_weights_below_adapters():
+    cfg = config()
+    cfg.trainer.policy.lora.rank = 4
+    assert cfg.roles[0].needs_initial_weights and cfg.roles[0].saved

@@ -1,0 +1,109 @@
+"""The models of a run as data: one `RoleSpec` for the policy, the critic, the reference, a teacher, a reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.config.roles import LoraConfig, OptimizerConfig, ShardingConfig
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+LM, VALUE = "lm", "value"
+HEADS = (LM, VALUE)
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One model of a run. Ranks, checkpoints and restores go through the list of roles and know none by its name."""
+
+    name: str
+    path: str | None = None
+    """Directory or Hugging Face id of the initial weights. None: those of the policy."""
+    head: str = LM
+    """`lm` (log-probs of tokens) or `value` (one number for each token)."""
+    trained: bool = False
+    saved: bool = False
+    """The weights are part of checkpoints. Else a resume loads the initial weights again."""
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    optimizer: OptimizerConfig | None = None
+    """Of a trained role."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of a trained role."""
+    key: str = "model.path"
+    """Config key that names `path`."""
+    skipped_steps: int = 0
+    """First steps of the run in which the role is not trained."""
+    sync_interval: int | None = None
+    """Copy the policy's weights into this role every this many steps. None: never."""
+    is_policy_base: bool = False
+    """The role is the policy without its adapters, and needs no module of its own."""
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.lora.rank is not None
+
+    @property
+    def needs_initial_weights(self) -> bool:
+        """Whether a resume computes with the initial weights, because a checkpoint does not hold all of the weights."""
+        return not self.saved or self.has_adapters
+
+
+def policy_role(config: Config, optimizer: OptimizerConfig | None = None, skipped_steps: int = 0) -> RoleSpec:
+    """Return the trained policy.
+
+    Args:
+        optimizer: None: `trainer.policy.optimizer`.
+    """
+    policy = config.trainer.policy
+    return RoleSpec(
+        "policy",
+        trained=True,
+        saved=True,
+        sharding=policy.fsdp,
+        optimizer=optimizer or policy.optimizer,
+        lora=policy.lora,
+        skipped_steps=skipped_steps,
+    )
+
+
+def critic_role(config: Config) -> RoleSpec:
+    """Return the trained critic."""
+    critic = config.trainer.critic
+    return RoleSpec(
+        "critic",
+        critic.path,
+        VALUE,
+        trained=True,
+        saved=True,
+        sharding=critic.fsdp,
+        optimizer=critic.optimizer,
+        lora=critic.lora,
+        key="model.path" if critic.path is None else "trainer.critic.path",
+    )
+
+
+def reference_role(config: Config) -> RoleSpec:
+    """Return the reference: the initial policy, or with `algorithm.ref_update_interval` the policy of a later step."""
+    t, interval = config.trainer, config.algorithm.ref_update_interval
+    is_copied = interval > 0
+    return RoleSpec(
+        "reference",
+        saved=is_copied,
+        sharding=t.reference.fsdp,
+        sync_interval=interval if is_copied else None,
+        is_policy_base=t.policy.lora.rank is not None and t.colocate_roles and not is_copied,
+    )
+
+
+def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
+    """Return the roles of a policy gradient: the policy, and a critic and a reference if a function reads them."""
+    reads = config.algorithm.reads
+    has_critic = "values" in reads
+    roles = [policy_role(config, skipped_steps=config.trainer.critic.warmup_steps if has_critic else 0)]
+    if has_critic:
+        roles.append(critic_role(config))
+    if "ref_logprobs" in reads:
+        roles.append(reference_role(config))
+    return tuple(roles)
