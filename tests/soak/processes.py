@@ -13,7 +13,7 @@ import psutil
 from tests.support import jobs
 from trainer.cluster.fork_server import ForkServer, run_launcher
 
-_GUARDED = {"trainer.rewards.worker:serve": "reward", "trainer.environments.worker:serve": "environment"}
+_GUARDED = {"trainer.rewards.worker:serve": "reward", "trainer.environments.worker:EnvironmentHandler": "environment"}
 _MEMBERS = ("engine ", "rank ", "policy rank")
 
 

@@ -15,7 +15,7 @@ from trainer.config import Config
 from trainer.data.limits import TextTooLong, most_characters
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
-from trainer.environments.pool import EnvironmentPool, Session
+from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request

@@ -1,92 +1,53 @@
-"""What an environment process does: it runs many environments, and answers calls of their methods."""
+"""Environments in their process: their methods are called, and their answers checked."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import json
-import os
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from trainer.environments.base import Step
-from trainer.errors import describe_error
 from trainer.files.documents import nests_deeply
 from trainer.import_utils import import_function
 from trainer.rewards.parsing import read_number, read_terms
-from trainer.sandbox.reaper import send
+from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
+from trainer.sandbox.worker import Handler
 
 RESERVED = frozenset(("turns", "tokens"))
 """Names of `episode/<name>/mean` that no metric of an environment may have."""
-BEGUN = "begun"
-"""The answer to a call before it is made: it has been read, and its time runs."""
-_MOST_MESSAGES = 1024
-_MOST_EXTRAS = 1 << 20
-"""Characters of all that messages hold besides their contents, as JSON."""
 
 
 def largest_message(most_characters: int) -> int:
     """Return the number of bytes of the largest answer of a process: in JSON a character takes up to 12."""
-    return 12 * most_characters + 2 * _MOST_EXTRAS
+    return 12 * most_characters + 2 * MAX_MESSAGE_EXTRAS
 
 
-def serve(pipe: Connection, name: str, options: dict[str, Any], timeout_s: float, most_characters: int) -> NoReturn:
-    """Answer each `[environment, method, *arguments]` with `[environment, BEGUN]`, then `[environment, result]`.
+class EnvironmentHandler(Handler):
+    """Makes the calls `[environment, method, *arguments]` of environments, which are numbers here.
 
-    Methods are `start` (with row and seed), `step` (with a message) and `close`. An environment is a number. A result
-    is an object: the fields of a `Step`, or `failed` with the reason and `timeout`.
+    Methods are `start` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
+    `Step`.
     """
-    try:
+
+    def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         kind = import_function(name, "environment.name")
-    except BaseException as error:
-        send(pipe, {"cannot_start": describe_error(error)})
-        os._exit(1)
-    methods = (getattr(kind, method, None) for method in ("start", "step", "close"))
-    send(pipe, {"ready": True, "concurrent": any(map(inspect.iscoroutinefunction, methods))})
-    asyncio.run(_Server(pipe, lambda: kind(**options), timeout_s, most_characters).run())
-    os._exit(0)
-
-
-class _Server:
-    def __init__(self, pipe: Connection, make: Callable[[], Any], timeout_s: float, most_characters: int):
-        self._pipe = pipe
-        self._make = make
+        methods = (getattr(kind, method, None) for method in ("start", "step", "close"))
+        self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
+        self._make = lambda: kind(**options)
         self._timeout_s = timeout_s
         self._most_characters = most_characters
         self._environments: dict[int, Any] = {}
-        self._calls: set[asyncio.Task[None]] = set()
-        self._process = os.getpid()
 
-    async def run(self) -> None:
-        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read)
-        await asyncio.Event().wait()
+    def is_async(self, call: list[Any]) -> bool:
+        return True
 
-    def _read(self) -> None:
-        try:
-            number, method, *arguments = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
-        call = asyncio.get_running_loop().create_task(self._answer(number, method, arguments))
-        self._calls.add(call)  # the loop itself holds no strong reference
-        call.add_done_callback(self._calls.discard)
+    def limit_s(self, call: list[Any]) -> float:
+        return self._timeout_s
 
-    async def _answer(self, number: int, method: str, arguments: list[Any]) -> None:
-        send(self._pipe, [number, BEGUN])
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            async with limit:
-                result = await self._call(number, method, arguments)
-        except BaseException as error:  # also SystemExit: whatever user code raises
-            late = limit.expired()
-            reason = f"took longer than environment.timeout_s={self._timeout_s:g}" if late else describe_error(error)
-            result = {"failed": f"{method} {reason if late else f'raised {reason}'}", "timeout": late}
-        if os.getpid() != self._process:  # user code has forked, and this is its child
-            os._exit(0)
-        send(self._pipe, [number, result])
-
-    async def _call(self, number: int, method: str, arguments: list[Any]) -> dict[str, Any]:
+    async def compute(self, call: list[Any]) -> dict[str, Any]:
+        number, method, *arguments = call
         if method == "close":
             await self._close(number)
             return {}
@@ -137,16 +98,18 @@ def _messages(value: Any, may_be_empty: bool = False) -> list[dict[str, Any]]:
         raise TypeError(f"messages must be a list of dicts with role and content, not {value!r:.80}")
     if not value and not may_be_empty:
         raise ValueError("there is no message, and the episode is not done")
-    if len(value) > _MOST_MESSAGES:
-        raise ValueError(f"there are {len(value)} messages; a step has at most {_MOST_MESSAGES}")
+    if len(value) > MAX_MESSAGES:
+        raise ValueError(f"there are {len(value)} messages; a step has at most {MAX_MESSAGES}")
     for message in value:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise TypeError(f"a message must have a text {key}: {message!r:.80}")
             message[key].encode()  # half of a surrogate pair has no tokens
     text = json.dumps([{**message, "content": ""} for message in value])
-    if len(text) > _MOST_EXTRAS:
-        raise ValueError(f"the messages hold {len(text)} characters besides their contents; the most is {_MOST_EXTRAS}")
+    if len(text) > MAX_MESSAGE_EXTRAS:
+        raise ValueError(
+            f"the messages hold {len(text)} characters besides their contents; the most is {MAX_MESSAGE_EXTRAS}"
+        )
     messages = json.loads(text)
     if nests_deeply(messages):
         raise ValueError("the messages are nested too deeply")

@@ -17,16 +17,7 @@ from typing import Any
 import psutil
 
 from trainer.errors import one_line
-
-_STOP_S = 10.0
-"""Longest time for the guard to end the processes that user code has started."""
-_DEATH_S = 1.0
-"""Longest time between the end of a worker's pipe and the end of the worker."""
-_PIPE_S = 10
-"""Longest time for the rest of a message once it has begun."""
-_LARGEST_MESSAGE = 1 << 16
-_LINES = 20
-_OUTPUT_BYTES = 4000
+from trainer.sandbox import limits
 
 
 class ProcessDied(Exception):
@@ -50,7 +41,7 @@ class GuardedProcess:
         os.set_blocking(self.output, False)
         with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
-                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PIPE_S, 0))
+                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limits.PIPE_S, 0))
         code = (
             f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
             f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.loads({json.dumps(arguments)!r}))"
@@ -78,7 +69,7 @@ class GuardedProcess:
         except OSError as error:
             raise ProcessDied from error
 
-    def receive(self, largest: int = _LARGEST_MESSAGE) -> Any:
+    def receive(self, largest: int = limits.LARGEST_MESSAGE) -> Any:
         """Return the next message.
 
         Args:
@@ -108,10 +99,10 @@ class GuardedProcess:
         """
         self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_DEATH_S if died else 0)
+            self.process.wait(limits.DEATH_S if died else 0)
         self.process.terminate()
         try:
-            code = self.process.wait(_STOP_S)
+            code = self.process.wait(limits.STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
@@ -147,7 +138,7 @@ class OutputCapture:
         """Take what the process has printed so far."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(process.output, 1 << 20)
-            kept = data[: max(0, _OUTPUT_BYTES - len(self._text))]
+            kept = data[: max(0, limits.OUTPUT_BYTES - len(self._text))]
             self._text += kept
             self._left_out += len(data) - len(kept)
 
@@ -159,7 +150,7 @@ class OutputCapture:
     def take(self) -> list[str]:
         """Return the lines that were printed since the last call, shortened."""
         lines = [one_line(line) for line in self._text.decode(errors="replace").splitlines() if line.strip()]
-        more = self._left_out + sum(len(line) for line in lines[_LINES:])
+        more = self._left_out + sum(len(line) for line in lines[limits.OUTPUT_LINES :])
         self._text, self._left_out = bytearray(), 0
-        shown = [f"[{self._label}] {line}" for line in lines[:_LINES]]
+        shown = [f"[{self._label}] {line}" for line in lines[: limits.OUTPUT_LINES]]
         return [*shown, f"[{self._label}] … {more} more bytes of output are not shown"] if more else shown

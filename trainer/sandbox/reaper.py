@@ -27,14 +27,10 @@ import psutil
 
 from trainer.errors import one_line
 from trainer.process.log_setup import guard_output
+from trainer.sandbox import limits
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-_GRACE_PERIOD_S = 0.5
-"""Longest time that processes which user code has started may run after it."""
-_THREADS_LEFT = 32
-"""A worker is replaced if it has this many threads more than after its imports."""
 
 
 def main(driver: int, pipe: int, serve: str, arguments: list[Any]) -> NoReturn:
@@ -153,13 +149,13 @@ class ProcessState:
                 return False
             os.chdir(self._directory)
             files = {number: _identity(number) for number in self._files}
-            return files == self._files and threading.active_count() <= self._threads + _THREADS_LEFT
+            return files == self._files and threading.active_count() <= self._threads + limits.THREADS_LEFT
         except Exception:  # a directory that is gone, a hard limit that was lowered, a closed descriptor
             return False
 
     def processes_left(self) -> str:
         """Return the name of a process that the last call has started and that still runs; empty if there is none."""
-        end = time.monotonic() + _GRACE_PERIOD_S
+        end = time.monotonic() + limits.GRACE_PERIOD_S
         while _has_children():
             running = [child for child in psutil.Process().children() if self._is_left(child)]
             if not running:

@@ -24,7 +24,7 @@ from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.environments import Environment
-from trainer.environments.pool import EnvironmentPool, Session
+from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of

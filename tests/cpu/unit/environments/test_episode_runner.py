@@ -210,7 +210,7 @@ def test_every_environment_is_closed_however_its_episode_has_ended(player, token
 
 def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
     rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
-    with player_of(tokenizer, name="trainer.environments.retry:Tries", options={"tries": 2}) as player:
+    with player_of(tokenizer, name="trainer.environments.retry:RetryEnv", options={"tries": 2}) as player:
         right, wrong = play(player, Policy(tokenizer, "bx", "cba"), attempts(*rows[:1], rows[1]))
         assert (right.status, right.turns, right.reward) == ("stop", 2, 1.0)
         assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)

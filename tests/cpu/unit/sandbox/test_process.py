@@ -58,7 +58,7 @@ def test_messages_go_both_ways(process):
 def test_a_message_that_is_too_long_means_that_the_process_died(process):
     process.send("x" * 100_000)
     with pytest.raises(ProcessDied):
-        process.receive()
+        process.receive(largest=1 << 16)
 
 
 @pytest.mark.parametrize("text", ["[" * 60_000, "9" * 5000, "{"])

@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.jobs import wait_until
 from trainer.config import EnvironmentConfig
-from trainer.environments.base import Step
-from trainer.environments.pool import EnvironmentPool, Session
+from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.errors import WorkerError
 from trainer.process.failure_log import INCIDENTS, read_incidents
 
@@ -46,8 +45,8 @@ def play(pool: EnvironmentPool, *rows: dict[str, Any], turns: int = 2) -> list[S
     for session in sessions:
         session.ended = True
     pool.advance(sessions)
-    assert all(session.host is None for session in sessions)
-    assert all(not host.sessions and not host.calls for host in pool._hosts)
+    assert all(session.worker is None for session in sessions)
+    assert all(not worker.sessions and not worker.batches for worker in pool._workers)
     return sessions
 
 
@@ -93,25 +92,27 @@ def test_an_environment_that_fails_again_costs_its_episode_alone(pool, do, statu
 
 
 def test_an_environment_is_made_again_once():
+    answer = {"messages": [], "reward": 0.0, "done": False, "rewards": {}, "metrics": {}}
+    reply = {"role": "assistant", "content": "a"}
     session = Session({}, seed=3)
-    session.take(Step())
-    session.replies.append({"role": "assistant", "content": "a"})
-    session.blame("timeout", "slow")
-    assert not session.ended and session.call() == ("start", {}, 3), "it begins again, and nothing is lost"
+    session.take(answer)
+    session.replies.append(reply)
+    session.record_failure("timeout", "slow")
+    assert not session.ended and session.next_call()[1:] == ["start", {}, 3], "it begins again, and nothing is lost"
     assert len(session.steps) == 1
-    session.take(Step())
-    assert session.call() == ("step", {"role": "assistant", "content": "a"})
-    session.blame("failed", "died")
+    session.take(answer)
+    assert session.next_call()[1:] == ["step", reply]
+    session.record_failure("died", "died")
     assert (session.ended, session.status, session.failure) == (True, "failed", "died")
     session.fail("timeout", "later")
     assert session.failure == "died", "the first reason counts"
-    assert session.call() is None, "there is nothing to close"
+    assert session.next_call() is None, "there is nothing to close"
 
 
 def test_environments_are_spread_over_the_processes(pool):
     sessions = [Session({}, seed=i) for i in range(6)]
     pool.advance(sessions)
-    assert sorted(Counter(id(session.host) for session in sessions).values()) == [3, 3]
+    assert sorted(Counter(id(session.worker) for session in sessions).values()) == [3, 3]
     for session in sessions:
         session.ended = True
     pool.advance(sessions)
@@ -143,11 +144,11 @@ def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
     """And not its process, in which the others live."""
     with pool_of("AsyncEcho") as pool:
         play(pool, {})
-        process = pool._hosts[0].process.pid
+        process = pool._workers[0].process.pid
         late, *others = play(pool, {"do": "wait", "at": 1}, {}, {})
         assert (late.status, late.failure) == ("timeout", "step took longer than environment.timeout_s=2")
         assert all(not session.failure and len(session.steps) == 3 for session in others)
-        assert pool._hosts[0].process.pid == process
+        assert pool._workers[0].process.pid == process
 
 
 @pytest.mark.parametrize("do", ["die", "hang"])
@@ -166,7 +167,7 @@ def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_fou
 def test_a_process_that_is_stopped_while_it_starts_is_replaced(tmp_path):
     before = INCIDENTS.open(str(tmp_path))
     with pool_of("Echo", timeout_s=1.0) as pool:
-        guard = psutil.Process(pool._hosts[0].process.pid)
+        guard = psutil.Process(pool._workers[0].process.pid)
         wait_until(lambda: bool(guard.children()))
         guard.children()[0].suspend()
         assert texts(*play(pool, {"prompt": "x"})) == ["x", "1:a"]
@@ -222,7 +223,7 @@ def test_processes_that_cannot_start_end_the_run(code, reason, tmp_path, monkeyp
 
 
 def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(monkeypatch):
-    monkeypatch.setattr("trainer.environments.pool.LOST_LIMITS", 1)
+    monkeypatch.setattr("trainer.sandbox.limits.FAILED_TIME_LIMITS", 1)
     with pool_of("Echo", timeout_s=1.0) as pool:
         sessions = play(pool, *[{"do": "hang", "at": 0}] * 20)
         assert {session.status for session in sessions} == {"timeout"}
@@ -234,5 +235,5 @@ def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(mon
 def test_nothing_is_left_when_the_pool_is_closed():
     with pool_of("Echo", num_processes=2) as pool:
         play(pool, {})
-        processes = [psutil.Process(host.process.pid) for host in pool._hosts]
+        processes = [psutil.Process(worker.process.pid) for worker in pool._workers]
     assert not any(process.is_running() for process in processes)

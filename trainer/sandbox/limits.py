@@ -1,0 +1,54 @@
+"""The limits that user code meets, besides the time limit of a call, which the config gives."""
+
+from __future__ import annotations
+
+# Calls and their processes
+MAX_ATTEMPTS = 2
+"""A call that ends its process is tried again once: something else may have killed the process."""
+FAILED_TIME_LIMITS = 30
+"""In one round, failed calls may take this many times the time limit of a call, of each process."""
+PLAIN_BATCH = 64
+"""Calls of plain functions that a process gets in one message."""
+ASYNC_ROUNDS = 4
+"""Times `concurrency` of `async` calls in one message: a process need not wait for the slowest call of each round."""
+MAX_ASYNC_SESSIONS = 256
+"""Sessions of one process whose `async` calls may be under way at the same time."""
+ASYNC_GRACE_S = 2.0
+"""A process stops a call that is `async` by itself. After this time the pool ends the process instead."""
+START_S = 600.0
+"""Longest time for the imports of a process."""
+MAX_FAILED_STARTS = 3
+"""This many processes in a row may die before they are ready; then the run fails."""
+
+# What a call may leave behind
+GRACE_PERIOD_S = 0.5
+"""Longest time that processes which user code has started may run after the call."""
+THREADS_LEFT = 32
+"""A worker is replaced if it has this many threads more than after its imports."""
+
+# The end of a process
+STOP_S = 10.0
+"""Longest time for the guard to end the processes that user code has started."""
+DEATH_S = 1.0
+"""Longest time between the end of a worker's pipe and the end of the worker."""
+
+# Messages and output
+PIPE_S = 10
+"""Longest time for the rest of a message once it has begun."""
+LARGEST_MESSAGE = 1 << 24
+"""Bytes of the longest message of a process, unless its pool says otherwise."""
+OUTPUT_LINES = 20
+"""Printed lines that are logged after each round."""
+OUTPUT_BYTES = 4000
+
+# Values
+LARGEST_REWARD = 1e12
+"""Largest absolute reward. The sum of 10^9 squares of it is finite in float32."""
+MAX_TERMS = 64
+"""Terms of one reward. A step of an environment may have four times as many metrics."""
+MAX_MESSAGES = 1024
+"""Messages of one step of an environment."""
+MAX_MESSAGE_EXTRAS = 1 << 20
+"""Characters of all that the messages of a step hold besides their contents, as JSON."""
+MAX_TOOL_CALLS = 64
+"""Calls of one reply that are made."""
