@@ -59,7 +59,7 @@ def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterato
     cfg.model.path = path
     cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
     cfg.trainer.policy.fsdp.param_dtype = dtype
-    cfg.trainer.share_prompts = False
+    cfg.trainer.share_prefixes = False
     for name, value in trainer.items():
         setattr(cfg.trainer, name, value)
     rank = Rank(cfg, 0, 1, "cpu")

@@ -70,7 +70,7 @@ def main() -> None:
         rows = []
         for way in ways:
             shares = device == "cuda"
-            cfg = Config(rollout=RolloutConfig(engine="transformers", weight_sync=way, share_gpus=shares))
+            cfg = Config(rollout=RolloutConfig(engine="transformers", weight_sync=way, colocate=shares))
             cfg.trainer.num_workers = arguments.ranks
             cfg.trainer.ray_address = "processes"
             seconds, size = syncs(cfg, device, path, arguments.syncs)

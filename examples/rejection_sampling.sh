@@ -14,8 +14,8 @@ python -m trainer sft sft.steps=$steps trainer.val_interval=60 trainer.ckpt_inte
 model="$(ls -d "$out"/start/exports/global_step_*/policy | sort -V | tail -n 1)"
 python -m trainer train trainer.total_steps=8 trainer.val_interval=8 trainer.run_name=rejection_rollouts \
   trainer.run_dir="$out/rollouts" trainer.resume_mode=latest "$@" model.path="$model" \
-  trainer.policy.optimizer.lr=0 logger.rollouts=true
+  trainer.policy.optimizer.lr=0 logger.save_rollouts=true
 files="$(printf '%s,' "$out"/rollouts/rollouts/*.jsonl)"
 python -m trainer sft sft.steps=60 sft.optimizer.lr=5e-4 sft.min_reward=1 sft.max_weight=5 \
   trainer.ckpt_interval=60 trainer.run_name=rejection trainer.run_dir="$out/learnt" trainer.resume_mode=latest "$@" \
-  model.path="$model" sft.source=rollouts data.generator=null "data.train_files=[${files%,}]" trainer.val_interval=-1
+  model.path="$model" sft.source=rollouts data.synthetic=null "data.train_files=[${files%,}]" trainer.val_interval=-1

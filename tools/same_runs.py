@@ -21,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.metrics.tracker import read_metrics
+
 STEPS = 6
 _SMALL = ["sft.steps=30", "sft.optimizer.warmup_steps=5", "data.train_size=64", "data.val_size=16",
           "trainer.train_batch_size=8", "trainer.mini_batch_size=4", f"trainer.total_steps={STEPS}",
           "trainer.val_interval=3", "trainer.ckpt_interval=3", "rollout.n=4", "rollout.max_num_seqs=32",
           "rollout.kv_cache_mb=32", f"trainer.hf_save_interval={STEPS}", "logger.plot=false"]  # fmt: skip
-_CHATS = [f"sft.steps={STEPS}", "sft.batch_size=2", "sft.max_length=64", "data.generator=null", "data.train_size=-1"]
+_CHATS = [f"sft.steps={STEPS}", "sft.batch_size=2", "sft.max_length=64", "data.synthetic=null", "data.train_size=-1"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "grpo": ("trainer.main", ["rollout.val_n=2"]),
     "ppo": ("trainer.main", ["algorithm=ppo", "trainer.num_workers=2", "algorithm.kl_coef=0.01",
@@ -34,11 +36,11 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "dapo": ("trainer.main", ["algorithm=dapo", "rollout=transformers", "data.train_size=24",
                               "data.curriculum=tools.same_runs:hardest_first", "algorithm.kl_coef=0.01",
                               "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
-                              "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis",
-                              "logger.rollouts=true"]),
+                              "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
+                              "logger.save_rollouts=true"]),
     "lora": ("trainer.main", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),
     "episodes": ("trainer.main", ["environment.name=examples.environment.hint:Hint", "rollout.max_prompt_tokens=96",
-                                  "logger.rollouts=true"]),
+                                  "logger.save_rollouts=true"]),
     "supervised": ("trainer.sft", ["data.messages_key=messages", "sft.weights=[2,1]", *_CHATS]),
     "rollouts": ("trainer.sft", ["sft.source=rollouts", "sft.max_weight=2.0", "trainer.val_interval=-1", *_CHATS]),
 }  # fmt: skip
@@ -78,7 +80,7 @@ def _write_chats(directory: Path, name: str, count: int) -> Path:
 
 def difference(before: Path, after: Path, tolerance: float) -> str:
     """Say in what two runs differ most; empty when they are the same."""
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (before, after)]
+    rows = [read_metrics(str(run / "metrics.jsonl")) for run in (before, after)]  # earlier versions had other names
     if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
         return "their steps differ"
     worst, found = tolerance, ""

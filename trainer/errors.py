@@ -80,7 +80,7 @@ class NonRetryableError(RuntimeError):
 
 
 class DivergedError(NonRetryableError):
-    """A metric of the run has stayed above its limit (`trainer.diverged_above`)."""
+    """A metric of the run has stayed above its limit (`trainer.divergence_limits`)."""
 
 
 class NonFiniteError(RuntimeError):

@@ -65,7 +65,7 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
         cluster: not started yet. None: as `trainer.ray_address` says.
     """
     t = cfg.trainer
-    stop = StopRequest(t.stop_at)
+    stop = StopRequest(t.deadline)
     with _open(cfg) as directory:
         record_start(t.run_dir, cfg)
         _check_inputs(cfg)
@@ -83,7 +83,7 @@ def train_with_rollouts(cfg: Config, device: str, cluster: Cluster | None = None
 def train_supervised(cfg: Config, device: str) -> None:
     """A supervised run: from `model.path`, or from the embedded model with random weights."""
     t = cfg.trainer
-    stop = StopRequest(t.stop_at)
+    stop = StopRequest(t.deadline)
     with _open(cfg, supervised=True) as directory:
         record_start(t.run_dir, cfg)
         _check_inputs(cfg, supervised=True)
@@ -386,7 +386,7 @@ def _warm_start_config(cfg: Config, run_dir: str) -> Config:
         resume_mode="latest",
         val_interval=-1,
         num_workers=cfg.trainer.num_workers,
-        replicas=cfg.trainer.replicas,
+        replicas=cfg.trainer.dp_replicate,
         device=cfg.trainer.device,
         master_port=cfg.trainer.master_port,
     )
@@ -416,7 +416,7 @@ def _check_cache(cfg: Config) -> None:
 
 def _cached_model(cfg: Config) -> str:
     data = dataclasses.asdict(cfg.data)
-    if not cfg.data.generator:  # what is held out of files has no part in the model
+    if not cfg.data.synthetic:  # what is held out of files has no part in the model
         data |= {"val_files": [], "val_size": -1}
     tiny = dataclasses.asdict(cfg.model.tiny)
     if tiny["start_accuracy"] is None:  # the model of earlier versions, under the name that they gave it

@@ -44,7 +44,7 @@ def prepare(cfg: Config, generates: bool = True) -> str:
 
 
 def _check_metrics(cfg: Config) -> None:
-    named = {"best_metric": [cfg.trainer.best_metric], "diverged_above": cfg.trainer.diverged_above}
+    named = {"best_metric": [cfg.trainer.best_metric], "divergence_limits": cfg.trainer.divergence_limits}
     for key, metrics in named.items():
         for metric in metrics:
             if metric.startswith(pass_at("")) and metric != pass_at(cfg.rollout.val_n):

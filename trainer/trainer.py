@@ -22,7 +22,7 @@ from trainer.checkpoint.components import (
 )
 from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.start_weights import start_weights_part
-from trainer.config import Config
+from trainer.config import Config, with_new_metrics
 from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.files.documents import Shape, is_count, is_number
@@ -405,7 +405,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = TrainerState(state["step"], **state.get("counters", {}), best=state.get("best", {}))
+        self.state = TrainerState(
+            state["step"], **state.get("counters", {}), best=with_new_metrics(state.get("best", {}))
+        )
         self._wandb_run_id = state["tracker"]["wandb_run_id"]
         if "rng" in state:
             self.learner.kl.load_state_dict(state["kl_controller"])
@@ -484,7 +486,7 @@ class Trainer:
         """Let the checks of the metrics begin with the steps that are logged."""
         t, history = self.cfg.trainer, read_metrics(self.directory.metrics_file)
         self.health = TrainingWarnings(self.learner.compares_completions, history)
-        self.divergence = DivergenceCheck(t.diverged_above, t.diverged_steps, history)
+        self.divergence = DivergenceCheck(t.divergence_limits, t.divergence_patience, history)
 
     def _announce(self) -> None:
         t, resume = self.cfg.trainer, self.directory.resume

@@ -4,5 +4,5 @@
 # Many calls run at the same time (reward.concurrency), and answers are stored beside the run, so that a replay after a
 # kill gets the same ones. Modules are found from the working directory.
 set -euo pipefail
-python -m trainer train data=arithmetic reward.name=examples.llm_judge.judge:score reward.store=true \
+python -m trainer train data=arithmetic reward.name=examples.llm_judge.judge:score reward.cache=true \
   reward.concurrency=32 reward.timeout_s=60 reward.success_threshold=0.9 trainer.run_name=judge "$@"

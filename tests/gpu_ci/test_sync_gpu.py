@@ -78,7 +78,7 @@ def take_turns(rank: Rank, path: str) -> None:
     worker = rank.roles["policy"]
     assert isinstance(worker, PolicyWorker)
     engine = TransformersEngine(
-        path, dtype="float32", seed=1, rollout=dataclasses.replace(ROLLOUT, share_gpus=True), device=rank.device
+        path, dtype="float32", seed=1, rollout=dataclasses.replace(ROLLOUT, colocate=True), device=rank.device
     )
     sampling = dataclasses.replace(SAMPLED, temperature=1.0)
     requests = make_requests(8)

@@ -89,7 +89,7 @@ def test_prompts_that_are_computed_once_change_nothing(model_path, dtype):
     """In bfloat16, queries of a completion attend to its prompt with the variable-length kernel."""
     results = []
     for shares in (True, False):
-        cfg = config(mini_batch_size=6, share_prompts=shares)
+        cfg = config(mini_batch_size=6, share_prefixes=shares)
         for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
             role.fsdp.param_dtype = dtype
         results.append(run_ranks(1, train_two_steps, model_path, cfg=cfg)[0])
@@ -100,7 +100,7 @@ def test_prompts_that_are_computed_once_change_nothing(model_path, dtype):
     assert difference.max() < (1e-4 if dtype == "float32" else 0.15)
 
 
-@pytest.mark.parametrize("axes", [{"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}], ids=str)
 @pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
 def test_axes_of_two_ranks_change_nothing(model_path, axes):
     cfg, split = in_float32(config()), in_float32(config(**axes))

@@ -17,9 +17,9 @@ _COMMON = (
     "trainer.max_ckpts_to_keep=3",
     "trainer.val_interval=4",
     f"trainer.hf_save_interval={STEPS}",
-    "trainer.silence_timeout_s=8",
+    "trainer.heartbeat_timeout_s=8",
     "trainer.hang_timeout_s=8",
-    "trainer.lock_timeout_s=5",
+    "trainer.lock_lease_s=5",
     "trainer.max_restarts=20",
     "trainer.restart_window_minutes=0.3",
     "data.train_size=10",
@@ -34,7 +34,7 @@ _ROLLOUTS = (
     "reward.timeout_s=20",
     "rollout.n=2",
     "rollout.max_response_tokens=8",
-    "logger.rollouts=true",
+    "logger.save_rollouts=true",
 )
 _PROCESSES = ("trainer.ray_address=processes", "rollout=transformers")
 
@@ -91,7 +91,13 @@ KINDS = {
         _rollouts("tiers", "trainer.num_workers=2", places=frozenset({"disk", "store"}), weight=1.5),
         Kind(
             "ray",
-            (*_COMMON, *_ROLLOUTS, "trainer.silence_timeout_s=30", "rollout.max_num_seqs=32", "rollout.kv_cache_mb=32"),
+            (
+                *_COMMON,
+                *_ROLLOUTS,
+                "trainer.heartbeat_timeout_s=30",
+                "rollout.max_num_seqs=32",
+                "rollout.kv_cache_mb=32",
+            ),
             with_ray=True,
             weight=0.15,
         ),
@@ -99,7 +105,7 @@ KINDS = {
             "nodes",
             (
                 *(*_COMMON, *_ROLLOUTS, "rollout=transformers", "trainer.num_workers=2", "trainer.node_timeout_s=5"),
-                *("trainer.silence_timeout_s=30", "trainer.placement_timeout_s=120"),
+                *("trainer.heartbeat_timeout_s=30", "trainer.placement_timeout_s=120"),
             ),
             with_ray=True,
             on_nodes=True,

@@ -139,7 +139,7 @@ class Place(contextlib.ExitStack):
     def overrides(self) -> list[str]:
         """The settings of the job that depend on its place."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
-        given += [f"trainer.ckpt_local_dir={self.local}"] if self.local else []
+        given += [f"trainer.ckpt_cache_dir={self.local}"] if self.local else []
         return [*given, f"trainer.ray_address={self.cluster.head.ray_address}"] if self.cluster else given
 
     def driver(self, job: int) -> int | None:

@@ -50,7 +50,7 @@ class PlainEngine:
     def __init__(self, model_path: str, *, rollout: RolloutConfig, device: str, lora_rank: int | None = None, **_: Any):
         assert os.environ["PLAIN"] == "1" and os.environ.get("PLAIN_CPU") == ("1" if device == "cpu" else None)
         self._directory = Path(model_path)
-        self._shares = rollout.share_gpus and device == "cuda"
+        self._shares = rollout.colocate and device == "cuda"
         self._gpu = Gpu(self._directory)
         self._lora_rank = lora_rank
         self._weights, self._version, self._asleep = 0, 0, False

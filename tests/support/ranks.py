@@ -55,8 +55,8 @@ def start_ranks(cluster: LocalCluster, env: Mapping[str, str] | None = None) -> 
 def local_cluster(world_size: int, cfg: Config, device: str | None = None) -> LocalCluster:
     """A cluster for `world_size` ranks, which use GPUs where there are some."""
     # A rank whose peer has failed waits for it no longer than this.
-    trainer = dataclasses.replace(cfg.trainer, num_workers=world_size, worker_timeout_s=60.0)
-    cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, share_gpus=True))
+    trainer = dataclasses.replace(cfg.trainer, num_workers=world_size, collective_timeout_s=60.0)
+    cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, colocate=True))
     return LocalCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher())
 
 

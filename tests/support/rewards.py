@@ -16,7 +16,7 @@ def reward_pool(
     name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardCache | None = None, **more: Any
 ) -> RewardPool:
     """A pool that goes on whatever fails. `kept` stores its results; `more` are further keys of `reward`."""
-    settings = {"max_failure_frac": 1.0, **more}
+    settings = {"max_error_rate": 1.0, **more}
     return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **settings), kept)
 
 

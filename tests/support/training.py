@@ -144,7 +144,7 @@ def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]
 
 
 def config_with_replicas(cfg: Config, replicas: int) -> Config:
-    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, replicas=replicas))
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, dp_replicate=replicas))
 
 
 def first_step(rank: Rank, path: str) -> dict:

@@ -66,8 +66,8 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> di
     """Return metrics of the distance between engine and trainer, over the completion tokens of the batch.
 
     They are `kl` (k1 of engine to trainer, mean of -log rho), `k3_kl`, `ratio_p1`, `ratio_p50`, `ratio_p99`,
-    `ratio_max` of rho, `ess` (effective sample size, (sum rho)^2 / (N sum rho^2)), and `pearson` (correlation of the
-    log-probs). Without a completion token there are none.
+    `ratio_max` of rho, `ess` (effective sample size, (sum rho)^2 / (N sum rho^2)), and `logprob_corr` (correlation of
+    the log-probs). Without a completion token there are none.
     """
     trainer, engine = (masked(x, mask)[mask > 0].double() for x in (old_logprobs, rollout_logprobs))
     if not trainer.numel():
@@ -86,7 +86,7 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> di
         "ratio_p99": points[2],
         "ratio_max": float(ratio.max()),
         "ess": float(ratio.sum().square() / (ratio.square().sum() * ratio.numel())),
-        "pearson": float(trainer @ engine) / norm if norm > 0 else 1.0,
+        "logprob_corr": float(trainer @ engine) / norm if norm > 0 else 1.0,
     }
 
 

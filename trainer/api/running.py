@@ -38,7 +38,7 @@ _KEYS = {
 
 
 class RunStopped(Exception):
-    """A signal or `trainer.stop_at` stopped the run early.
+    """A signal or `trainer.deadline` stopped the run early.
 
     The same call with `trainer.resume_mode=latest` continues it. `result` is what the run has left
     behind so far; None if it had not begun.
@@ -78,7 +78,7 @@ def train(
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
-        RunStopped: a signal or `trainer.stop_at` stopped the run, and it was saved; or a second signal stopped it
+        RunStopped: a signal or `trainer.deadline` stopped the run, and it was saved; or a second signal stopped it
             without a save; or the run could no longer end itself, and was killed by its watch.
         RunFailed: the run failed.
     """

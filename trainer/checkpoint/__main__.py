@@ -99,7 +99,7 @@ _STATUS = (
     "Exit status: 0 success (also if two checkpoints differ, and for a list with damaged ones), "
     "1 a checkpoint is damaged, 2 bad input."
 )
-_LOCK_TIMEOUT_S = 60  # the default of trainer.lock_timeout_s
+_LOCK_TIMEOUT_S = 60  # the default of trainer.lock_lease_s
 
 
 def _ls(args: argparse.Namespace) -> Result:

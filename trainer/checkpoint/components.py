@@ -14,7 +14,7 @@ from trainer.checkpoint.bucket import StoreError
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_error, read_object
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import CheckpointFiles
-from trainer.config import RESUME_LOAD, Config, with_new_names
+from trainer.config import LOAD_COMPONENTS, Config, with_new_names
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_yaml
 from trainer.files.redaction import redact
@@ -30,8 +30,8 @@ _HOLDER = {"weights": "models", "optimizer": "models", "rng": "models", "data": 
 class Restore:
     """The kinds of state that a resume restores from its checkpoint."""
 
-    kinds: frozenset[str] = frozenset(RESUME_LOAD)
-    """A subset of `RESUME_LOAD`."""
+    kinds: frozenset[str] = frozenset(LOAD_COMPONENTS)
+    """A subset of `LOAD_COMPONENTS`."""
     fork: bool = False
     """The checkpoint belongs to another run."""
     added_steps: Mapping[str, int] = field(default_factory=dict)

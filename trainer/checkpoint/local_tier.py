@@ -1,4 +1,4 @@
-"""The directory `trainer.ckpt_local_dir` of one node, for the ranks there. The driver asks them through `Nodes`."""
+"""The directory `trainer.ckpt_cache_dir` of one node, for the ranks there. The driver asks them through `Nodes`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Nodes:
             self._ask_all("clean_up")
         except OSError as error:
             raise UserError(
-                f"trainer.ckpt_local_dir={local.root}: a node cannot keep checkpoints there "
+                f"trainer.ckpt_cache_dir={local.root}: a node cannot keep checkpoints there "
                 f"({one_line(str(error))}); every node with ranks needs this directory"
             ) from error
         self.with_ranks = set(names.values())

@@ -116,7 +116,7 @@ class TieredStore:
         if self._nodes is None:
             for entry in parse_object(manifest)["files"]:
                 if not os.path.exists(os.path.join(draft.path, entry["path"])):
-                    raise OSError(errno.ENOENT, f"trainer.ckpt_local_dir={self._local.root}: not there", entry["path"])
+                    raise OSError(errno.ENOENT, f"trainer.ckpt_cache_dir={self._local.root}: not there", entry["path"])
             self._local.publish(draft, step, manifest, before_commit)
         else:
             self._fence()  # the other nodes commit before `before_commit` is called
@@ -246,7 +246,7 @@ class TieredStore:
         if self._copies and len(nodes.with_ranks) == 1:
             self._report(
                 "the ranks see one directory, that of one node: their shards have no copies until ranks on other nodes "
-                f"join (trainer.ckpt_local_copies={self._copies})"
+                f"join (trainer.ckpt_replicas={self._copies})"
             )
         if nodes.are_several:
             self._nodes = nodes

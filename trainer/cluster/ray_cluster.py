@@ -45,7 +45,7 @@ _ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are start
 _KERNEL_S = 20.0  # how long to wait for what the kernels of the nodes say
 _LOSSES = 2  # a node that was lost so often is not used again
 _SHUTDOWN_S = 30.0  # how long to wait for `ray.shutdown`, which may hang after its processes have died
-_DRAINED = "trainer.drained_nodes names it"
+_DRAINED = "trainer.excluded_nodes names it"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory for Ray's logs of a job that failed."""
 CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
@@ -67,7 +67,7 @@ class RayCluster:
         self._reported: set[str] = set()  # ids of nodes that are left out
         self._local: LocalRay | None = None  # None: another cluster is joined
         self._watch: NodeHealth | None = None  # None: Ray runs on this machine alone
-        self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.drained_nodes, _DRAINED)  # addresses, with reasons
+        self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.excluded_nodes, _DRAINED)  # addresses, with reasons
         self._patience = patience_of(cfg.trainer, self._lost, self._lost_nodes)
         self.examine = GpuHealthCheck(self._gpu_lines, self._drained.setdefault).examine
 
@@ -155,10 +155,10 @@ class RayCluster:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many.
 
         Raises:
-            UserError: there is no room for `trainer.min_workers`.
+            UserError: there is no room for `trainer.min_world_size`.
         """
         t = self.cfg.trainer
-        if self._watch is None or t.min_workers is None:
+        if self._watch is None or t.min_world_size is None:
             return t.num_workers
         engines = next((places for group, places in self._groups if group.name == "engine"), None)
         started = time.monotonic()
@@ -168,12 +168,12 @@ class RayCluster:
                 free = [free for node, free in available_resources_per_node().items() if node not in left_out]
             homeless = self.cfg.rollout.num_engines if engines is None else placement.waiting(engines)
             count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
-            if count == t.num_workers or count >= t.min_workers and waited_s > _ROOM_S:
+            if count == t.num_workers or count >= t.min_world_size and waited_s > _ROOM_S:
                 break
             if waited_s > self._placement_timeout_s:
                 raise UserError(
-                    f"trainer.min_workers={t.min_workers}: the cluster of trainer.ray_address={t.ray_address} has room "
-                    f"for {count} ranks; other jobs hold {placement.held()}"
+                    f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
+                    f"has room for {count} ranks; other jobs hold {placement.held()}"
                 )
             SIGNALS.check()
             time.sleep(_POLL_INTERVAL_S)
@@ -380,7 +380,7 @@ class RayCluster:
 
     def _check_resources(self) -> None:
         t = self.cfg.trainer
-        if self._watch is not None and (t.min_workers is not None or t.placement_timeout_s is not None):
+        if self._watch is not None and (t.min_world_size is not None or t.placement_timeout_s is not None):
             return  # `count_ranks` looks, or nodes are still to start
         if self.device == "cuda":
             check_gpus(self.cfg, int(ray.cluster_resources().get("GPU", 0)))

@@ -27,16 +27,16 @@ def check_gpus(cfg: Config, available: int) -> None:
     t, r = cfg.trainer, cfg.rollout
     ranks = t.num_workers * rank_groups(cfg)
     engines = r.num_engines * r.tensor_parallel_size
-    if r.share_gpus and engines > t.num_workers:
+    if r.colocate and engines > t.num_workers:
         raise UserError(
-            f"rollout.num_engines={r.num_engines}: with rollout.share_gpus the engines need {engines} "
+            f"rollout.num_engines={r.num_engines}: with rollout.colocate the engines need {engines} "
             f"GPUs, but trainer.num_workers={t.num_workers}"
         )
-    needed = ranks + (0 if r.share_gpus else engines)
+    needed = ranks + (0 if r.colocate else engines)
     if needed > available:
         raise UserError(
             f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
-            f"{available}; use fewer, or let them share with rollout.share_gpus=true"
+            f"{available}; use fewer, or let them share with rollout.colocate=true"
         )
 
 
@@ -66,7 +66,7 @@ def fitting_ranks(cfg: Config, device: str, free: Sequence[Mapping[str, float]],
     """
     t, on_gpus = cfg.trainer, device == "cuda"
     size = cfg.rollout.tensor_parallel_size if on_gpus else 1
-    if on_gpus and cfg.rollout.share_gpus:
+    if on_gpus and cfg.rollout.colocate:
         engines = 0
     slots = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if on_gpus else node.get("CPU", 0)) for node in free]
     if sum(count // size for count in slots) < engines:

@@ -50,4 +50,4 @@ def patience_of(
     t: TrainerConfig, lost: Callable[[], str | None], lost_nodes: Callable[[], Mapping[str, str]] = dict
 ) -> Patience:
     """Return how long the driver of a run waits."""
-    return Patience(t.silence_timeout_s, t.call_timeout_s, lost, lost_nodes, t.hang_timeout_s, t.run_dir)
+    return Patience(t.heartbeat_timeout_s, t.rpc_timeout_s, lost, lost_nodes, t.hang_timeout_s, t.run_dir)

@@ -35,7 +35,7 @@ class StallDetector:
 
     Args:
         hang_s: `trainer.hang_timeout_s`.
-        call_s: `trainer.call_timeout_s`.
+        call_s: `trainer.rpc_timeout_s`.
     """
 
     def __init__(self, hang_s: float, call_s: float):
@@ -104,7 +104,7 @@ class DriverWatch:
             SIGNALS.beat(None)
 
     def _run(self) -> None:
-        hang_s, call_s = self._config.hang_timeout_s, self._config.call_timeout_s
+        hang_s, call_s = self._config.hang_timeout_s, self._config.rpc_timeout_s
         stillness, look_s = StallDetector(hang_s, call_s), min(_POLL_INTERVAL_S, hang_s / 4)
         while not self._end.wait(look_s):
             if not SIGNALS.in_steps:
@@ -119,7 +119,7 @@ class DriverWatch:
 
     def _beat(self, limit_s: float | None) -> None:
         """Say that this thread runs, and what to do after `limit_s` in which it does not."""
-        limit = "call" if limit_s == self._config.call_timeout_s else "hang"
+        limit = "call" if limit_s == self._config.rpc_timeout_s else "hang"
         pid, run_dir = os.getpid(), os.path.abspath(self._config.run_dir)
         fact = (
             f"the driver has run no Python for {limit_s or 0.0:.0f} s in step {INCIDENTS.step}, in a long call of a C "
@@ -131,7 +131,7 @@ class DriverWatch:
                 SIGNALS.beat(limit_s, f"{fact}; its stack is in `stacks` of the run directory: {killed(pid)}", command)
 
     def _end_job(self, still_s: float) -> None:
-        limit = "call" if still_s > self._config.call_timeout_s else "hang"
+        limit = "call" if still_s > self._config.rpc_timeout_s else "hang"
         step = INCIDENTS.step
         fact = f"the driver has not moved for {still_s:.0f} s in step {step} (trainer.{limit}_timeout_s)"
         node = socket.gethostname()

@@ -445,7 +445,7 @@ class CallFutures:
                     f"checkpoint is as it was; {CONTINUES}"
                 )
             if silence_s > patience.limit_s(member.starts):
-                fact = f"{member} has not answered for {silence_s:.0f} s (trainer.silence_timeout_s): its process or "
+                fact = f"{member} has not answered for {silence_s:.0f} s (trainer.heartbeat_timeout_s): its process or "
                 yield ticket, _blamed(member, f"{fact}its machine stands still", RESTART_HINT, "silent")
             elif elapsed_s > self._group.longest_s(call.kind):
                 limit = "call" if elapsed_s > patience.call_s else "hang"

@@ -21,6 +21,7 @@ from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
 from trainer.config.reference import field_docs
+from trainer.config.renamed import with_new_metrics, with_new_names, with_new_words
 from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import (
     LM,
@@ -41,9 +42,9 @@ from trainer.config.roles import (
     ShardingConfig,
 )
 from trainer.config.rollout import RolloutConfig
-from trainer.config.schema import OPEN_SECTIONS, RENAMED, Config, valid_keys, validate, with_new_names
+from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys, validate
 from trainer.config.supervised import SFTConfig
-from trainer.config.trainer import RESUME_LOAD, TrainerConfig
+from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
 
 __all__ = [
     "ENGINES",
@@ -57,8 +58,7 @@ __all__ = [
     "ESTIMATOR",
     "LOSS",
     "OPEN_SECTIONS",
-    "RENAMED",
-    "RESUME_LOAD",
+    "LOAD_COMPONENTS",
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
@@ -91,6 +91,8 @@ __all__ = [
     "to_config",
     "valid_keys",
     "validate",
+    "with_new_metrics",
     "with_new_names",
+    "with_new_words",
     "with_own_defaults",
 ]

@@ -66,9 +66,9 @@ class AlgorithmConfig(Section):
     default of the policy loss; `token_mean` for a function by import path that has none."""
     options: dict[str, Any] = open_section()
     """Further options of functions that are given by import path."""
-    old_logprobs: str = choice("trainer", ("trainer", "sampler"))
-    """Whose log-probs are those of the old policy in the ratio: `trainer` (computed again: before the update, or for
-    the first optimizer step in the update) or `sampler` (the engine's; no pass before the update)."""
+    old_logprobs: str = choice("recompute", ("recompute", "rollout"))
+    """Log-probs of the old policy in the ratio: `recompute` (computed by the ranks: before the update, or for the first
+    optimizer step in the update) or `rollout` (those of the engine that sampled; no pass before the update)."""
     kl_coef: float = number(0.0, at_least=0)
     """Weight of the KL to the reference. 0: no KL, and no reference unless the policy loss reads `ref_logprobs`."""
     kl_in: str = choice("loss", ("loss", "reward"))
@@ -77,7 +77,7 @@ class AlgorithmConfig(Section):
     kl_estimator: str = choice("k3", KL_ESTIMATORS)
     """Estimator of the KL: `k1`, `k2`, `k3` or `abs`; in the loss also `k1+` and `k3+`, which have the value of `k1` or
     `k3` and the gradient of `k2`."""
-    ref_update_interval: int = number(-1, at_least=1, off=-1)
+    ref_sync_interval: int = number(-1, at_least=1, off=-1)
     """Copy the policy into the reference every this many steps; the reference is then part of checkpoints. -1: the
     reference stays the start weights."""
     kl_controller: str = choice("fixed", ("fixed", "adaptive"))
@@ -111,7 +111,7 @@ class AlgorithmConfig(Section):
     """Exclude completions that were cut at the limit from the losses."""
     dynamic_sampling: bool = False
     """Replace prompts whose completions all get the same reward by further prompts (DAPO, Yu et al., 2025)."""
-    max_sample_batches: int = number(10, at_least=1)
+    max_gen_batches: int = number(10, at_least=1)
     """`dynamic_sampling`: most batches of prompts that a step draws. If they hold too few prompts with different
     rewards, the step is filled up with the others."""
 
@@ -132,8 +132,8 @@ class AlgorithmConfig(Section):
                 f"exceeds algorithm.rollout_correction_high={self.rollout_correction_high}, which leaves no token to "
                 "learn from",
             )
-        if self.rollout_correction is not None and self.old_logprobs == "sampler":
-            problem = "corrects the engine's log-probs, and algorithm.old_logprobs=sampler takes them as they are"
+        if self.rollout_correction is not None and self.old_logprobs == "rollout":
+            problem = "corrects the engine's log-probs, and algorithm.old_logprobs=rollout takes them as they are"
             refuse(config, "algorithm.rollout_correction", problem)
         if self.overlong_buffer > rollout.max_response_tokens:
             problem = f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
@@ -165,14 +165,14 @@ class AlgorithmConfig(Section):
             if self.kl_horizon < completions:
                 problem = f"must be at least the {completions} completions of one step"
                 refuse(config, "algorithm.kl_horizon", problem)
-        if self.ref_update_interval > 0:
+        if self.ref_sync_interval > 0:
             if "ref_logprobs" not in self.reads:
                 problem = "there is no reference model with algorithm.kl_coef=0"
-                refuse(config, "algorithm.ref_update_interval", problem)
+                refuse(config, "algorithm.ref_sync_interval", problem)
             if not config.trainer.colocate_roles:
                 refuse(
                     config,
-                    "algorithm.ref_update_interval",
+                    "algorithm.ref_sync_interval",
                     "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it",
                 )
 

@@ -28,9 +28,9 @@ class DataConfig(Section):
     """Column of the reference answer, which is passed to the reward."""
     messages_key: str | None = None
     """Column of whole chats, used instead of `prompt_key` and `answer_key`: the last message is the answer."""
-    generator: str | None = choice(None, (None, *GENERATORS))
+    synthetic: str | None = choice(None, (None, *GENERATORS))
     """Make prompts instead of reading files: `arithmetic` or `reverse_text`."""
-    generator_args: dict[str, int] = open_section()
+    synthetic_args: dict[str, int] = open_section()
     """Options of the generator: `arithmetic` {max_value}; `reverse_text` {min_letters, max_letters}."""
     train_size: int = number(-1, at_least=1, off=-1)
     """Number of training examples to generate, or most examples to use from the files. -1: all."""
@@ -43,8 +43,8 @@ class DataConfig(Section):
     epoch and their order (see `trainer.data.ledger.Curriculum`). null: all prompts, shuffled."""
 
     def check(self, config: Config, name: str) -> None:
-        if self.generator:
-            self._check_generator(config, GENERATORS[self.generator])
+        if self.synthetic:
+            self._check_generator(config, GENERATORS[self.synthetic])
         elif not self.train_files:
             problem = "name at least one file, or choose a data group such as data=arithmetic"
             refuse(config, "data.train_files", problem)
@@ -57,14 +57,14 @@ class DataConfig(Section):
         if self.train_files or self.val_files:
             refuse(
                 config,
-                "data.generator",
+                "data.synthetic",
                 "data.train_files and data.val_files cannot be combined with a generator; choose data=files or drop "
                 "them",
             )
         for key in ("data.train_size", "data.val_size"):
             if value_of(config, key) < 1:
                 refuse(config, key, "a generator needs a number of examples")
-        for option in self.generator_args:
+        for option in self.synthetic_args:
             if option not in options:
-                problem = f"data.generator={self.generator} takes {', '.join(options)}, not {option}"
-                refuse(config, "data.generator_args", problem)
+                problem = f"data.synthetic={self.synthetic} takes {', '.join(options)}, not {option}"
+                refuse(config, "data.synthetic_args", problem)

@@ -16,7 +16,7 @@ class EnvironmentConfig(Section):
     name: str | None = None
     """Import path `package.module:Class` of an environment (see docs/environments.md), which gives the reward of an
     episode. null: an episode is one prompt and one completion, and `reward.name` gives its reward."""
-    options: dict[str, Any] = open_section()
+    kwargs: dict[str, Any] = open_section()
     """Arguments for the class, by name."""
     max_turns: int = number(8, at_least=1)
     """Most replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens, and what comes
@@ -30,7 +30,7 @@ class EnvironmentConfig(Section):
     """What becomes of an episode whose environment failed. `leave_out`: it is neither learnt from nor compared with
     the others of its row, and no metric of rewards counts it. If the algorithm compares episodes, a row with fewer than
     two others teaches nothing. `zero`: its reward is 0."""
-    max_failure_frac: float = number(0.5, at_least=0, at_most=1)
+    max_error_rate: float = number(0.5, at_least=0, at_most=1)
     """The run ends if a greater share of the episodes that are played together fails. 1: it never ends for that."""
 
     def check(self, config: Config, name: str) -> None:

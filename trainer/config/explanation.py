@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from trainer.config.config_file import GROUP, ConfigFiles
 from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.overrides import find_groups, kind_of
+from trainer.config.renamed import successor_of
 from trainer.config.schema import Config, no_such_key
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
@@ -43,6 +44,8 @@ def unresolved(error: BaseException) -> str:
     if isinstance(error, UnsupportedInterpolationType):
         return f"{key}: there is no function {name} for ${{{name}:…}}; write ${{oc.env:VARIABLE}} or ${{SECTION.KEY}}"
     if isinstance(error, InterpolationKeyError):
+        if (new := successor_of(name)) is not None:
+            return f"{key}: ${{{name}}} is now ${{{new}}}"
         return f"{key}: ${{{name}}} names no key; write ${{SECTION.KEY}}, or 'KEY=\"\\${{…}}\"' for the text itself"
     if "Environment variable" in text:
         return f"{key}: the environment variable {name} is not set; export it, or write ${{oc.env:{name},DEFAULT}}"

@@ -75,7 +75,7 @@ def with_files_group(arguments: Sequence[str]) -> list[str]:
     The default of the group `data` is a generator, which takes no files.
     """
     values = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
-    if "data.train_files" not in values or {"data", "data.generator"} & values.keys():
+    if "data.train_files" not in values or {"data", "data.synthetic"} & values.keys():
         return list(arguments)
     for name in re.findall(r"[\w.]+", values.get("experiment", "")):
         path = os.path.join(conf_dir(), "experiment", f"{name}.yaml")

@@ -43,5 +43,5 @@ class LoggerConfig(Section):
     on the terminal. 0: never."""
     validation: bool = True
     """Write the completions of every validation, with rewards, to `{run_dir}/validation/step_N.jsonl`."""
-    rollouts: bool = False
+    save_rollouts: bool = False
     """Write the completions of every step, with tokens, log-probs and rewards, to `{run_dir}/rollouts/step_N.jsonl`."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from trainer.config.fields import walk_keys, walk_sections
+from trainer.config.renamed import successor_of
 from trainer.config.schema import OPEN_SECTIONS, Config, no_such_key, valid_keys
 from trainer.errors import UserError, as_list, did_you_mean
 
@@ -112,6 +113,8 @@ def _problem(word: str, groups: dict[str, list[str]], sweeps: bool) -> str | Non
         return f"{_shown(word) or repr(word)}: has no value; write KEY=VALUE or GROUP=CHOICE"
     if not name.startswith("hydra") and not _NAME.fullmatch(name):
         return _problem_of_name(word, name)
+    if successor_of(name) is not None:
+        return no_such_key(name)
     if not value.strip() and not name.startswith("hydra."):
         return f"{_shown(word)}: has no value; write one after the =, or leave {name} out"
     return _problem_of_value(word, name, value, groups, sweeps)

@@ -48,13 +48,13 @@ class RewardConfig(Section):
     """What becomes of a completion whose reward failed. `leave_out`: it is neither learnt from nor compared with the
     others of its prompt, and no metric of rewards counts it. If the algorithm compares completions, a prompt with fewer
     than two others teaches nothing. `zero`: what failed counts as 0, like a wrong answer."""
-    max_failure_frac: float = number(0.2, at_least=0, at_most=1)
+    max_error_rate: float = number(0.2, at_least=0, at_most=1)
     """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
     them. 1: it never ends for that, and a reward that fails on the first rows of the data is no reason not to start."""
     success_threshold: float = number(1.0)
     """A held-out completion with at least this reward is a success: `val/accuracy` is the share of successes, and
     `val/pass@<k>` the share of prompts with at least one."""
-    store: bool = False
+    cache: bool = False
     """Store the results of all rewards by their content in `rewards.jsonl` of the run directory, and do not compute
     them again. The answers of `url` are always stored."""
     url: str | None = None

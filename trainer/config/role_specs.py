@@ -85,8 +85,8 @@ def critic_role(config: Config) -> RoleSpec:
 
 
 def reference_role(config: Config) -> RoleSpec:
-    """Return the reference: the initial policy, or with `algorithm.ref_update_interval` the policy of a later step."""
-    t, interval = config.trainer, config.algorithm.ref_update_interval
+    """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step."""
+    t, interval = config.trainer, config.algorithm.ref_sync_interval
     is_copied = interval > 0
     return RoleSpec(
         "reference",

@@ -53,7 +53,7 @@ class ShardingConfig(Section):
     forward passes as late as it can. null: 1 on CUDA if the weights are sharded over several ranks, else 0."""
     compile: bool | None = None
     """Compile the blocks with `torch.compile`: faster passes, but the first ones wait for the compiler. null: on CUDA
-    without `trainer.context_parallel` and `trainer.tensor_parallel`; not on CPU. With tensor parallelism
+    without `trainer.context_parallel_size` and `trainer.tensor_parallel_size`; not on CPU. With tensor parallelism
     true is refused."""
 
 

@@ -22,7 +22,7 @@ class RolloutConfig(Section):
     """Number of engines. Prompts are spread over them."""
     tensor_parallel_size: int = number(1, at_least=1)
     """GPUs per engine (vLLM)."""
-    share_gpus: bool = False
+    colocate: bool = False
     """Engines share the GPUs of the ranks and sleep while the ranks train. false: engines have GPUs of their own."""
     n: int = number(8, at_least=1)
     """Completions per prompt."""

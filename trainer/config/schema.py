@@ -7,9 +7,8 @@ and each section checks what must hold between keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig
@@ -18,23 +17,13 @@ from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, refuse, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
+from trainer.config.renamed import successor_of, successor_of_value
 from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import RoleSpec, policy_gradient_roles
-from trainer.config.roles import CHECKPOINTING_OF_BOOL
 from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError, did_you_mean
-from trainer.import_utils import with_colon
-
-RENAMED = {
-    "trainer.colocate": "trainer.colocate_roles",
-    "rollout.colocate": "rollout.share_gpus",
-}
-"""Keys of earlier versions and their successors."""
-
-IMPORT_PATHS = ("algorithm.advantage_estimator", "algorithm.policy_loss", "reward.name", "data.curriculum")
-"""Keys that may hold an import path. Earlier versions took `package.module.function` too."""
 
 
 @dataclass
@@ -89,6 +78,8 @@ def validate(config: Config) -> None:
         UserError: one sentence that names the key, its value and what is valid.
     """
     for key, value, rule in walk_keys(config):
+        if (new := successor_of_value(key, value)) is not None:
+            refuse(config, key, f"this value is now {new}; write {key}={new}")
         if (problem := rule.problem(value)) is not None:
             refuse(config, key, problem)
     for name, section in walk_sections(config):
@@ -109,8 +100,9 @@ def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
     Args:
         groups: names of groups of values, which the command line takes as well.
     """
-    if key in RENAMED:
-        return f"{key}: this key is now {RENAMED[key]}; write {RENAMED[key]}=VALUE"
+    if (new := successor_of(key)) is not None:
+        plus = "+" if new in OPEN_SECTIONS or new.rpartition(".")[0] in OPEN_SECTIONS else ""
+        return f"{key}: this key is now {new}; write {plus}{new}=VALUE"
     section = key.rpartition(".")[0]
     if section in OPEN_SECTIONS:
         return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
@@ -129,40 +121,9 @@ def refuse_unknown_keys(config: Config) -> None:
             raise UserError(no_such_key(f"{name}.{unknown}".lstrip(".")))
 
 
-def with_new_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """A nested config of an earlier version with the keys (see `RENAMED`) and the forms of values of today.
-
-    `saved` stays as it is.
-    """
-    config = {name: dict(section) if isinstance(section, dict) else section for name, section in saved.items()}
-    for old, new in RENAMED.items():
-        (section, name), (new_section, new_name) = old.split("."), new.split(".")
-        if isinstance(config.get(section), dict) and name in config[section]:
-            config.setdefault(new_section, {})[new_name] = config[section].pop(name)
-    for key in IMPORT_PATHS:
-        section, name = key.split(".")
-        if isinstance(config.get(section), dict) and isinstance(path := config[section].get(name), str):
-            config[section][name] = with_colon(path)
-    for key in ("trainer.policy.fsdp", "trainer.critic.fsdp"):
-        _replace_bool(config, f"{key}.activation_checkpointing", CHECKPOINTING_OF_BOOL)
-    return config
-
-
-def _replace_bool(config: dict[str, Any], key: str, values: Mapping[str, str]) -> None:
-    """Replace the value of a dotted key, if it is a bool, copying the sections on the way."""
-    *sections, name = key.split(".")
-    for section in sections:
-        if not isinstance(config.get(section), dict):
-            return
-        config[section] = dict(config[section])
-        config = config[section]
-    if isinstance(config.get(name), bool):
-        config[name] = values[str(config[name])]
-
-
 def _instead_of(name: str) -> str:
-    if name in RENAMED:
-        return f"it is now {RENAMED[name]}"
+    if (new := successor_of(name)) is not None:
+        return f"it is now {new}"
     open_section = next((section for section in OPEN_SECTIONS if name.startswith(f"{section}.")), None)
     if open_section is not None:
         return f"name {open_section} as a whole"

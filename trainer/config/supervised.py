@@ -27,7 +27,7 @@ class SFTConfig(Section):
     """Relative frequency with which examples of each of `data.train_files` are drawn, one number per file. Empty:
     every example is drawn equally often."""
     source: str = choice("examples", ("examples", "rollouts"))
-    """Content of `data.train_files`: `examples`, or `rollouts` as `logger.rollouts` writes them."""
+    """Content of `data.train_files`: `examples`, or `rollouts` as `logger.save_rollouts` writes them."""
     min_reward: float | None = None
     """`source=rollouts`: learn only completions with at least this reward (rejection sampling). null: all."""
     max_weight: float | None = number(None, above=0)
@@ -40,7 +40,7 @@ class SFTConfig(Section):
     def check(self, config: Config, name: str) -> None:
         files = config.data.train_files
         if self.source == "rollouts" and not files:
-            problem = "needs data.train_files, the files that logger.rollouts=true makes a run write"
+            problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
             refuse(config, "sft.source", problem)
         for key in ("sft.min_reward", "sft.max_weight"):
             if self.source != "rollouts" and value_of(config, key) is not None:

@@ -18,6 +18,7 @@ from trainer.config.fields import (
     refuse,
     value_of,
 )
+from trainer.config.renamed import METRICS
 from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, problem_of
@@ -25,10 +26,10 @@ from trainer.files.uris import is_same, is_url, problem_of
 if TYPE_CHECKING:
     from trainer.config.schema import Config
 
-RESUME_LOAD = ("weights", "optimizer", "rng", "data", "state")
+LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
-_AXES = ("replicas", "context_parallel", "tensor_parallel")
+_AXES = ("dp_replicate", "context_parallel_size", "tensor_parallel_size")
 _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 
@@ -44,17 +45,17 @@ class TrainerConfig(Section):
     """Number of steps after which the run is finished."""
     num_workers: int = number(1, at_least=1)
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
-    min_workers: int | None = number(None, at_least=1)
+    min_world_size: int | None = number(None, at_least=1)
     """If the cluster of `ray_address` has no room for `num_workers` ranks, at the start or after the loss of a node,
     the job takes fewer ranks, but at least this number. null: it never takes fewer."""
-    drained_nodes: list[str] = field(default_factory=list)
+    excluded_nodes: list[str] = field(default_factory=list)
     """Addresses of nodes of the cluster of `ray_address` that this run does not use."""
-    replicas: int = number(1, at_least=1)
-    """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / replicas` ranks."""
-    context_parallel: int = number(1, at_least=1)
+    dp_replicate: int = number(1, at_least=1)
+    """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / dp_replicate` ranks."""
+    context_parallel_size: int = number(1, at_least=1)
     """Ranks that share the tokens of a micro-batch, for long sequences: each computes a part of the tokens and, in the
     attention, a part of the heads (Ulysses). It divides the number of attention heads."""
-    tensor_parallel: int = number(1, at_least=1)
+    tensor_parallel_size: int = number(1, at_least=1)
     """Ranks that share each matrix of a model, by the model's own Hugging Face plan. It divides the numbers of
     attention heads, of key and value heads, and of tokens in the vocabulary."""
     device: str = choice("auto", ("auto", "cpu", "cuda"))
@@ -68,7 +69,7 @@ class TrainerConfig(Section):
     Runs on CPU repeat without it."""
     offload: str = choice("none", ("none", "optimizer", "all"))
     """What ranks move to host memory while engines on the same GPUs generate, to leave them room: nothing, the
-    `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.share_gpus`."""
+    `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.colocate`."""
     ray_address: str | None = None
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
@@ -79,15 +80,15 @@ class TrainerConfig(Section):
     master_port: int = number(0, at_least=0, at_most=65535)
     """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
     broadcasts, meet. 0: any free ports."""
-    worker_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)
+    collective_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)
     """Seconds that one collective may take before the ranks give up."""
-    silence_timeout_s: float = number(300.0, at_least=0.001)
+    heartbeat_timeout_s: float = number(300.0, at_least=0.001)
     """Seconds without any sign of life from a rank or an engine after which it counts as dead. A stopped process, or a
     process on a frozen machine, is silent; a process that computes is not. While a process starts, at least 60."""
     node_timeout_s: float = number(15.0, at_least=0.001)
     """Seconds without an answer from a node of the cluster of `ray_address` after which the node counts as lost, with
     all ranks and engines on it."""
-    call_timeout_s: float = number(14400.0, at_least=0.001)
+    rpc_timeout_s: float = number(14400.0, at_least=0.001)
     """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
     update) before they count as dead."""
     hang_timeout_s: float = number(600.0, at_least=0.001)
@@ -101,12 +102,12 @@ class TrainerConfig(Section):
     job."""
     restart_window_minutes: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
     """Length of the time in which restarts count."""
-    diverged_above: dict[str, float] = open_section()
-    """Metrics with limits, such as `+trainer.diverged_above={policy/kl:1.0,policy/grad_norm:100}`. A run whose metric
-    stays above its limit for `diverged_steps` steps in a row has diverged: it ends with status 3, and says how to go
-    back. Empty: never."""
-    diverged_steps: int = number(3, at_least=1)
-    """Number of steps in a row above a limit of `diverged_above` after which the run ends."""
+    divergence_limits: dict[str, float] = open_section()
+    """Metrics with limits, such as `+trainer.divergence_limits={policy/kl:1.0,policy/grad_norm:100}`. If a metric stays
+    above its limit for `divergence_patience` steps in a row, the run has diverged: it ends with status 3, and its
+    message says how to go back. Empty: never."""
+    divergence_patience: int = number(3, at_least=1)
+    """Number of steps in a row above a limit of `divergence_limits` after which the run ends."""
     train_batch_size: int = number(64, at_least=1)
     """Prompts per step."""
     mini_batch_size: int = number(32, at_least=1)
@@ -115,9 +116,9 @@ class TrainerConfig(Section):
     """Passes over the experience of a step."""
     max_tokens_per_micro_batch: int = number(16384, at_least=1)
     """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and
-    a prompt that several share (`share_prompts`) counts once. A longer sequence is processed alone. Ranks along the
-    axis of `context_parallel` take so many together for each of them."""
-    share_prompts: bool = True
+    a prompt that several share (`share_prefixes`) counts once. A longer sequence is processed alone. Ranks along the
+    axis of `context_parallel_size` take so many together for each of them."""
+    share_prefixes: bool = True
     """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
     The result is the same but for rounding. It has no effect on models whose attention is not that of
     `model.attn_implementation=sdpa`, or that process one sequence at a time."""
@@ -129,16 +130,16 @@ class TrainerConfig(Section):
     """Directory of the checkpoints, or a prefix in an object store: `s3://bucket/run` (needs the extra `s3`),
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
     read them."""
-    ckpt_local_dir: str | None = None
+    ckpt_cache_dir: str | None = None
     """With `ckpt_path` in an object store: a directory on the local disk, or in the memory (`/dev/shm/…`), of each
     node, where checkpoints are committed first. They are uploaded while training continues. null: checkpoints go
     straight to `ckpt_path`."""
-    ckpt_local_copies: int = number(0, at_least=0)
-    """With `ckpt_local_dir`: the number of other nodes whose local directories also get each rank's shards, as a part
+    ckpt_replicas: int = number(0, at_least=0)
+    """With `ckpt_cache_dir`: the number of other nodes whose local directories also get each rank's shards, as a part
     of every save. With 1, a lost node costs nothing that is committed. Each copy needs the room of the shards once
     more. 0: a lost node costs what had not been uploaded."""
     ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME)
-    """With `ckpt_local_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
+    """With `ckpt_cache_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1)
     """Steps between checkpoints. -1: do not save by steps. `auto`: save by time, at the interval that loses least,
     given the measured cost of a save and `mean_time_between_failures` (Young, 1974; Daly, 2006). Whatever the value,
@@ -172,7 +173,7 @@ class TrainerConfig(Section):
     resume_path: str | None = None
     """With `resume_mode=from_path`: the `global_step_N` directory of another run to fork from. Restarted with
     the same command, the fork continues from its own newest checkpoint."""
-    resume_load: list[str] = choices(RESUME_LOAD)
+    load_components: list[str] = choices(LOAD_COMPONENTS)
     """What a fork loads, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the position in the data)
     and `state` (step, counters, best metric). Empty: all."""
     verify_checkpoint: str = choice("hash", ("hash", "size", "off"))
@@ -185,10 +186,10 @@ class TrainerConfig(Section):
     resume_tolerance: float | None = number(None, at_least=0, at_most=1)
     """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, and on CUDA with
     `deterministic`. Else, on CUDA, one step alone is compared, and what was sampled may differ by chance."""
-    stop_at: str | None = None
+    deadline: str | None = None
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""
-    lock_timeout_s: float = number(60, at_least=1, at_most=LONGEST_TIME)
+    lock_lease_s: float = number(60, at_least=1, at_most=LONGEST_TIME)
     """Seconds without a sign of life after which a job on another machine loses its lock on the run directory."""
     hf_save_interval: int = number(-1, at_least=1, off=-1)
     """Steps between exports in Hugging Face format. -1: no exports."""
@@ -223,16 +224,16 @@ class TrainerConfig(Section):
             problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
             refuse(config, "trainer.train_batch_size", problem)
         self._check_layout(config)
-        if self.offload != "none" and not config.rollout.share_gpus:
-            refuse(config, "trainer.offload", "ranks and engines do not share GPUs; set rollout.share_gpus=true too")
+        if self.offload != "none" and not config.rollout.colocate:
+            refuse(config, "trainer.offload", "ranks and engines do not share GPUs; set rollout.colocate=true too")
         self._check_paths(config)
         self._check_saving(config)
         self._check_resume(config)
-        if self.stop_at is not None:
+        if self.deadline is not None:
             try:
-                datetime.fromisoformat(self.stop_at).timestamp()
+                datetime.fromisoformat(self.deadline).timestamp()
             except (ValueError, OverflowError):
-                refuse(config, "trainer.stop_at", "must be a time such as 2026-11-21T18:00")
+                refuse(config, "trainer.deadline", "must be a time such as 2026-11-21T18:00")
         if self.hf_save_lora != "merged" and self.policy.lora.rank is None:
             refuse(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
 
@@ -246,18 +247,18 @@ class TrainerConfig(Section):
         if self.num_workers % self.layout_size:
             product = " x ".join(f"trainer.{axis}={getattr(self, axis)}" for axis in used)
             refuse(config, "trainer.num_workers", f"must be a multiple of {product}")
-        if self.min_workers is not None and not self.layout_size <= self.min_workers <= self.num_workers:
+        if self.min_world_size is not None and not self.layout_size <= self.min_world_size <= self.num_workers:
             problem = f"must be from {self.layout_size} to trainer.num_workers={self.num_workers}"
-            refuse(config, "trainer.min_workers", problem)
-        if self.context_parallel > 1 and config.model.attn_implementation != "sdpa":
-            refuse(config, "trainer.context_parallel", "needs model.attn_implementation=sdpa")
+            refuse(config, "trainer.min_world_size", problem)
+        if self.context_parallel_size > 1 and config.model.attn_implementation != "sdpa":
+            refuse(config, "trainer.context_parallel_size", "needs model.attn_implementation=sdpa")
         for role in ("policy", "critic", "reference"):
-            if getattr(self, role).fsdp.compile and self.tensor_parallel > 1:
+            if getattr(self, role).fsdp.compile and self.tensor_parallel_size > 1:
                 # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not
                 # an OpOverload").
                 problem = (
-                    "cannot be combined with trainer.tensor_parallel: torch 2.13 fails to compile blocks that several "
-                    "ranks share for any number of tokens"
+                    "cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails to compile blocks that "
+                    "several ranks share for any number of tokens"
                 )
                 refuse(config, f"trainer.{role}.fsdp.compile", problem)
 
@@ -276,7 +277,7 @@ class TrainerConfig(Section):
             "trainer.ckpt_path",
             "trainer.export_path",
             "trainer.resume_path",
-            "trainer.ckpt_local_dir",
+            "trainer.ckpt_cache_dir",
         ):
             if (value_of(config, key) or "").startswith("~"):
                 refuse(config, key, "begins with ~, which only a shell replaces; write the whole path")
@@ -285,19 +286,22 @@ class TrainerConfig(Section):
             if is_url(path) and (problem := problem_of(path)):
                 raise UserError(f"{key}: {problem}")  # without the value, which may hold a password
 
-        if self.ckpt_local_dir is not None:
+        if self.ckpt_cache_dir is not None:
             if not is_url(self.ckpt_path):
-                refuse(config, "trainer.ckpt_local_dir", "needs a trainer.ckpt_path in an object store")
-            if is_url(self.ckpt_local_dir) or is_same(self.ckpt_local_dir, self.run_dir):
-                refuse(config, "trainer.ckpt_local_dir", "must be a directory other than trainer.run_dir")
-        if self.ckpt_local_copies:
-            if self.ckpt_local_dir is None:
-                refuse(config, "trainer.ckpt_local_copies", "needs trainer.ckpt_local_dir")
+                refuse(config, "trainer.ckpt_cache_dir", "needs a trainer.ckpt_path in an object store")
+            if is_url(self.ckpt_cache_dir) or is_same(self.ckpt_cache_dir, self.run_dir):
+                refuse(config, "trainer.ckpt_cache_dir", "must be a directory other than trainer.run_dir")
+        if self.ckpt_replicas:
+            if self.ckpt_cache_dir is None:
+                refuse(config, "trainer.ckpt_replicas", "needs trainer.ckpt_cache_dir")
             if self.ray_address in (None, PROCESSES):
                 problem = "needs several nodes, so trainer.ray_address of a cluster: copies go to other nodes"
-                refuse(config, "trainer.ckpt_local_copies", problem)
+                refuse(config, "trainer.ckpt_replicas", problem)
 
     def _check_saving(self, config: Config) -> None:
+        for metric in self.divergence_limits:
+            if metric in METRICS:
+                refuse(config, "trainer.divergence_limits", f"{metric} is now {METRICS[metric]}")
         if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":
             refuse(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
         for key in ("trainer.keep_best", "trainer.keep_every"):
@@ -312,6 +316,6 @@ class TrainerConfig(Section):
             refuse(config, "trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
         if self.resume_path and self.resume_mode != "from_path":
             refuse(config, "trainer.resume_path", "needs trainer.resume_mode=from_path")
-        if self.resume_load and self.resume_mode != "from_path":
+        if self.load_components and self.resume_mode != "from_path":
             problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
-            refuse(config, "trainer.resume_load", problem)
+            refuse(config, "trainer.load_components", problem)

@@ -112,8 +112,8 @@ def read_parts(data: DataConfig, split: str, as_rows: bool = False) -> list[list
         UserError: a file is missing, empty or malformed, or lacks a column; the message lists up to ten problems.
     """
     limit = data.train_size if split == "train" else data.val_size
-    if data.generator:
-        return [generate(data.generator, data.generator_args, limit, split)]
+    if data.synthetic:
+        return [generate(data.synthetic, data.synthetic_args, limit, split)]
     key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")
@@ -140,7 +140,7 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
     Raises:
         UserError: a file is missing, empty or malformed, or lacks a column; the message lists up to ten problems.
     """
-    if data.generator:
+    if data.synthetic:
         return
     problems, left = _Problems(), _CHECKED_BYTES
 

@@ -34,7 +34,7 @@ def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[
             examples[prompt] = answer
     if len(examples) < size:
         raise UserError(
-            f"data.{split}_size={size}: data.generator={name} with these data.generator_args has only "
+            f"data.{split}_size={size}: data.synthetic={name} with these data.synthetic_args has only "
             f"{len(examples)} different examples for {split}"
         )
     return [{"prompt": prompt, "answer": answer} for prompt, answer in examples.items()]
@@ -42,14 +42,14 @@ def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[
 
 def _sum(attempt: int, max_value: int = 99) -> tuple[str, str]:
     if max_value < 0:
-        raise UserError(f"data.generator_args: max_value={max_value} must be at least 0")
+        raise UserError(f"data.synthetic_args: max_value={max_value} must be at least 0")
     a, b = (int(r % (max_value + 1)) for r in _random("arithmetic", attempt, 2))
     return f"{a}+{b}=", str(a + b)
 
 
 def _word(attempt: int, min_letters: int = 4, max_letters: int = 10) -> tuple[str, str]:
     if not 1 <= min_letters <= max_letters:
-        raise UserError(f"data.generator_args: min_letters={min_letters} and max_letters={max_letters} leave no word")
+        raise UserError(f"data.synthetic_args: min_letters={min_letters} and max_letters={max_letters} leave no word")
     first, *rest = _random("reverse_text", attempt, max_letters + 1)
     length = min_letters + int(first % (max_letters - min_letters + 1))
     word = "".join(_LETTERS[int(r % 26)] for r in rest[:length])

@@ -252,7 +252,7 @@ class Ledger:
                 raise UserError(
                     f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {state.get(name)}); "
                     "restore the data and seed of the run, or fork the checkpoint (trainer.resume_mode=from_path) with "
-                    "trainer.resume_load=[weights,optimizer,rng,state], which begins the new data at its first row"
+                    "trainer.load_components=[weights,optimizer,rng,state], which begins the new data at its first row"
                 )
 
     def _problem(self, state: dict[str, Any]) -> str | None:

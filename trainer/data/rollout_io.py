@@ -119,7 +119,9 @@ def read_rollouts(
     for where, row in read_rows(file, "data.train_files"):
         samples = _samples(row)
         if not samples:
-            raise UserError(f"sft.source=rollouts: {where} is no rollout; logger.rollouts=true makes a run write them")
+            raise UserError(
+                f"sft.source=rollouts: {where} is no rollout; logger.save_rollouts=true makes a run write them"
+            )
         highest = max((token for sample in samples for token in sample["token_ids"]), default=0)
         if vocab_size is not None and highest >= vocab_size:
             raise UserError(

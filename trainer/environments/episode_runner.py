@@ -151,7 +151,7 @@ class EnvironmentPlayer:
         """Yield what has become of all attempts, by their places, when all have ended.
 
         Raises:
-            UserError: more than `environment.max_failure_frac` of the episodes have failed.
+            UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
         sessions = [Session(attempt.row, environment_seed(self._seed, attempt.uid)) for attempt in attempts]
         episodes = [_Playing(attempt, session) for attempt, session in zip(attempts, sessions, strict=True)]
@@ -211,11 +211,11 @@ class EnvironmentPlayer:
 
     def _check_failures(self, sessions: Sequence[Session], step: int) -> None:
         failures = [session.failure for session in sessions if session.failure]
-        if len(failures) > self._config.max_failure_frac * len(sessions):
+        if len(failures) > self._config.max_error_rate * len(sessions):
             raise UserError(
                 f"environment.name={self._config.name}: {len(failures)} of {len(sessions)} episodes of step {step} "
-                f"({len(failures) / len(sessions):.1%}) have failed, more than environment.max_failure_frac="
-                f"{self._config.max_failure_frac:g} allows; the first: {failures[0]}"
+                f"({len(failures) / len(sessions):.1%}) have failed, more than environment.max_error_rate="
+                f"{self._config.max_error_rate:g} allows; the first: {failures[0]}"
             )
 
     def _played(self, episode: _Playing) -> Played:

@@ -32,7 +32,7 @@ def supervised_chat(
         chat: messages with replies (`assistant`) and answers of tools (`tool`). Calls in `tool_calls`, as the API of
             OpenAI has them, are written as the text that `ToolEnvironment` reads.
         seed: for what the environment draws.
-        options: of the environment, as in `environment.options`.
+        options: of the environment, as in `environment.kwargs`.
 
     Raises:
         UserError: the chat has no reply, or does not end with one; or a call in `tool_calls` names no tool of the

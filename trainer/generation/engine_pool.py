@@ -93,7 +93,7 @@ class EnginePool:
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
-        self._shares_gpus = cfg.rollout.share_gpus and cluster.device == "cuda"
+        self._shares_gpus = cfg.rollout.colocate and cluster.device == "cuda"
         self._has_started = False
         self._has_synced = False
         self._homes: list[GpuAssignment | None] = []
@@ -333,7 +333,7 @@ class EnginePool:
         r, device, first = self._cfg.rollout, self._cluster.device, self._cfg.trainer.master_port
         settings = {
             "device": device,
-            "timeout_s": self._cfg.trainer.worker_timeout_s,
+            "timeout_s": self._cfg.trainer.collective_timeout_s,
             "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
         }
         if self._transport == "ipc":
@@ -447,15 +447,15 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     weight_sync, on_gpus = rollout.weight_sync, device == "cuda"
     if weight_sync == "auto":
         # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
-        fast = "ipc" if rollout.share_gpus else "broadcast"
+        fast = "ipc" if rollout.colocate else "broadcast"
         if on_gpus and fast in ENGINES[rollout.engine].transports:
             weight_sync = fast
         else:
             weight_sync = "shared_memory" if same_node else "broadcast"
-    if weight_sync == "ipc" and not (on_gpus and rollout.share_gpus):
+    if weight_sync == "ipc" and not (on_gpus and rollout.colocate):
         raise UserError(
             "rollout.weight_sync=ipc: weights go from rank to engine within one GPU, and they share none; choose auto, "
-            "or rollout.share_gpus=true on GPUs"
+            "or rollout.colocate=true on GPUs"
         )
     if weight_sync == "shared_memory" and not same_node:
         raise UserError(
@@ -467,10 +467,10 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
             f"rollout.weight_sync={weight_sync}: rollout.engine={rollout.engine} takes weights through "
             f"{' or '.join(ENGINES[rollout.engine].transports)} only; use one node, or choose rollout={able}"
         )
-    if weight_sync == "broadcast" and rollout.share_gpus:
+    if weight_sync == "broadcast" and rollout.colocate:
         raise UserError(
             "rollout.weight_sync=broadcast: NCCL cannot join a rank and an engine on one GPU; use one node, or choose "
-            "rollout.share_gpus=false"
+            "rollout.colocate=false"
         )
     return weight_sync
 

@@ -73,7 +73,7 @@ class VLLMEngine:
 
         self._version = 0
         self._asleep = False
-        self._can_sleep = device == "cuda" and rollout.share_gpus
+        self._can_sleep = device == "cuda" and rollout.colocate
         self._running: dict[str, int] = {}
         """The numbers of the requests in vLLM, by their names there."""
         self._source: Broadcast | Ipc | None = None
@@ -267,5 +267,5 @@ def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",
-        "enable_sleep_mode": rollout.share_gpus,
+        "enable_sleep_mode": rollout.colocate,
     }

@@ -218,7 +218,7 @@ def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, d
         low=algorithm.rollout_correction_low,
         high=algorithm.rollout_correction_high,
     )
-    metrics = {"rollout/corrected_frac": float(bound.sum()) / max(float(mask.sum()), 1.0)}
+    metrics = {"rollout_is/clip_frac": float(bound.sum()) / max(float(mask.sum()), 1.0)}
     return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
 
 

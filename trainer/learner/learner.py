@@ -157,7 +157,7 @@ class Learner:
     @property
     def _uses_rollout_logprobs(self) -> bool:
         """The sampler's log-probs are taken for those of the old policy."""
-        return self.cfg.algorithm.old_logprobs == "sampler"
+        return self.cfg.algorithm.old_logprobs == "rollout"
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         """Train the critic, then the policy, on a step's experience; returns the step's metrics.
@@ -219,7 +219,7 @@ class Learner:
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
         computed = tokens * (1 - self._shared)
         flops = model_flops(computed, *self.ranks.num_parameters, self.cfg.trainer.update_epochs, self._forward_passes)
-        return {**metrics, "perf/tokens_shared": self._shared, "perf/mfu": flops / seconds / self.peak_flops}
+        return {**metrics, "perf/prefix_reuse_frac": self._shared, "perf/mfu": flops / seconds / self.peak_flops}
 
 
 def _has_all_old_logprobs(batch: Batch) -> bool:

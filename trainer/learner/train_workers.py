@@ -62,9 +62,9 @@ class TrainWorkers:
     def description(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the ranks that wrote it."""
         t = self.cfg.trainer
-        axes = {"replicate": t.replicas, "shard": self.count // t.layout_size}
-        axes |= {"context": t.context_parallel, "tensor": t.tensor_parallel}
-        return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.replicas, "axes": axes}
+        axes = {"replicate": t.dp_replicate, "shard": self.count // t.layout_size}
+        axes |= {"context": t.context_parallel_size, "tensor": t.tensor_parallel_size}
+        return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes}
 
     def connect(self) -> None:
         """Form the process groups."""

@@ -21,7 +21,7 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"{self.metric} has been above {self.limit:g} since step {self.first_step}, and is {self.value:.4g} now "
-            "(trainer.diverged_above)"
+            "(trainer.divergence_limits)"
         )
 
 
@@ -29,8 +29,8 @@ class DivergenceCheck:
     """Finds metrics that stay above their limits. Metrics alone decide, so a resumed run finds the same.
 
     Args:
-        limits: by metric (`trainer.diverged_above`).
-        steps: so many steps in a row must be above the limit (`trainer.diverged_steps`).
+        limits: by metric (`trainer.divergence_limits`).
+        steps: so many steps in a row must be above the limit (`trainer.divergence_patience`).
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 

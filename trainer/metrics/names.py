@@ -82,10 +82,8 @@ METRICS: dict[str, Metric] = {
     "rollout/ratio_p99": Metric("99th percentile of rho (see `rollout/kl`).", "1"),
     "rollout/ratio_max": Metric("Largest rho (see `rollout/kl`).", "1"),
     "rollout/ess": Metric("Effective sample size of the step's tokens, weighted by rho (see `rollout/kl`).", "share"),
-    "rollout/corrected_frac": Metric(
-        "Tokens whose weight `algorithm.rollout_correction` has cut or set to 0.", "share"
-    ),
-    "rollout/pearson": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
+    "rollout_is/clip_frac": Metric("Tokens whose weight `algorithm.rollout_correction` has cut or set to 0.", "share"),
+    "rollout/logprob_corr": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
     "val/failures": Metric(
         "Greedy completions of the held-out prompts whose reward or environment failed (see `reward/failures`).",
@@ -114,15 +112,15 @@ METRICS: dict[str, Metric] = {
     "time/sync": Metric("Bringing the new weights to the engines.", "s"),
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
     "time/upload_lag": Metric(
-        "With `trainer.ckpt_local_dir`: how long the oldest checkpoint that waits for its upload has waited.",
+        "With `trainer.ckpt_cache_dir`: how long the oldest checkpoint that waits for its upload has waited.",
         "s",
     ),
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
-    "perf/tokens_shared": Metric(
+    "perf/prefix_reuse_frac": Metric(
         "Share of the prompt and completion tokens that the last update of the policy did not compute again, because "
-        "completions of one prompt share them (`trainer.share_prompts`).",
+        "completions of one prompt share them (`trainer.share_prefixes`).",
         "share",
     ),
     "perf/mfu": Metric(

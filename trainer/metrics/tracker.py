@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import LoggerConfig
+from trainer.config import LoggerConfig, with_new_metrics
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
@@ -269,7 +269,7 @@ def check_lines(path: str, first: int | None, last: int) -> None:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        return parse_object(line, {"step": is_count, str: (is_number, NoneType)})
+        return with_new_metrics(parse_object(line, {"step": is_count, str: (is_number, NoneType)}))
     except ValueError:
         return None
 

@@ -81,11 +81,11 @@ def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module
     _disable_dropout(lm)
     set_attention(lm)
     if layout.context is not None and lm.config._attn_implementation != PACKED:
-        refuse_axis("context_parallel", layout.context.size, f"{type(lm).__name__} needs all tokens on one rank")
+        refuse_axis("context_parallel_size", layout.context.size, f"{type(lm).__name__} needs all tokens on one rank")
     has_linear_head = set_head(lm)
     if layout.tensor_mesh is not None and not has_linear_head:
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"
-        refuse_axis("tensor_parallel", layout.tensor_mesh.size(), problem)
+        refuse_axis("tensor_parallel_size", layout.tensor_mesh.size(), problem)
     return lm
 
 

@@ -31,7 +31,7 @@ def check_axes(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: a model cannot be split.
     """
-    if cfg.trainer.context_parallel == cfg.trainer.tensor_parallel == 1:
+    if cfg.trainer.context_parallel_size == cfg.trainer.tensor_parallel_size == 1:
         return
     paths = [model_path, *([cfg.trainer.critic.path] if cfg.trainer.critic.path else [])]
     for path in map(resolve_model_path, paths):
@@ -40,27 +40,29 @@ def check_axes(cfg: Config, model_path: str) -> None:
 
 def check_model_axes(cfg: Config, model: PretrainedConfig | Any) -> None:
     """Check one model (see `check_axes`)."""
-    context, tensor = cfg.trainer.context_parallel, cfg.trainer.tensor_parallel
+    context, tensor = cfg.trainer.context_parallel_size, cfg.trainer.tensor_parallel_size
     heads = getattr(model, "num_attention_heads", None)
     if tensor > 1:
         plan, kind = getattr(model, "base_model_tp_plan", None), f"models of the type {model.model_type}"
         if not plan:
-            refuse_axis("tensor_parallel", tensor, f"{kind} have no tensor parallel plan in transformers")
+            refuse_axis("tensor_parallel_size", tensor, f"{kind} have no tensor parallel plan in transformers")
         unknown = sorted(set(plan.values()) - {*COLWISE, *ROWWISE, *PARTIAL, *EMBEDDING})
         if unknown:
             refuse_axis(
-                "tensor_parallel", tensor, f"{kind} need the parallel style {unknown[0]}, which is not supported"
+                "tensor_parallel_size", tensor, f"{kind} need the parallel style {unknown[0]}, which is not supported"
             )
         sizes = {"attention heads": heads, "tokens in the vocabulary": model.vocab_size}
         sizes["key and value heads"] = getattr(model, "num_key_value_heads", None) or heads
         for name, size in sizes.items():
             if size is None or size % tensor:
-                refuse_axis("tensor_parallel", tensor, f"must divide the number of {name} of the model, {size}")
+                refuse_axis("tensor_parallel_size", tensor, f"must divide the number of {name} of the model, {size}")
     if context > 1 and (heads is None or heads // tensor % context):
-        on_each = " on each rank of trainer.tensor_parallel" if tensor > 1 else ""
+        on_each = " on each rank of trainer.tensor_parallel_size" if tensor > 1 else ""
         share = heads and heads // tensor
         refuse_axis(
-            "context_parallel", context, f"must divide the number of attention heads of the model{on_each}, {share}"
+            "context_parallel_size",
+            context,
+            f"must divide the number of attention heads of the model{on_each}, {share}",
         )
 
 

@@ -39,7 +39,7 @@ def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
         if not part._parameters:
             continue
         if any(True for _ in part.children()):
-            refuse_axis("tensor_parallel", mesh.size(), f"{name} cannot be split, it has parameters and parts")
+            refuse_axis("tensor_parallel_size", mesh.size(), f"{name} cannot be split, it has parameters and parts")
         style: ParallelStyle
         if part is base.get_input_embeddings():
             style = _Vocabulary()
@@ -60,13 +60,13 @@ def _style(name: str, part: nn.Module, plan: dict[str, str], size: int) -> Paral
     if named is None or named in PARTIAL:
         return _Replicated(Partial() if named in PARTIAL else Replicate())
     if not isinstance(part, nn.Linear):
-        refuse_axis("tensor_parallel", size, f"{name} cannot be split, it is no linear layer")
+        refuse_axis("tensor_parallel_size", size, f"{name} cannot be split, it is no linear layer")
     # W x + B (A x): of a layer split by rows, all ranks have the whole A; of one split by columns, the whole B.
     if adapter[:1] == ("A" if named in COLWISE else "B"):
         return _Replicated(Replicate())
     divided, axis = (part.out_features, "outputs") if named in COLWISE else (part.in_features, "inputs")
     if divided % size:
-        refuse_axis("tensor_parallel", size, f"must divide the {divided} {axis} of {name}")
+        refuse_axis("tensor_parallel_size", size, f"must divide the {divided} {axis} of {name}")
     whole = Replicate() if COLWISE.get(named) or ROWWISE.get(named) else None
     return ColwiseParallel(output_layouts=whole) if named in COLWISE else RowwiseParallel(input_layouts=whole)
 

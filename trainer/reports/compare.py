@@ -20,7 +20,7 @@ from trainer.checkpoint import record
 from trainer.checkpoint.components import CONFIG_FILE, read_config
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
-from trainer.config import Config
+from trainer.config import Config, with_new_names, with_new_words
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_object, parse_yaml
 from trainer.files.redaction import redact
@@ -82,7 +82,7 @@ def _config_of(path: str) -> dict[str, Any]:
     if os.path.exists(file):
         try:
             with open(file, "rb") as handle:
-                return redact(parse_yaml(handle.read(), {str: dict}))  # earlier versions saved secrets
+                return redact(with_new_names(parse_yaml(handle.read(), {str: dict})))  # earlier versions saved secrets
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     store = open_store(record.read(path) or os.path.join(path, "checkpoints"))
@@ -253,7 +253,7 @@ def _last_command(path: str) -> list[str]:
     """Return the words of the last command that started a run; empty if they are not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(os.path.join(path, STARTS_FILE), "rb") as file:
-            return parse_object(file.read().splitlines()[-1], {"command": [str]})["command"]
+            return with_new_words(parse_object(file.read().splitlines()[-1], {"command": [str]})["command"])
     return []
 
 

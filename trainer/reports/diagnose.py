@@ -18,6 +18,7 @@ from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
+from trainer.config import with_new_names
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError, name_size
 from trainer.files.documents import is_count, parse_object
@@ -129,7 +130,8 @@ def _last_start(run_dir: str) -> dict[str, Any] | None:
         return None
     for line in reversed(lines):
         try:
-            return parse_object(line, _START)
+            start = parse_object(line, _START)
+            return start | {"config": with_new_names(start["config"])}
         except ValueError:
             continue
     return None
@@ -160,7 +162,7 @@ def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[i
     if moved_from and not is_url(place) and (below := os.path.relpath(place, moved_from)).split(os.sep)[0] != os.pardir:
         place = os.path.join(run_dir, below)
     newest, lines = _newest(place, seconds)
-    local = start["config"]["trainer"].get("ckpt_local_dir")
+    local = start["config"]["trainer"].get("ckpt_cache_dir")
     if isinstance(local, str):
         local = inside(start["directory"], local)
         nearest, near = _newest(local, seconds)
@@ -260,6 +262,6 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
         changes["trainer.run_dir"] = os.path.abspath(run_dir)
     address = start["config"]["trainer"].get("ray_address")
     if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
-        drained = sorted({*nodes, *start["config"]["trainer"].get("drained_nodes", [])})
-        changes["trainer.drained_nodes"] = f"[{','.join(drained)}]"
+        drained = sorted({*nodes, *start["config"]["trainer"].get("excluded_nodes", [])})
+        changes["trainer.excluded_nodes"] = f"[{','.join(drained)}]"
     return again + next_command(start, changes, supervised)

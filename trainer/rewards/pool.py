@@ -112,12 +112,12 @@ class RewardPool:
         """Add up the results, log failures and what reward functions have printed, and store the results.
 
         Raises:
-            UserError: more than `reward.max_failure_frac` of the rewards have failed.
+            UserError: more than `reward.max_error_rate` of the rewards have failed.
         """
         scores = add_up(results, total)
         for line in self._printed.take():
             LOG.info(line)
-        problem = scores.failures.problem(total, self._config.max_failure_frac, step)
+        problem = scores.failures.problem(total, self._config.max_error_rate, step)
         self._keep(results, step, failures=problem is None)
         if problem is not None:
             raise UserError(problem)

@@ -65,7 +65,7 @@ def _check_failures(
             continue
         key = f"reward.name={next(iter(some)).name}" if len(some) == 1 else config.key()
         tried = f"{key}: fails for the first {total // n} rows of the data with their reference answers as "
-        if failures.first.startswith("took longer than ") or config.max_failure_frac == 1:
+        if failures.first.startswith("took longer than ") or config.max_error_rate == 1:
             LOG.warning("%scompletions: %s", tried, failures.first)
         else:
             raise UserError(

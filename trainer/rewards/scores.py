@@ -59,7 +59,7 @@ class RewardFailures:
         if self.count <= most * total:
             return None
         return (
-            f"reward.max_failure_frac={most:g}: {self._share(total, step)} failed (the first: {self.first}); nothing "
+            f"reward.max_error_rate={most:g}: {self._share(total, step)} failed (the first: {self.first}); nothing "
             f"was trained on them, and once the reward works, {CONTINUES}"
         )
 

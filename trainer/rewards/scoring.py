@@ -94,7 +94,7 @@ class ScoringSession:
         """Wait for the rewards of all completions. One that raises, hangs or is no number has failed.
 
         Raises:
-            UserError: more than `reward.max_failure_frac` of the rewards have failed.
+            UserError: more than `reward.max_error_rate` of the rewards have failed.
             WorkerError: the processes cannot start.
         """
         return self._pool.finish(self.results(), self._total, self._step)

@@ -129,7 +129,7 @@ def _component(config: RewardConfig, name: str, label: str, weight: float) -> Re
             name, label, weight, RemoteReward.calling, config.url, remote.deadline_s, remote.completions_per_request
         )
     calling = calling_of(resolve(name), f"reward.name={name}")
-    return RewardFunction(name, label, weight, calling, name if config.store else None, config.timeout_s)
+    return RewardFunction(name, label, weight, calling, name if config.cache else None, config.timeout_s)
 
 
 def _labels(names: Sequence[str]) -> list[str]:

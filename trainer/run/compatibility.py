@@ -26,35 +26,36 @@ HARMLESS = (
     "reward.timeout_s",
     "reward.num_processes",
     "reward.concurrency",
-    "reward.max_failure_frac",
-    "reward.store",
+    "reward.max_error_rate",
+    "reward.cache",
     "reward.remote.*",
     "reward.success_threshold",
     "environment.timeout_s",
     "environment.num_processes",
-    "environment.max_failure_frac",
+    "environment.max_error_rate",
     "trainer.run_name",
     "trainer.run_dir",
     "trainer.export_path",
     "trainer.hf_save_*",
-    "trainer.stop_at",
+    "trainer.deadline",
     "trainer.val_*",
     "trainer.ckpt_*",
     "trainer.keep_*",
     "trainer.best_*",
     "trainer.max_ckpts_to_keep",
     "trainer.resume_*",
+    "trainer.load_components",
     "trainer.verify_checkpoint",
     "trainer.allow_config_change",
     "trainer.on_resume_mismatch",
     "trainer.mean_time_between_failures",
-    "trainer.lock_timeout_s",
+    "trainer.lock_lease_s",
     "trainer.num_workers",
-    "trainer.min_workers",
-    "trainer.drained_nodes",
-    "trainer.replicas",
-    "trainer.context_parallel",
-    "trainer.tensor_parallel",
+    "trainer.min_world_size",
+    "trainer.excluded_nodes",
+    "trainer.dp_replicate",
+    "trainer.context_parallel_size",
+    "trainer.tensor_parallel_size",
     "trainer.device",
     "trainer.colocate_roles",
     "trainer.offload",
@@ -62,17 +63,17 @@ HARMLESS = (
     "trainer.ray_address",
     "trainer.placement_timeout_s",
     "trainer.master_port",
-    "trainer.worker_timeout_s",
-    "trainer.silence_timeout_s",
+    "trainer.collective_timeout_s",
+    "trainer.heartbeat_timeout_s",
     "trainer.node_timeout_s",
     "trainer.hang_timeout_s",
-    "trainer.diverged_above",
-    "trainer.diverged_steps",
+    "trainer.divergence_limits",
+    "trainer.divergence_patience",
     "trainer.max_restarts",
     "trainer.restart_window_minutes",
-    "trainer.call_timeout_s",
+    "trainer.rpc_timeout_s",
     "trainer.max_tokens_per_micro_batch",
-    "trainer.share_prompts",
+    "trainer.share_prefixes",
     "trainer.*.fsdp.reshard_after_forward",
     "trainer.*.fsdp.cpu_offload",
     "trainer.*.fsdp.prefetch",
@@ -81,7 +82,7 @@ HARMLESS = (
     "trainer.*.fsdp.reduce_gradients",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
-    "rollout.share_gpus",
+    "rollout.colocate",
     "rollout.val_n",
     "rollout.max_num_seqs",
     "rollout.kv_cache_mb",
@@ -99,15 +100,15 @@ class Bound:
 
     reason: str
     kinds: tuple[str, ...] = ()
-    """The kinds of state (of `RESUME_LOAD`) that lose their meaning. A fork that restores none of them may change the
-    key."""
+    """The kinds of state (of `LOAD_COMPONENTS`) that lose their meaning. A fork that restores none of them may change
+    the key."""
 
 
 IMPOSSIBLE = {
     "model.tiny.*": Bound("the saved weights belong to another model", ("weights", "optimizer")),
     "trainer.seed": Bound("every random draw of the run depends on it", ("data",)),
     "algorithm.advantage_estimator": Bound("only one of the two has a critic"),
-    "algorithm.ref_update_interval": Bound("it decides whether the checkpoint holds the reference"),
+    "algorithm.ref_sync_interval": Bound("it decides whether the checkpoint holds the reference"),
     "trainer.*.lora.rank": Bound("the saved adapters have another shape", ("weights", "optimizer")),
     "trainer.*.lora.target_modules": Bound("the saved adapters belong to other layers", ("weights", "optimizer")),
 }
@@ -118,15 +119,15 @@ FORK_NEEDS_PERMISSION = ("model.path",)
 # Harmless changes after which a replayed step equals the logged one only to rounding.
 ROUNDING = (
     "trainer.num_workers",
-    "trainer.replicas",
-    "trainer.context_parallel",
-    "trainer.tensor_parallel",
+    "trainer.dp_replicate",
+    "trainer.context_parallel_size",
+    "trainer.tensor_parallel_size",
     "trainer.device",
     "trainer.deterministic",
     "trainer.colocate_roles",
     "trainer.*.fsdp.*",
     "trainer.max_tokens_per_micro_batch",
-    "trainer.share_prompts",
+    "trainer.share_prefixes",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
     "rollout.max_num_seqs",
@@ -150,11 +151,11 @@ UPDATE = (
     "sft.optimizer.*",
     "algorithm.*",
 )
-SAMPLING = ("algorithm.dynamic_sampling", "algorithm.max_sample_batches")  # the exceptions to `UPDATE`
+SAMPLING = ("algorithm.dynamic_sampling", "algorithm.max_gen_batches")  # the exceptions to `UPDATE`
 
 # The metrics that a change alters, by the beginning of their names.
 OF_VALIDATION = ("val/",)
-OF_UPDATE = ("critic/", "policy/", "rollout/", "sft/", "val/")
+OF_UPDATE = ("critic/", "policy/", "rollout/", "rollout_is/", "sft/", "val/")
 ALL_METRICS = ("",)
 
 # Explanations for keys that need the user's permission, where the reason is not obvious.
@@ -275,7 +276,9 @@ def check(
         bound = next((bound for pattern, bound in impossible.items() if fnmatchcase(change.key, pattern)), None)
         if bound is not None and (forked is None or set(bound.kinds) & set(forked)):
             other = (
-                "start a new run" if forked is None else f"leave {' and '.join(bound.kinds)} out of trainer.resume_load"
+                "start a new run"
+                if forked is None
+                else f"leave {' and '.join(bound.kinds)} out of trainer.load_components"
             )
             refused.append(f"{saved}, and {bound.reason}; restore the value, or {other}")
             refused_keys.append(change.key)

@@ -51,8 +51,8 @@ class RunDirectory:
         self.supervised = supervised
         t = cfg.trainer
         metric, mode = compared_by(t.best_metric, t.best_mode, supervised)
-        store = open_tiers(t.ckpt_path, t.ckpt_local_dir, t.ckpt_local_copies)
-        self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_timeout_s)
+        store = open_tiers(t.ckpt_path, t.ckpt_cache_dir, t.ckpt_replicas)
+        self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_lease_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             store,

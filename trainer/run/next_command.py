@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.config import with_new_words
 from trainer.files.redaction import HIDDEN, redact_command
 
 _MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
@@ -24,7 +25,7 @@ _NONE = ("none", "null", "None", "")
 
 def command_of(words: Sequence[str]) -> list[str]:
     """Return the recorded words of a command as a user gives it; as they are if it was not on the command line."""
-    words = redact_command(words)  # earlier versions recorded secrets
+    words = with_new_words(redact_command(words))  # earlier versions recorded secrets
     for i, word in enumerate(words):
         if word in _MODULES:
             return ["trainer", _MODULES[word], *words[i + 1 :]]

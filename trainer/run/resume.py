@@ -17,7 +17,7 @@ from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import LocalStore
-from trainer.config import RESUME_LOAD, Config
+from trainer.config import LOAD_COMPONENTS, Config
 from trainer.errors import UserError
 from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
@@ -168,7 +168,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
         UserError: keys differ that must not change, or must not change without permission.
     """
     saved: dict[str, Any] = read_config(checkpoint)
-    restored = frozenset(cfg.trainer.resume_load or RESUME_LOAD) if fork else frozenset(RESUME_LOAD)
+    restored = frozenset(cfg.trainer.load_components or LOAD_COMPONENTS) if fork else frozenset(LOAD_COMPONENTS)
     # A new password is no change of the run. Earlier versions saved secrets.
     pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
     changes = compatibility.find_changes(*pair, dataclasses.asdict(Config()))
@@ -207,7 +207,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     )
 
 
-_NOT_SHOWN = ("trainer.resume_", "trainer.allow_")
+_NOT_SHOWN = ("trainer.resume_", "trainer.load_components", "trainer.allow_")
 _NAMED_AFTER_RUN = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "logger.name", "logger.group")
 """Keys that follow `trainer.run_name`, unless they are set."""
 _NOT_COMPARED = {

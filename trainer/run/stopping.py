@@ -13,15 +13,15 @@ class StopRequest:
     """Whether, and why, the run should stop after the current step.
 
     Args:
-        stop_at: ISO 8601 time; None: the end of the Slurm job, if the run is one.
+        deadline: ISO 8601 time; None: the end of the Slurm job, if the run is one.
     """
 
-    def __init__(self, stop_at: str | None):
+    def __init__(self, deadline: str | None):
         self._deadline: float | None = None
         self._asked: str | None = None
         slurm = os.environ.get("SLURM_JOB_END_TIME")
-        if stop_at is not None:
-            self._deadline, self._source = datetime.fromisoformat(stop_at).timestamp(), f"trainer.stop_at={stop_at}"
+        if deadline is not None:
+            self._deadline, self._source = datetime.fromisoformat(deadline).timestamp(), f"trainer.deadline={deadline}"
         elif slurm and slurm.isdigit():
             self._deadline, self._source = float(slurm), "the end of the Slurm job"
 

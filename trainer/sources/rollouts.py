@@ -162,7 +162,7 @@ class RolloutSource:
 
     def _next(self, step: int) -> list[Episode]:
         algorithm, wanted, n = self.cfg.algorithm, self.cfg.trainer.train_batch_size, self.cfg.rollout.n
-        batches = algorithm.max_sample_batches if algorithm.dynamic_sampling else 1
+        batches = algorithm.max_gen_batches if algorithm.dynamic_sampling else 1
         draws: list[Draw] = []
         judged: list[Judged] = []
         for batch in range(1, batches + 1):
@@ -212,14 +212,14 @@ class RolloutSource:
         return metrics | self._last.metrics | self._sync_speed
 
     def commit(self, step: int) -> None:
-        """Move the ledger; draw samples of the step; with `logger.rollouts`, write its episodes."""
+        """Move the ledger; draw samples of the step; with `logger.save_rollouts`, write its episodes."""
         last = self._last
         assert last is not None and last.step == step
         self.ledger.commit(last.draws, last.rewards)
         self._samples = {}
         if self.cfg.logger.samples_interval > 0 and step % self.cfg.logger.samples_interval == 0:
             self._draw_samples("training", step, self._transcripts(last), shown=self.cfg.trainer.val_interval <= 0)
-        if self.cfg.logger.rollouts:
+        if self.cfg.logger.save_rollouts:
             run_dir = self.cfg.trainer.run_dir
             if self.cfg.environment.name:
                 chats = [split_conversation(one.played.messages, one.played.turns) for one in last.judged]

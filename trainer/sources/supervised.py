@@ -30,7 +30,7 @@ def loop_config(cfg: Config) -> Config:
         advantage_estimator="reward",
         policy_loss="importance_weighted_ce" if weighted else "reinforce",
         max_weight=cfg.sft.max_weight,
-        old_logprobs="sampler",
+        old_logprobs="rollout",
     )
     most = cfg.sft.batch_size * cfg.sft.max_length  # examples in a step
     t = cfg.trainer

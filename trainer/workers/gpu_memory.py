@@ -38,7 +38,7 @@ def engine_problem(needed: int, growth: int, room: GpuMemory, cfg: Config) -> st
     remedies += [f"set trainer.offload={offload}"] if offload else []
     remedies += ["use more GPUs"]
     return (
-        f"rollout.share_gpus=true: an engine needs {_gb(needed)} of a GPU to wake up, but of {_gb(room.total)} only "
+        f"rollout.colocate=true: an engine needs {_gb(needed)} of a GPU to wake up, but of {_gb(room.total)} only "
         f"{_gb(room.free)} are free beside the rank{taken}; {', or '.join(remedies)}"
     )
 

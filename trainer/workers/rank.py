@@ -76,9 +76,9 @@ class Rank:
         """
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
-        init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.worker_timeout_s)
+        init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.collective_timeout_s)
         t = self.cfg.trainer
-        self.layout = Layout(self.device, t.replicas, t.context_parallel, t.tensor_parallel)
+        self.layout = Layout(self.device, t.dp_replicate, t.context_parallel_size, t.tensor_parallel_size)
         self.saver = AsyncSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.data_rank))

@@ -17,7 +17,7 @@ CHANGES = {
     "trainer.critic.warmup_steps": 3,
     "trainer.reference.fsdp.param_dtype": "bfloat16",
     "algorithm.dynamic_sampling": True,
-    "algorithm.max_sample_batches": 2,
+    "algorithm.max_gen_batches": 2,
     "reward.name": "arithmetic",
     "reward.weights": [2.0],
     "rollout.n": 3,
@@ -26,7 +26,7 @@ CHANGES = {
 }
 ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.name",
-    "environment.options",
+    "environment.kwargs",
     "environment.max_turns",
     "algorithm.old_logprobs",
     "model.trust_remote_code",

@@ -94,7 +94,7 @@ def test_presets_that_sample_in_their_own_way(tmp_path):
         assert row["rollout/ess"] == pytest.approx(1.0, abs=1e-4)
     for row in dapo[1:] + remax[1:]:
         assert row["policy/loss"] == 0, "the loss of our own was not used, or did not get its option"
-        assert row["rollout/corrected_frac"] == 0
+        assert row["rollout_is/clip_frac"] == 0
 
 
 OWN_LOSS = """
@@ -149,7 +149,7 @@ def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
     # The weights alone, into a run of another kind, whose reference would be in its checkpoints. A fork may have
     # another learning rate without permission.
     done = run_forked_job("trainer.total_steps=1", "trainer.run_name=weights",
-                   "algorithm.kl_coef=0.01", "algorithm.ref_update_interval=1", "trainer.resume_load=[weights]",
+                   "algorithm.kl_coef=0.01", "algorithm.ref_sync_interval=1", "trainer.load_components=[weights]",
                    "trainer.policy.optimizer.lr=1e-4",
                    "trainer.resume_mode=from_path", "trainer.resume_path=outputs/whole/checkpoints/global_step_2",
                    cwd=tmp_path)  # fmt: skip
@@ -280,7 +280,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     sampled = run_forked_job(
         f"model.path={model}",
         "trainer.run_name=sampler",
-        "logger.rollouts=true",
+        "logger.save_rollouts=true",
         "trainer.val_interval=-1",
         cwd=tmp_path,
     )
@@ -293,7 +293,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
         "sft.source=rollouts",
         "sft.max_weight=4",
         f"data.train_files=[{files[0]}]",
-        "data.generator=null",
+        "data.synthetic=null",
         "trainer.val_interval=-1",
         "sft.steps=3",
         "trainer.policy.lora.rank=4",

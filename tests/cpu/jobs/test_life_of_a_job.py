@@ -47,8 +47,8 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
         assert second.returncode == 2 and f"in use by process {os.getpid()}" in second.stderr, second.stderr
 
     soon = (datetime.now() + timedelta(seconds=1)).isoformat()
-    stopped = run_forked_job(*base, f"trainer.stop_at={soon}", "trainer.val_interval=-1", cwd=tmp_path)
-    assert stopped.returncode == 75 and "trainer.stop_at" in stopped.stdout, stopped.stdout + stopped.stderr
+    stopped = run_forked_job(*base, f"trainer.deadline={soon}", "trainer.val_interval=-1", cwd=tmp_path)
+    assert stopped.returncode == 75 and "trainer.deadline" in stopped.stdout, stopped.stdout + stopped.stderr
     assert metrics(run)[-1]["step"] == done + 1
 
     refused = run_forked_job(*base, "trainer.policy.optimizer.lr=1e-5", cwd=tmp_path)
@@ -95,7 +95,7 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
     after = comparable(metrics(run))
     assert len(after) == steps + 1 and after[steps - 1]["policy/lr"] > before[-1]["policy/lr"]
 
-    limits = ["+trainer.diverged_above={policy/grad_norm:0}", "trainer.diverged_steps=1"]
+    limits = ["+trainer.divergence_limits={policy/grad_norm:0}", "trainer.divergence_patience=1"]
     diverged = run_forked_job(*longer, *limits, f"trainer.total_steps={steps + 2}", cwd=tmp_path)
     assert diverged.returncode == 3
     assert "Traceback" not in diverged.stderr

@@ -72,7 +72,7 @@ JOB = [
     "trainer.total_steps=4",
     "rollout.max_response_tokens=3",
     "logger.plot=false",
-    "logger.rollouts=true",
+    "logger.save_rollouts=true",
     "trainer.resume_mode=latest",
     "trainer.max_ckpts_to_keep=1",
     "trainer.keep_best=1",
@@ -93,7 +93,7 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
     monkeypatch.setenv("FAILS_AFTER", str(6 + 16 + 8 + 8 + 16))  # two trials, two validations, two steps
     ended = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    (line,) = [line for line in ended.stderr.splitlines() if "reward.max_failure_frac=0.2: " in line]
+    (line,) = [line for line in ended.stderr.splitlines() if "reward.max_error_rate=0.2: " in line]
     assert (
         "32 of 32 rewards of step 3 (100.0%) failed (the first: rank: raised ConnectionError: the judge is down in "
         in line

@@ -64,7 +64,7 @@ def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of
     a spare node reads what was there from its neighbour. Then the driver's own node is lost, and the same command is
     given on the node of a rank.
     """
-    job = [*JOB, "rollout=transformers", "trainer.total_steps=4", "trainer.lock_timeout_s=5"]
+    job = [*JOB, "rollout=transformers", "trainer.total_steps=4", "trainer.lock_lease_s=5"]
     alone = run_forked_job(*job, f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its places until Ray notices
@@ -74,7 +74,7 @@ def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of
         head, own = cluster[0], cluster[-1]
         cluster[1].slow_down(mbit=20)
         variables = start_object_store(cluster[4])
-        job += ["trainer.ckpt_path=s3://runs/run", f"trainer.ckpt_local_dir={DISK}", "trainer.ckpt_local_copies=1"]
+        job += ["trainer.ckpt_path=s3://runs/run", f"trainer.ckpt_cache_dir={DISK}", "trainer.ckpt_replicas=1"]
         job += ["trainer.node_timeout_s=5", "trainer.max_restarts=3"]
         failpoint = {"TRAINER_FAILPOINT": f"upload:copied,2,{held}"}
         first = start(own, head, tmp_path / "several", *job, env={**variables, **failpoint})
@@ -113,7 +113,7 @@ def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
     """The engine's node is cut off, and a spare one takes over. A rank's node loses its power: one rank is left. A node
     with a new address joins.
     """
-    settings = ["rollout=vllm", "trainer.node_timeout_s=5", "trainer.min_workers=1", "trainer.max_restarts=5"]
+    settings = ["rollout=vllm", "trainer.node_timeout_s=5", "trainer.min_world_size=1", "trainer.max_restarts=5"]
     where = ["trainer.ray_address=processes", f"trainer.run_dir={tmp_path}/alone"]
     alone = run_job(*JOB, *settings, *where, "trainer.total_steps=4", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr

@@ -39,7 +39,7 @@ def model(tmp_path_factory) -> str:
 def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too."""
     base = (f"model.path={model}", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
-            "rollout.max_prompt_tokens=64", "logger.rollouts=true", "rollout.val_n=2")  # fmt: skip
+            "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip
     started = time.monotonic()
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     seconds = time.monotonic() - started
@@ -48,7 +48,7 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     assert rows[-1]["progress/samples"] > 2 * rows[-1]["progress/prompts"], "no episode has several samples"
 
     (tmp_path / "crashes").mkdir()
-    job = (f"trainer.run_dir={tmp_path}/killed", *base, f"+environment.options.crashes={tmp_path}/crashes")
+    job = (f"trainer.run_dir={tmp_path}/killed", *base, f"+environment.kwargs.crashes={tmp_path}/crashes")
     kills = run_killed(tmp_path / "killed.log", *job, seed="environments", seconds=seconds)
     assert kills >= 2 and len(list((tmp_path / "crashes").iterdir())) > 2
     assert comparable(metrics(tmp_path / "killed")) == comparable(rows)

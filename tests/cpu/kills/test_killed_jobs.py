@@ -85,7 +85,7 @@ def run_bereaved(job: list[str], cwd: Path, place: str) -> str:
             "dapo",
             ["rollout=transformers", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
              "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
-             "algorithm.ref_update_interval=2", "algorithm.rollout_correction=tis", "logger.rollouts=true"],
+             "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis", "logger.save_rollouts=true"],
             ["logged,2", "save:manifest_written,2"],
             True,
             False,
@@ -128,7 +128,7 @@ def test_a_job_killed_again_and_again_ends_as_if_never_killed(
     assert "resume verified" in logs and "took over the run directory" in logs
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
     assert left_running(marker) == []
-    if "logger.rollouts=true" in settings:
+    if "logger.save_rollouts=true" in settings:
         for step in range(1, STEPS + 1):
             assert (run / f"rollouts/step_{step}.jsonl").read_bytes() == (
                 tmp_path / f"outputs/whole/rollouts/step_{step}.jsonl"
@@ -154,7 +154,7 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
         ]  # fmt: skip
         files.append(tmp_path / f"{name}.jsonl")
         files[-1].write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    base = ["data.generator=null", f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]",
+    base = ["data.synthetic=null", f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]",
             "data.messages_key=messages", "sft.weights=[2,1]", "sft.batch_size=2", "sft.max_length=64", "sft.steps=8",
             "data.train_size=-1", "trainer.num_workers=2", "trainer.ckpt_interval=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip

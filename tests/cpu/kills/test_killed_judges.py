@@ -57,7 +57,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
     with serving(judge) as server:
         base = (f"model.path={tmp_path}/model", "reward.name=[remote,tests.support.hashed_reward:hashed]",
                 "reward.weights=[1,0.5]", f"reward.url={server.url}/score", "algorithm.kl_coef=0.01",
-                "reward.remote.completions_per_request=3", "reward.max_failure_frac=1")  # fmt: skip
+                "reward.remote.completions_per_request=3", "reward.max_error_rate=1")  # fmt: skip
         judge.run_dir = tmp_path / "whole"
         started = time.monotonic()
         assert run_until(tmp_path / "whole.log", f"trainer.run_dir={judge.run_dir}", *base)
@@ -79,11 +79,11 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
         assert (judge.run_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert "resume verified" in (tmp_path / "killed.log").read_text()
 
-    again = (*CONFIG, *job, "trainer.ray_address=processes", "trainer.total_steps=8", "reward.max_failure_frac=1")
+    again = (*CONFIG, *job, "trainer.ray_address=processes", "trainer.total_steps=8", "reward.max_error_rate=1")
     other_data = run_job(*again, "data.train_size=11", cwd=tmp_path, small=False)
     assert other_data.returncode == 2, other_data.stderr
     assert "data: the number of prompts is not that of the checkpoint" in other_data.stderr
-    assert "trainer.resume_load=[weights,optimizer,rng,state]" in other_data.stderr
+    assert "trainer.load_components=[weights,optimizer,rng,state]" in other_data.stderr
     assert "loading the model" not in other_data.stdout + other_data.stderr
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")

@@ -56,7 +56,7 @@ def test_a_killed_run_continues_elsewhere_as_if_undisturbed(server, whole, tmp_p
     if tiers:
         shutil.rmtree(local)
     second = tmp_path / "second"
-    continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2, lock_timeout_s=1), model)
+    continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2, lock_lease_s=1), model)
     assert continued.learner.ranks.number == number
     assert rows(second) == expected
     assert open_store(root).leftovers() == {}
@@ -78,7 +78,7 @@ def kill_at(failpoint: str, nth: int, stopped: Path, run: Path, root: str, local
 
 
 def job(run: str, ckpt: str, local: str, model: str) -> None:
-    tiers = {"ckpt_local_dir": local} if local else {}
+    tiers = {"ckpt_cache_dir": local} if local else {}
     toy_run(toy_config(Path(run), ckpt_path=ckpt, max_ckpts_to_keep=2, **tiers), Path(model))
 
 

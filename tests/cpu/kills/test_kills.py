@@ -104,12 +104,12 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_
     common = (f"model.path={model}", "trainer.num_workers=2", "algorithm.policy_loss=clip")
     undisturbed = Job(tmp_path / "undisturbed", common)
     assert undisturbed.run()
-    for axis in ((), ("trainer.tensor_parallel=2",)):
+    for axis in ((), ("trainer.tensor_parallel_size=2",)):
         reached = tmp_path / f"reached{len(axis)}"
         job = Job(tmp_path / "job", (*common, *axis))
         env = {"TRAINER_FAILPOINT": f"save:hinted,1,{reached}"}
         assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists())
-    job = Job(tmp_path / "job", (*common, "trainer.context_parallel=2"))
+    job = Job(tmp_path / "job", (*common, "trainer.context_parallel_size=2"))
     assert job.run()
     log = (job.directory / "log").read_text()
     assert "global_step_2, step 2 of" in log and "global_step_4, step 4 of" in log

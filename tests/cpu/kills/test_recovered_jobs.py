@@ -35,7 +35,7 @@ def overrides(tmp_path_factory) -> tuple[str, ...]:
     return (
         f"model.path={path}",
         "trainer.num_workers=2",
-        "trainer.silence_timeout_s=4",
+        "trainer.heartbeat_timeout_s=4",
         "trainer.max_restarts=5",
         "reward.timeout_s=300",
         "algorithm.policy_loss=tests.support.faults:faulty_clip",
@@ -65,7 +65,7 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_no
         (faults / name).touch()
     run, log, calls = tmp_path / "run", tmp_path / "log", tmp_path / "calls"
     env = {"TEST_FAULTS": str(faults), "TEST_CALLS": str(calls)}
-    assert run_until(log, f"trainer.run_dir={run}", "reward.store=true", *overrides, env=env)
+    assert run_until(log, f"trainer.run_dir={run}", "reward.cache=true", *overrides, env=env)
     text = log.read_text()
     assert os.listdir(faults) == [], text
     assert outcome(run) == undisturbed
@@ -172,7 +172,7 @@ def test_a_job_with_two_tiers_loses_its_life_and_then_its_disk(overrides, undist
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, empty_bucket("gs", monkeypatch) as bucket:
         disk = Path(memory) / "disk"
         above = open_store(f"{bucket}/run")
-        tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_local_dir={disk}")
+        tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_cache_dir={disk}")
         kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}")
         assert above.steps() == []
         kill_at("upload:copied,2", log, *tiers, f"trainer.run_dir={first}")

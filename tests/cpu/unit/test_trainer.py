@@ -170,7 +170,7 @@ def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, 
     manifest = json.loads((tmp_path / "fork/checkpoints/global_step_5/manifest.json").read_text())
     assert manifest["parent"]["forked_from"] == parent
     weights_alone = toy_config(tmp_path / "weights", resume_mode="from_path", resume_path=parent,
-                               resume_load=["weights"], total_steps=1)  # fmt: skip
+                               load_components=["weights"], total_steps=1)  # fmt: skip
     trainer = toy_run(weights_alone, model)
     assert [row["step"] for row in metrics(tmp_path / "weights")] == [1]
     assert trainer.learner.train_workers.number != whole[0][0]["sft/loss"], "the weights are those of the parent"
@@ -411,7 +411,7 @@ def test_a_run_stops_while_there_is_time_for_a_save_as_long_as_the_last(tmp_path
             return update(experience, step)
 
         trainer.learner.update = set_duration
-        with pytest.raises(Stopped, match="stopped after step 3 of 5 .trainer.stop_at="):
+        with pytest.raises(Stopped, match="stopped after step 3 of 5 .trainer.deadline="):
             trainer.fit()
     assert (tmp_path / "checkpoints/global_step_3/manifest.json").exists()
 
@@ -453,7 +453,7 @@ def diverge(trainer: Trainer, step: int) -> None:
 
 
 def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole):
-    cfg = toy_config(tmp_path, diverged_above={"policy/grad_norm": 10.0, "policy/kl": 1.0})
+    cfg = toy_config(tmp_path, divergence_limits={"policy/grad_norm": 10.0, "policy/kl": 1.0})
     for _ in range(2):  # the second run resumes from step 4, and its history counts
         with RunDirectory(cfg, supervised=True).open() as directory:
             trainer = toy_trainer(cfg, directory, model)
@@ -461,7 +461,7 @@ def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole)
             with pytest.raises(DivergedError) as diverged:
                 trainer.fit()
     said = str(diverged.value)
-    assert "policy/grad_norm has been above 10 since step 3, and is 100 now (trainer.diverged_above)" in said
+    assert "policy/grad_norm has been above 10 since step 3, and is 100 now (trainer.divergence_limits)" in said
     assert "a lower sft.optimizer.lr, and add trainer.allow_config_change=[sft.optimizer.lr]" in said
     incident = read_incidents(str(tmp_path))[-1]
     assert (incident.kind, incident.cause, incident.step, incident.action) == (JOB, "divergence", 5, "ended the run")
@@ -472,7 +472,7 @@ def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole)
 
 
 def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_path, model):
-    cfg = toy_config(tmp_path, diverged_above={"policy/grad_norm": 10.0}, diverged_steps=1)
+    cfg = toy_config(tmp_path, divergence_limits={"policy/grad_norm": 10.0}, divergence_patience=1)
     with RunDirectory(cfg, supervised=True).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         diverge(trainer, step=1)

@@ -70,9 +70,9 @@ def test_mismatch_metrics_equal_numpy():
         "ratio_p99": np.percentile(rho, 99),
         "ratio_max": rho.max(),
         "ess": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
-        "pearson": np.corrcoef(a, b)[0, 1],
+        "logprob_corr": np.corrcoef(a, b)[0, 1],
     }
     assert found == pytest.approx(expected, abs=1e-9)
     same = mismatch(*(torch.from_numpy(x) for x in (ours, ours, mask)))
-    assert (same["kl"], same["ess"], same["ratio_max"], same["pearson"]) == pytest.approx((0, 1, 1, 1))
+    assert (same["kl"], same["ess"], same["ratio_max"], same["logprob_corr"]) == pytest.approx((0, 1, 1, 1))
     assert mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}

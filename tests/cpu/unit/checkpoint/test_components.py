@@ -13,7 +13,7 @@ from tests.support.runs import OpenRun
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.components import Restore, assets_part, config_yaml, is_allowed, json_part, models_part
 from trainer.checkpoint.manifest import Checkpoint, verify
-from trainer.config import RESUME_LOAD, Config, TinyConfig
+from trainer.config import LOAD_COMPONENTS, Config, TinyConfig
 from trainer.errors import UserError
 from trainer.files.documents import parse_yaml
 from trainer.models.tiny import build_tiny
@@ -39,7 +39,7 @@ NAMES = ("config", "start_weights", "trainer_state", "data", "models", "huggingf
 @pytest.mark.parametrize(
     ("kinds", "names"),
     [
-        (RESUME_LOAD, {"start_weights", "trainer_state", "data", "models"}),
+        (LOAD_COMPONENTS, {"start_weights", "trainer_state", "data", "models"}),
         (("weights",), {"start_weights", "models"}),
         (("optimizer", "rng"), {"models"}),
         (("data", "state"), {"trainer_state", "data"}),

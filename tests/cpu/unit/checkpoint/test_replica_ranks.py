@@ -53,7 +53,7 @@ def driver(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def cfg(bucket_behind_proxy, driver, tmp_path, monkeypatch) -> Config:
     monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
-    settings = {"ckpt_path": f"{bucket_behind_proxy}/run", "ckpt_local_dir": DISK, "ckpt_local_copies": 1}
+    settings = {"ckpt_path": f"{bucket_behind_proxy}/run", "ckpt_cache_dir": DISK, "ckpt_replicas": 1}
     return config(tmp_path / "run", **settings, ckpt_upload_timeout_s=0)
 
 

@@ -236,7 +236,7 @@ def test_a_run_keeps_the_commit_of_a_data_set_that_it_began_with(tmp_path, monke
         assert str(refused.value) == moved
     parent = {"resume_mode": "from_path", "resume_path": str(tmp_path / "run/checkpoints/global_step_1")}
     for kinds, commit in ((None, COMMITS[0]), (["weights", "optimizer", "rng", "state"], None)):
-        with open_run(tmp_path / f"fork {commit}", model, **parent, **({"resume_load": kinds} if kinds else {})):
+        with open_run(tmp_path / f"fork {commit}", model, **parent, **({"load_components": kinds} if kinds else {})):
             assert pinned("hf://own/rows") == commit
     with pytest.raises(UserError, match=f"{COMMITS[1]}, and the address names {COMMITS[0]};"):
         answer_of(f"hf://own/rows?revision={COMMITS[0]}")

@@ -145,8 +145,8 @@ def test_an_object_store_that_is_full_fails_a_save_with_its_reason(root, faults)
 def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults):
     """Meanwhile another job takes the lock of the store over: nothing is uploaded any more, and saves end soon."""
     bucket, lock = bucket_of("s3"), f"{root.removeprefix('s3://')}/.lock"
-    disk = {"ckpt_path": root, "ckpt_local_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
-    with OpenRun(settings(tmp_path / "run", **disk, lock_timeout_s=1), {"step": 0}) as run:
+    disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
+    with OpenRun(settings(tmp_path / "run", **disk, lock_lease_s=1), {"step": 0}) as run:
         run.save(1)
         wait_until_above(root, [1])
         faults.plan = lambda method, path: CUT
@@ -172,7 +172,7 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
 
 
 def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root, tmp_path, faults):
-    disk = {"ckpt_path": root, "ckpt_local_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
+    disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
     with OpenRun(settings(tmp_path / "run", **disk, max_ckpts_to_keep=2), {"step": 0}) as run:
         checkpoints = run.directory.checkpoints
         for step in (1, 2):
@@ -216,7 +216,7 @@ def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
 
 
 def test_pieces_that_no_checkpoint_names_are_deleted_in_both_tiers(root, tmp_path, model):
-    cfg = toy_config(tmp_path, ckpt_path=root, ckpt_local_dir=str(tmp_path / "disk"), total_steps=1)
+    cfg = toy_config(tmp_path, ckpt_path=root, ckpt_cache_dir=str(tmp_path / "disk"), total_steps=1)
     toy_run(cfg, model)
     disk, above, orphan = open_store(str(tmp_path / "disk")), open_store(root), digest_bytes(b"lost")
     named = [set(tier.pieces()) for tier in (disk, above)]
@@ -229,12 +229,12 @@ def test_pieces_that_no_checkpoint_names_are_deleted_in_both_tiers(root, tmp_pat
 def test_a_run_with_two_tiers_continues_on_another_machine(root, tmp_path, model):
     whole = toy_run(toy_config(tmp_path / "whole"), model)
     first = tmp_path / "first"
-    toy_run(toy_config(first, ckpt_path=root, ckpt_local_dir=str(first / "disk")), model, stop_after=3)
+    toy_run(toy_config(first, ckpt_path=root, ckpt_cache_dir=str(first / "disk")), model, stop_after=3)
     lines = (first / "metrics.jsonl").read_bytes()
     assert all("time/upload_lag" in json.loads(line) for line in lines.splitlines())
     shutil.rmtree(first)
     second = tmp_path / "second"
-    continued = toy_run(toy_config(second, ckpt_path=root, ckpt_local_dir=str(second / "disk")), model)
+    continued = toy_run(toy_config(second, ckpt_path=root, ckpt_cache_dir=str(second / "disk")), model)
     assert continued.learner.ranks.number == whole.learner.ranks.number
     assert (second / "metrics.jsonl").read_bytes().startswith(lines)
     assert 5 in open_store(root).steps()

@@ -145,7 +145,7 @@ def test_ranks_and_engines_get_gpus_of_their_own(launcher, monkeypatch):
 def test_engines_can_share_the_gpus_of_ranks(launcher, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     cfg = settings(num_workers=2)
-    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, share_gpus=True))
+    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, colocate=True))
     with LocalCluster(cfg, "cuda", launcher) as cluster:
         places = cluster.launch_ranks("rank", Host, {}).where()
         engines = cluster.launch_engines(Host, (), {}, lambda engine: places[1 - engine :][:1])
@@ -164,7 +164,7 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, t
     monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
     cfg = settings()
     cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
-    cfg.trainer.hang_timeout_s, cfg.trainer.silence_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
+    cfg.trainer.hang_timeout_s, cfg.trainer.heartbeat_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
     with LocalCluster(cfg, "cpu", launcher) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, t
         if hang == "stops":
             os.kill(pids[1], signal.SIGSTOP)
             group.call_one(0, "waits", 0.0)
-        with pytest.raises(WorkerError, match="^rank . .*(hang|silence)_timeout_s") as raised:
+        with pytest.raises(WorkerError, match="^rank . .*(hang|heartbeat)_timeout_s") as raised:
             group.call("waits", 600.0)
         assert raised.value.cause == ("late" if hang == "waits" else "silent")
     (directory,) = (tmp_path / "stacks").iterdir()

@@ -93,13 +93,13 @@ import sys
 import ray
 from trainer.cluster import ray_cluster
 from trainer.config import compose
-from trainer.errors import Origin, UserError, set_origin
+from trainer.errors import FailureSource, UserError, set_origin
 
 ray_cluster._PLACEMENT_TIMEOUT_S, ray_cluster._KERNEL_S = 0.5, 100.0
 address, own = sys.argv[1:]
-cfg = compose([f"trainer.ray_address={address}", "trainer.min_workers=1", "trainer.drained_nodes=[10.0.0.7]"])
+cfg = compose([f"trainer.ray_address={address}", "trainer.min_world_size=1", "trainer.excluded_nodes=[10.0.0.7]"])
 error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
-set_origin(error, Origin("rank 0", own))
+set_origin(error, FailureSource("rank 0", own))
 with ray_cluster.RayCluster(cfg, "cpu") as cluster:
     print(cluster.count_ranks())
     cluster.device = "cuda"
@@ -110,10 +110,10 @@ with ray_cluster.RayCluster(cfg, "cpu") as cluster:
         cluster.count_ranks()
     except UserError as refused:
         print(refused)
-    cfg.trainer.drained_nodes = [own]
+    cfg.trainer.excluded_nodes = [own]
     other = ray_cluster.RayCluster(cfg, "cpu")
     other._watch = cluster._watch
-    print(other._left_out() == {ray.nodes()[0]["NodeID"]: "trainer.drained_nodes names it"})
+    print(other._left_out() == {ray.nodes()[0]["NodeID"]: "trainer.excluded_nodes names it"})
 """
 
 

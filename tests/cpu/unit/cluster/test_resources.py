@@ -39,7 +39,7 @@ def test_ranks_on_gpus_get_settings_of_the_allocator_and_their_own_gpus():
 @pytest.mark.parametrize(("share", "gpus", "fits"), [(False, 2, True), (False, 1, False), (True, 1, True)])
 def test_ranks_and_engines_must_fit_on_the_gpus(share, gpus, fits):
     cfg = Config()
-    cfg.rollout.share_gpus = share
+    cfg.rollout.colocate = share
     if fits:
         check_gpus(cfg, gpus)
     else:
@@ -59,13 +59,13 @@ def test_ranks_of_a_node_are_neighbours():
         ("cpu", [{"CPU": 3.0}, {"CPU": 2.5}], 1, {}, 4),
         ("cpu", [{"CPU": 3.0}, {}], 1, {}, 2),
         ("cpu", [{"CPU": 3.0}], 0, {}, 3),
-        ("cpu", [{"CPU": 3.0}], 0, {"trainer.replicas": 2}, 2),
-        ("cpu", [{"CPU": 1.0}], 0, {"trainer.replicas": 2}, 0),
+        ("cpu", [{"CPU": 3.0}], 0, {"trainer.dp_replicate": 2}, 2),
+        ("cpu", [{"CPU": 1.0}], 0, {"trainer.dp_replicate": 2}, 0),
         ("cpu", [{"CPU": 20.0}], 1, {}, 8),
         ("cuda", [{"CPU": 20.0, "GPU": 4.0}] * 2, 1, {}, 7),
         ("cuda", [{"CPU": 20.0, "GPU": 4.0}] * 2, 1, {"rollout.tensor_parallel_size": 4}, 4),
         ("cuda", [{"CPU": 20.0, "GPU": 3.0}] * 2, 1, {"rollout.tensor_parallel_size": 4}, 0),
-        ("cuda", [{"CPU": 20.0, "GPU": 3.0}] * 2, 1, {"rollout.share_gpus": True}, 6),
+        ("cuda", [{"CPU": 20.0, "GPU": 3.0}] * 2, 1, {"rollout.colocate": True}, 6),
         ("cuda", [{"CPU": 20.0}], 0, {}, 0),
     ],
 )

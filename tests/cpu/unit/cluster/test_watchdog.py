@@ -71,7 +71,7 @@ from trainer.process.failure_log import INCIDENTS
 from trainer.process.signals import SIGNALS
 
 SIGNALS.listen()
-config = TrainerConfig(run_dir=sys.argv[1], hang_timeout_s=1.0, call_timeout_s=1.0)
+config = TrainerConfig(run_dir=sys.argv[1], hang_timeout_s=1.0, rpc_timeout_s=1.0)
 log = open(f"{sys.argv[1]}/log.txt", "w")
 with DriverWatch(config, None):
     time.sleep(2)  # nothing is watched before the steps
@@ -87,7 +87,7 @@ with DriverWatch(config, None):
 def test_a_driver_that_can_run_no_python_is_killed_and_its_stack_written(tmp_path):
     done = subprocess.run([sys.executable, "-c", HELD, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    words = "the driver has run no Python for 1 s in step 3, in a long call of a C library (trainer.call_timeout_s)"
+    words = "the driver has run no Python for 1 s in step 3, in a long call of a C library (trainer.rpc_timeout_s)"
     assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
     assert (tmp_path / "log.txt").read_text().endswith(f" {done.stderr}")
     (stack,) = tmp_path.glob("stacks/*/driver.txt")

@@ -28,7 +28,7 @@ from trainer.errors import UserError, WorkerError, origin_of
 def settings() -> Config:
     """Ray gets room for two ranks and three engines: enough for the two groups that a test may have."""
     cfg = Config()
-    cfg.trainer.silence_timeout_s, cfg.trainer.num_workers, cfg.rollout.num_engines = 10.0, 2, 3
+    cfg.trainer.heartbeat_timeout_s, cfg.trainer.num_workers, cfg.rollout.num_engines = 10.0, 2, 3
     return cfg
 
 
@@ -196,7 +196,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
     monkeypatch.setattr(timeouts, "_IMPORTS_S", 0.0)
     group.patience = dataclasses.replace(group.patience, silence_s=4.0)
     with pytest.raises(
-        WorkerError, match=rf"^{late.name} .process {stopped.pid} on .* not answered .*silence_timeout_s"
+        WorkerError, match=rf"^{late.name} .process {stopped.pid} on .* not answered .*heartbeat_timeout_s"
     ):
         group.call("pid")
     cluster.release(group)
@@ -217,7 +217,9 @@ def test_a_rank_that_stands_still_after_quick_calls_is_named(group):
     pid = group.call("pid")[0]
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for .*silence_timeout_s"):
+        with pytest.raises(
+            WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for .*heartbeat_timeout_s"
+        ):
             group.call("pid")
     finally:
         os.kill(pid, signal.SIGCONT)

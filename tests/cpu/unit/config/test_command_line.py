@@ -54,7 +54,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["--total_steps", "5"], "--total_steps: keys have no dashes before them; write total_steps=VALUE$"),
         (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
         (["trainer.colocate=false"], "trainer.colocate: this key is now trainer.colocate_roles"),
-        (["++rollout.colocate=true"], "rollout.colocate: this key is now rollout.share_gpus"),
+        (["++rollout.colocate=true"], "rollout.colocate: this key is now rollout.colocate"),
         (["+trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers"),
         (
             ["+lr=1e-5"],
@@ -78,7 +78,10 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         ),
         (["trainer.run_dir=x", "trainer.best_metric=val/pass@k", "rollout.val_n=4"], "; name val/pass@4$"),
         (["trainer.run_dir=x", "trainer.best_metric=val/pass@8", "rollout.val_n=4"], "; name val/pass@4$"),
-        (["trainer.run_dir=x", "+trainer.diverged_above={a: 1}"], "trainer.diverged_above=a: there is no such metric"),
+        (
+            ["trainer.run_dir=x", "+trainer.divergence_limits={a: 1}"],
+            "trainer.divergence_limits=a: there is no such metric",
+        ),
     ],
 )
 def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
@@ -119,7 +122,7 @@ def test_the_config_is_printed_without_torch(tmp_path):
         assert (section["clip_high"], section["aggregation"]) == (4e-4, "seq_mean_token_mean"), flags
     done = without_torch("--cfg", "job", "-p", "trainer.policy.optimizer.lr", cwd=tmp_path)
     assert done.stdout == "0.0004\n", "resolved"
-    files = ["--cfg", "job", "-p", "data.generator", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"]
+    files = ["--cfg", "job", "-p", "data.synthetic", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"]
     assert without_torch(*files, cwd=tmp_path).stdout == "null\n", "data=files"
     assert os.listdir(tmp_path) == []
 
@@ -243,11 +246,11 @@ def test_a_full_disk_of_the_run_directory_is_one_sentence_with_status_1(step, fi
 @pytest.mark.parametrize(
     "overrides, status",
     [
-        (["--cfg", "job", "+environment.options={api_key:hush-1,n:1}", "+environment.options.pwd=hush-2"], 0),
-        (["--cfg", "job", "-p", "environment.options", "+environment.options={headers:{Authorization:hush 3}}"], 0),
-        (["--cfg", "all", "+environment.options={api_key:hush-1,n:1}", "+environment.options.pwd=hush-2"], 0),
-        (["--info", "config", "+environment.options={cookies:{a:hush-1},auth:hush-2}"], 0),
-        (["+environment.options={api_key:hush-4,n:"], 2),
+        (["--cfg", "job", "+environment.kwargs={api_key:hush-1,n:1}", "+environment.kwargs.pwd=hush-2"], 0),
+        (["--cfg", "job", "-p", "environment.kwargs", "+environment.kwargs={headers:{Authorization:hush 3}}"], 0),
+        (["--cfg", "all", "+environment.kwargs={api_key:hush-1,n:1}", "+environment.kwargs.pwd=hush-2"], 0),
+        (["--info", "config", "+environment.kwargs={cookies:{a:hush-1},auth:hush-2}"], 0),
+        (["+environment.kwargs={api_key:hush-4,n:"], 2),
         (["+model.chat_template_kwargs={secret_key:hush-5,'a b':1}"], 2),
         (["reward.name=remote", "reward.url=https://hush-6:hush-7@host/score"], 2),
     ],

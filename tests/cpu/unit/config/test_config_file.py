@@ -51,7 +51,7 @@ def test_the_file_has_the_meaning_of_its_overrides(file):
 def test_the_command_line_wins(file):
     config = compose(["rollout.n=5", "algorithm=dapo", "data.train_size=20"], config_file=str(file))
     assert (config.rollout.n, config.algorithm.clip_high, config.data.train_size) == (5, 0.28, 20)
-    assert config.trainer.total_steps == 33 and config.data.generator == "arithmetic"
+    assert config.trainer.total_steps == 33 and config.data.synthetic == "arithmetic"
     smoke = compose(["experiment=smoke"], config_file=str(file))
     assert smoke.trainer.total_steps == 2 and smoke.reward.name == "mine:score"
 

@@ -41,7 +41,7 @@ def test_files_mean_the_group_of_files_unless_something_else_chooses_the_data():
         assert compose([*others, *files]) == compose(["data=files", *others, *files])
     for gsm8k in ("data=gsm8k", "experiment=gsm8k_qwen3_0.6b_1gpu", "experiment=[gsm8k_qwen3_0.6b_1gpu,smoke]"):
         assert compose([gsm8k, *files]).data.prompt_key == "question"
-    assert compose(["data.generator=null", *files]).reward.name == "reverse_text"
+    assert compose(["data.synthetic=null", *files]).reward.name == "reverse_text"
 
 
 @pytest.mark.parametrize("data", ["arithmetic", "reverse_text", "gsm8k"])

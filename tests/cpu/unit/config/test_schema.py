@@ -3,60 +3,65 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 
 import pytest
 
-from tests.support.config import KEYS, refusal_of, refusal_of_value
+from tests.support.config import refusal_of, refusal_of_value
 from trainer.config import (
     ENGINES,
     ESTIMATOR,
     LOSS,
     OPEN_SECTIONS,
-    RENAMED,
     AlgorithmConfig,
     Config,
     compose,
     named_options,
     valid_keys,
     validate,
-    with_new_names,
 )
 
 BASE = compose([])
 
 TRAINER = [
     (["trainer.mini_batch_size=7"], "trainer.train_batch_size=64.*trainer.mini_batch_size=7"),
-    (["trainer.num_workers=3", "trainer.replicas=2"], "trainer.num_workers=3.*trainer.replicas=2"),
+    (["trainer.num_workers=3", "trainer.dp_replicate=2"], "trainer.num_workers=3.*trainer.dp_replicate=2"),
     (
-        ["trainer.num_workers=4", "trainer.replicas=2", "trainer.context_parallel=4"],
-        "trainer.num_workers=4: must be a multiple of trainer.replicas=2 x trainer.context_parallel=4",
+        ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.context_parallel_size=4"],
+        "trainer.num_workers=4: must be a multiple of trainer.dp_replicate=2 x trainer.context_parallel_size=4",
     ),
     (
-        ["trainer.num_workers=2", "trainer.context_parallel=2", "model.attn_implementation=eager"],
-        "trainer.context_parallel=2: needs model.attn_implementation=sdpa",
+        ["trainer.num_workers=2", "trainer.context_parallel_size=2", "model.attn_implementation=eager"],
+        "trainer.context_parallel_size=2: needs model.attn_implementation=sdpa",
     ),
     (["trainer.resume_path=x/global_step_1"], "trainer.resume_path.*trainer.resume_mode=from_path"),
     (
-        ["trainer.num_workers=2", "trainer.tensor_parallel=2", "trainer.policy.fsdp.compile=true"],
-        "trainer.policy.fsdp.compile=True: cannot be combined with trainer.tensor_parallel: torch 2.13 fails",
+        ["trainer.num_workers=2", "trainer.tensor_parallel_size=2", "trainer.policy.fsdp.compile=true"],
+        "trainer.policy.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails",
     ),
     *(
         (
-            [*overrides, "trainer.num_workers=2", "trainer.tensor_parallel=2", f"trainer.{role}.fsdp.compile=true"],
-            f"trainer.{role}.fsdp.compile=True: cannot be combined with trainer.tensor_parallel",
+            [
+                *overrides,
+                "trainer.num_workers=2",
+                "trainer.tensor_parallel_size=2",
+                f"trainer.{role}.fsdp.compile=true",
+            ],
+            f"trainer.{role}.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size",
         )
         for role, overrides in (("critic", ["algorithm=ppo"]), ("reference", []))
     ),
-    (["trainer.num_workers=4", "trainer.min_workers=5"], "trainer.min_workers=5: must be from 1 to .*num_workers=4"),
     (
-        ["trainer.num_workers=4", "trainer.replicas=2", "trainer.min_workers=1"],
-        "trainer.min_workers=1: must be from 2 to trainer.num_workers=4",
+        ["trainer.num_workers=4", "trainer.min_world_size=5"],
+        "min_world_size=5: must be from 1 to .*num_workers=4",
     ),
-    (["trainer.offload=all"], "trainer.offload=all: .*set rollout.share_gpus=true too"),
+    (
+        ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=1"],
+        "trainer.min_world_size=1: must be from 2 to trainer.num_workers=4",
+    ),
+    (["trainer.offload=all"], "trainer.offload=all: .*set rollout.colocate=true too"),
     (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
-    (["trainer.resume_load=[weights]"], "trainer.resume_load.*needs trainer.resume_mode=from_path"),
+    (["trainer.load_components=[weights]"], "trainer.load_components.*needs trainer.resume_mode=from_path"),
     (["trainer.ckpt_interval=often"], "trainer.ckpt_interval=often: must be a number of steps, -1 or auto"),
     (["trainer.keep_best=1"], "trainer.keep_best=1: .*set trainer.max_ckpts_to_keep too"),
     (["trainer.keep_every=4"], "trainer.keep_every=4: .*set trainer.max_ckpts_to_keep too"),
@@ -68,12 +73,12 @@ TRAINER = [
     (["trainer.ckpt_path=ftp://host/x"], "trainer.ckpt_path: must be a directory that all ranks see, or begin with s3"),
     (["trainer.ckpt_path=s3://key:secret@bucket/x"], "^trainer.ckpt_path: must not contain credentials: [^@]*$"),
     (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain empty parts"),
-    (["trainer.ckpt_local_copies=1"], "trainer.ckpt_local_copies=1: needs trainer.ckpt_local_dir"),
+    (["trainer.ckpt_replicas=1"], "trainer.ckpt_replicas=1: needs trainer.ckpt_cache_dir"),
     (
-        ["trainer.ckpt_local_copies=1", "trainer.ckpt_local_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
-        "trainer.ckpt_local_copies=1: needs several nodes, so trainer.ray_address",
+        ["trainer.ckpt_replicas=1", "trainer.ckpt_cache_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
+        "trainer.ckpt_replicas=1: needs several nodes, so trainer.ray_address",
     ),
-    (["trainer.stop_at=0001-01-01"], "trainer.stop_at=0001-01-01: must be a time"),
+    (["trainer.deadline=0001-01-01"], "trainer.deadline=0001-01-01: must be a time"),
     (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
 ]
 ROLES = [
@@ -116,13 +121,13 @@ ALGORITHM = [
         "rollout_correction_low=3.0: exceeds algorithm.rollout_correction_high=2.0",
     ),
     (
-        ["algorithm.rollout_correction=tis", "algorithm.old_logprobs=sampler"],
+        ["algorithm.rollout_correction=tis", "algorithm.old_logprobs=rollout"],
         "algorithm.rollout_correction=tis: corrects the engine's log-probs",
     ),
-    (["algorithm=gspo", "algorithm.ref_update_interval=5"], "algorithm.ref_update_interval=5: there is no reference"),
+    (["algorithm=gspo", "algorithm.ref_sync_interval=5"], "algorithm.ref_sync_interval=5: there is no reference"),
     (
-        ["algorithm.ref_update_interval=5", "trainer.colocate_roles=false"],
-        "algorithm.ref_update_interval=5: .*trainer.colocate_roles=true",
+        ["algorithm.ref_sync_interval=5", "trainer.colocate_roles=false"],
+        "algorithm.ref_sync_interval=5: .*trainer.colocate_roles=true",
     ),
 ]
 ROLLOUT = [
@@ -146,8 +151,8 @@ MODEL_AND_DATA = [
     (["model.tiny.head_dim=3"], "model.tiny.head_dim=3: must be even"),
     (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
     (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),
-    (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.generator.*data=files"),
-    (["data=reverse_text", "data.val_files=[a.jsonl]"], "data.generator.*data=files"),
+    (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.synthetic.*data=files"),
+    (["data=reverse_text", "data.val_files=[a.jsonl]"], "data.synthetic.*data=files"),
     (["reward.name=[math,gsm8k]", "reward.weights=[1]"], "reward.weights=.*a weight for each of the 2 rewards"),
     (["reward.name=[math,gsm8k]", "reward.weights=[1,2,3]"], "reward.weights=.*a weight for each of the 2 rewards"),
     (["reward.name=remote", "reward.url=http://judge:0/score"], "reward.url=.*must be an address such as"),
@@ -155,7 +160,7 @@ MODEL_AND_DATA = [
     (["data=files"], r"data.train_files=\[\]: name at least one file"),
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
-    (["+data.generator_args.letters=3"], "data.generator_args.*min_letters"),
+    (["+data.synthetic_args.letters=3"], "data.synthetic_args.*min_letters"),
     (["environment.name=guess"], "environment.name=guess: must be an import path package.module:Class"),
     (
         ["environment.name=guess:Guess", "algorithm.overlong_buffer=4"],
@@ -184,8 +189,8 @@ AT_THE_BOUND = [
     ["algorithm.overlong_buffer=16"],
     ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=512"],
     ["algorithm.dynamic_sampling=true", "rollout.n=2"],
-    ["trainer.num_workers=4", "trainer.min_workers=4"],
-    ["trainer.num_workers=4", "trainer.replicas=2", "trainer.min_workers=2"],
+    ["trainer.num_workers=4", "trainer.min_world_size=4"],
+    ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=2"],
     ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
     ["reward.name=[math,gsm8k]", "reward.weights=[1,2]"],
     ["reward.name=remote", "reward.url=http://judge:1/score"],
@@ -255,11 +260,11 @@ def test_keys_sections_and_open_sections_may_be_allowed():
 
 def test_open_sections_are_those_with_keys_of_the_users_choice():
     assert OPEN_SECTIONS == (
-        "trainer.diverged_above",
+        "trainer.divergence_limits",
         "algorithm.options",
         "model.chat_template_kwargs",
-        "data.generator_args",
-        "environment.options",
+        "data.synthetic_args",
+        "environment.kwargs",
         "rollout.engine_args",
     )
 
@@ -275,40 +280,6 @@ def test_valid_keys_are_those_below_a_section():
     assert valid_keys("nothing") == []
 
 
-def test_renamed_keys_have_successors_in_the_schema():
-    assert set(RENAMED.values()) <= set(KEYS) and not set(RENAMED) & set(KEYS)
-
-
-def test_a_saved_config_is_read_under_the_names_of_today():
-    saved = {"trainer": {"colocate": False, "seed": 3}, "rollout": {"colocate": True}, "data": {"colocate": 1}}
-    before = copy.deepcopy(saved)
-    assert with_new_names(saved) == {
-        "trainer": {"colocate_roles": False, "seed": 3},
-        "rollout": {"share_gpus": True},
-        "data": {"colocate": 1},
-    }
-    assert saved == before
-    now = dataclasses.asdict(BASE)
-    assert with_new_names(now) == now
-    dotted = {
-        "reward": {"name": "my.rewards.score"},
-        "algorithm": {"policy_loss": "clip"},
-        "data": {"curriculum": None},
-    }
-    assert with_new_names(dotted) == dotted | {"reward": {"name": "my.rewards:score"}}
-
-
-@pytest.mark.parametrize("earlier, now", [("true", "full"), ("false", "none"), ("selective", "selective")])
-def test_true_and_false_still_choose_activation_checkpointing(earlier, now):
-    cfg = compose([f"trainer.policy.fsdp.activation_checkpointing={earlier}"])
-    assert cfg.trainer.policy.fsdp.activation_checkpointing == now
-    value = {"true": True, "false": False}.get(earlier, earlier)
-    saved = {"trainer": {"policy": {"fsdp": {"activation_checkpointing": value}}, "critic": {}}}
-    before = copy.deepcopy(saved)
-    assert with_new_names(saved)["trainer"]["policy"] == {"fsdp": {"activation_checkpointing": now}}
-    assert saved == before
-
-
 @pytest.mark.parametrize(
     "overrides, adapter, base",
     [
@@ -316,7 +287,7 @@ def test_true_and_false_still_choose_activation_checkpointing(earlier, now):
         (["trainer.policy.lora.rank=8"], True, True),
         (["trainer.policy.lora.rank=8", "rollout=transformers"], False, True),
         (["trainer.policy.lora.rank=8", "rollout.lora_sync=merged", "trainer.colocate_roles=false"], False, False),
-        (["trainer.policy.lora.rank=600", "algorithm.ref_update_interval=2"], False, False),
+        (["trainer.policy.lora.rank=600", "algorithm.ref_sync_interval=2"], False, False),
     ],
 )
 def test_who_gets_adapters_and_who_is_the_reference(overrides, adapter, base):

@@ -66,7 +66,7 @@ def test_rows_for_an_environment_may_have_any_columns(tmp_path):
         check_files(data, validation=False)
     with pytest.raises(UserError, match="a.jsonl:1 must be an object"):
         load_rows(files(jsonl(tmp_path / "a.jsonl", [1])), "train")
-    generated = load_rows(DataConfig(generator="reverse_text", train_size=3), "train").prompts
+    generated = load_rows(DataConfig(synthetic="reverse_text", train_size=3), "train").prompts
     assert all(prompt.row["answer"] == prompt.row["prompt"][::-1] for prompt in generated)
 
 

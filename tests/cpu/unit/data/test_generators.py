@@ -43,9 +43,9 @@ def test_generated_examples_do_not_change():
     [
         ("reverse_text", {"min_letters": 1, "max_letters": 1}, "data.train_size=100: .* only 2. different examples"),
         ("arithmetic", {"max_value": 9}, "data.train_size=100: .* only .. different examples for train"),
-        ("arithmetic", {"max_value": -1}, "data.generator_args: max_value=-1"),
-        ("reverse_text", {"min_letters": 0}, "data.generator_args: min_letters=0"),
-        ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.generator_args: min_letters=5 and max_letters=4"),
+        ("arithmetic", {"max_value": -1}, "data.synthetic_args: max_value=-1"),
+        ("reverse_text", {"min_letters": 0}, "data.synthetic_args: min_letters=0"),
+        ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.synthetic_args: min_letters=5 and max_letters=4"),
     ],
 )
 def test_generators_refuse_what_they_cannot_make(name, args, message):

@@ -62,7 +62,7 @@ def test_the_order_of_columns_does_not_count_and_parquet_is_as_json(tmp_path):
     digests = set()
     for name in ("rows.jsonl", "rows.parquet"):
         cfg = Config()
-        cfg.data.generator, cfg.data.train_files = None, [str(tmp_path / name)]
+        cfg.data.synthetic, cfg.data.train_files = None, [str(tmp_path / name)]
         digests.add(digest_rows(prompt.row for prompt in load_rows(cfg.data, "train").prompts))
     assert len(digests) == 1
 

@@ -119,7 +119,7 @@ def test_the_end_is_that_of_the_chat_template(tokenizer):
 
 
 def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
-    data = DataConfig(generator="reverse_text", train_size=50, val_size=20)
+    data = DataConfig(synthetic="reverse_text", train_size=50, val_size=20)
     assert [len(part) for part in load_train(data, sft(), tokenizer)] == [50]
     [short] = load_train(data, sft(max_length=9), tokenizer)
     assert 0 < len(short) < 50

@@ -181,18 +181,18 @@ def test_a_lost_environment_leaves_no_trace_in_its_episode(player, tokenizer, tm
 
 def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
     bad, good = {"do": "raise", "at": 1}, {"turns": 1}
-    with player_of(tokenizer, max_failure_frac=0.5) as player:
+    with player_of(tokenizer, max_error_rate=0.5) as player:
         play(player, Policy(tokenizer, "a"), attempts(bad, good))
         with pytest.raises(
             UserError, match=r"environment.name=.*Echo: 2 of 3 episodes of step 5 \(66.7%\) have failed, more than "
-            r"environment.max_failure_frac=0.5 allows; the first: step raised RuntimeError: it broke"
+            r"environment.max_error_rate=0.5 allows; the first: step raised RuntimeError: it broke"
         ):  # fmt: skip
             play(player, Policy(tokenizer, "a"), attempts(bad, good, bad))
 
 
 def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tokenizer):
     bad = {"do": "raise", "at": 0}
-    with player_of(tokenizer, max_failure_frac=0.5) as player:
+    with player_of(tokenizer, max_error_rate=0.5) as player:
         policy = Policy(tokenizer)
         with pytest.raises(UserError, match="2 of 3 episodes of step 5 .* have failed"):
             play(player, policy, attempts(bad, {}, bad))
@@ -210,7 +210,7 @@ def test_every_environment_is_closed_however_its_episode_has_ended(player, token
 
 def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
     rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
-    with player_of(tokenizer, name="trainer.environments.retry:RetryEnv", options={"tries": 2}) as player:
+    with player_of(tokenizer, name="trainer.environments.retry:RetryEnv", kwargs={"tries": 2}) as player:
         right, wrong = play(player, Policy(tokenizer, "bx", "cba"), attempts(*rows[:1], rows[1]))
         assert (right.status, right.turns, right.reward) == ("stop", 2, 1.0)
         assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)
@@ -229,7 +229,7 @@ def test_progress_is_paid_once():
 
 def valued(tokenizer: Any, *rows: list[dict[str, Any]], **config: Any) -> list[Played]:
     """Episodes of environments that give these steps."""
-    settings = {"name": "tests.support.environments:Valued", "max_failure_frac": 1.0, "num_processes": 1, **config}
+    settings = {"name": "tests.support.environments:Valued", "max_error_rate": 1.0, "num_processes": 1, **config}
     with player_of(tokenizer, **settings) as player:
         return play(player, Policy(tokenizer, "a", "b", "c"), attempts(*({"steps": row} for row in rows)))
 

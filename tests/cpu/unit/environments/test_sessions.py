@@ -29,7 +29,7 @@ def pool_of(name: str, most_characters: int = 1000, **config: Any) -> Iterator[E
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[EnvironmentPool]:
-    with pool_of("Echo", num_processes=2, options={"prefix": "> "}) as pool:
+    with pool_of("Echo", num_processes=2, kwargs={"prefix": "> "}) as pool:
         yield pool
 
 

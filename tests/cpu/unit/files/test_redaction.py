@@ -39,7 +39,7 @@ SECRET_NAMES = words("""
     credentials GOOGLE_APPLICATION_CREDENTIALS authorization Authorization proxy-authorization auth http_auth bearer
     bearer_token token hf_token HF_TOKEN api_token access_tokens cookie cookies session session_id session_key jwt
     client_secret AccountKey SharedAccessKey openai_api_key judge_key signing_key db_pass creds api_key_2 token1 otp dsn
-    environment.options.api_key credentials.user WANDB_API_KEY RAY_AUTH_TOKEN --api-key refreshToken AWS_ACCESS_KEY_ID
+    environment.kwargs.api_key credentials.user WANDB_API_KEY RAY_AUTH_TOKEN --api-key refreshToken AWS_ACCESS_KEY_ID
     api_key_prod OPENAI_KEY_PROD HF_TOKEN_READ auth_headers tavily_key authKey github_pat pass use_auth_token
 """)
 OTHER_NAMES = words("""
@@ -78,18 +78,18 @@ def test_a_secret_appears_in_no_config_command_or_text(secret, name):
     assert secret not in json.dumps(redact(config)) and redact(config)["n"] == 1
     assert redact({"headers": [{"name": "Authorization", "value": secret}]})["headers"][0]["value"] == "***"
     arguments = [
-        f"environment.options.{name}={secret}",
-        f"+environment.options.{name}={secret}",
-        f"environment.options={{{name}:{secret},n:1}}",
-        f"environment.options={{a:{{{name}: '{secret}'}}, n: 1}}",
-        f'environment.options={{"{name}":"{secret}"}}',
-        f"environment.options={{{name}:[{secret},{secret}],n:1}}",
+        f"environment.kwargs.{name}={secret}",
+        f"+environment.kwargs.{name}={secret}",
+        f"environment.kwargs={{{name}:{secret},n:1}}",
+        f"environment.kwargs={{a:{{{name}: '{secret}'}}, n: 1}}",
+        f'environment.kwargs={{"{name}":"{secret}"}}',
+        f"environment.kwargs={{{name}:[{secret},{secret}],n:1}}",
         f"--{name.lstrip('-')}",
         secret,
     ]
     shown = redact_command(arguments)
     assert secret not in " ".join(shown)
-    assert shown[2] == f"environment.options={{{name}:***,n:1}}"
+    assert shown[2] == f"environment.kwargs={{{name}:***,n:1}}"
     for text in (
         f"cannot parse {{{name}:{secret}}} here",
         f"{name}={secret} is wrong",
@@ -127,7 +127,7 @@ def test_numbers_are_hidden_unless_they_are_short_and_switches_are_not():
     assert secrets_of(given) == ["123456", "u", "1234"]
     harmless = {"secret": 7, "auth": {"weight": 0.5, "lr": 1e-6}, "token": "<eot>", "cookies": [-1, 999]}
     assert redact(harmless) == redact(harmless, references=False) == harmless and secrets_of(harmless) == []
-    command = ["environment.options={secret: 7, token: <eot>}", "environment.options.secret=7"]
+    command = ["environment.kwargs={secret: 7, token: <eot>}", "environment.kwargs.secret=7"]
     assert redact_command(command) == command
     assert redact({"password": "123"})["password"] == "***", "the user has put quotes around it"
 
@@ -143,7 +143,7 @@ def test_numbers_are_hidden_unless_they_are_short_and_switches_are_not():
 )
 @settings(deadline=None)
 def test_a_changed_number_is_noticed_whatever_its_name(name, values):
-    saved, now = ({"environment": {"options": {name: value}}} for value in values)
+    saved, now = ({"environment": {"kwargs": {name: value}}} for value in values)
     pair = redact(redact(saved), references=False), redact(now, references=False)
     assert len(find_changes(*pair, {})) == (values[0] != values[1])
 
@@ -181,8 +181,8 @@ def test_the_value_of_a_named_header_is_a_secret():
 def test_a_config_in_which_a_secret_was_left_out_is_refused():
     config = {"options": {"api_key": "***", "separator": "***", "list": [{"auth": "Bearer ***"}], "n": 1}}
     assert hidden_keys(config) == ["options.api_key", "options.list.auth"]
-    with pytest.raises(UserError, match=r"environment.options.api_key: \*\*\* stands for a secret"):
-        compose(["+environment.options={api_key: '***'}"])
+    with pytest.raises(UserError, match=r"environment.kwargs.api_key: \*\*\* stands for a secret"):
+        compose(["+environment.kwargs={api_key: '***'}"])
 
 
 def test_a_reference_names_the_variable_that_holds_the_secret(monkeypatch):
@@ -236,7 +236,7 @@ def test_tokens_of_known_forms_and_remembered_values_are_hidden_everywhere():
         assert redact_text(f"the token {token} is unknown") == "the token *** is unknown"
     remember("a value of the user")
     assert redact_text("said: A%20Value%20of%20the%20user!") == "said: ***!"
-    assert redact_text("environment.options.api_key: must be text") == "environment.options.api_key: must be text"
+    assert redact_text("environment.kwargs.api_key: must be text") == "environment.kwargs.api_key: must be text"
 
 
 def echoes(secret: str, user: str = "") -> list[str]:

@@ -47,7 +47,7 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
         def start(
             device: str = "cpu",
             lora: bool = False,
-            call_timeout_s: float = 600.0,
+            rpc_timeout_s: float = 600.0,
             master_port: int = 0,
             max_restarts: int = 0,
             settles: bool = True,
@@ -56,9 +56,9 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
             **rollout,
         ) -> tuple[EnginePool, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
-            cfg.trainer.call_timeout_s, cfg.trainer.master_port = call_timeout_s, master_port
+            cfg.trainer.rpc_timeout_s, cfg.trainer.master_port = rpc_timeout_s, master_port
             cfg.trainer.num_workers, cfg.trainer.deterministic = num_workers, deterministic
-            cfg.trainer.max_restarts, cfg.trainer.silence_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
+            cfg.trainer.max_restarts, cfg.trainer.heartbeat_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
@@ -136,10 +136,10 @@ def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatc
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", streaming())
     monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
-    fleet, _ = start(num_engines=2, call_timeout_s=2.0)
+    fleet, _ = start(num_engines=2, rpc_timeout_s=2.0)
     fleet.start(version=1, fresh=True)
     requests = [Request([i, 0], seed=i) for i in range(3)] + [Request([plain_engine.WAITS, 99], seed=0)]
-    with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.call_timeout_s\)"):
+    with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.rpc_timeout_s\)"):
         fleet.generate(requests, SAMPLED)
 
 
@@ -147,7 +147,7 @@ def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_p
     """On a shared GPU, too. Only what takes its memory waits."""
     spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:SlowEngine")
     monkeypatch.setitem(ENGINES, "plain", spec)
-    fleet, ranks = start("cuda", settles=False, share_gpus=True)
+    fleet, ranks = start("cuda", settles=False, colocate=True)
     assert ranks.call("policy", "weight_bytes", "auto") == 1000
     (tmp_path / "go").touch()
     fleet.settle()
@@ -158,7 +158,7 @@ def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_p
 
 def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_path):
     """Whether they would generate or take weights. They have not failed, and generate once there is room."""
-    fleet, ranks = start("cuda", share_gpus=True, num_engines=1)
+    fleet, ranks = start("cuda", colocate=True, num_engines=1)
     fleet.start(version=1, fresh=True)
     (tmp_path / "keeps").write_text("50")
     for wake in (lambda: answers(fleet, 1), lambda: fleet.sync_weights(2)):
@@ -170,7 +170,7 @@ def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_
 
 
 def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
-    fleet, ranks = start("cuda", share_gpus=True)
+    fleet, ranks = start("cuda", colocate=True)
     fleet.start(version=1, fresh=True)
     with fleet.awake():
         assert answers(fleet, 1) == answers(fleet, 1) == [[0, 7, 0]]
@@ -206,7 +206,7 @@ def test_engines_answer_with_the_weights_of_the_last_sync(start, tmp_path, trans
 
 def test_engines_on_the_gpus_of_the_ranks_get_weights_there(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
-    fleet, ranks = start("cuda", share_gpus=True)
+    fleet, ranks = start("cuda", colocate=True)
     fleet.start(version=1, fresh=True)
     ranks.call("policy", "train")
     fleet.sync_weights(2)
@@ -216,7 +216,7 @@ def test_engines_on_the_gpus_of_the_ranks_get_weights_there(start, monkeypatch):
 
 def test_the_ranks_on_the_gpus_of_engines_send(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
-    fleet, _ = start("cuda", share_gpus=True, num_workers=3)
+    fleet, _ = start("cuda", colocate=True, num_workers=3)
     fleet.start(version=1, fresh=True)
     assert fleet._channel.senders == (0,)
 
@@ -256,7 +256,7 @@ def test_a_failed_sender_is_heard_while_engines_still_wait(start):
 def test_a_way_of_the_weights_that_does_not_work_is_named_before_the_first_step(start, monkeypatch, transport):
     """It is tried again once, as after a failure of the network. Then the run ends."""
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("broadcast", "ipc")))
-    sharing = {"device": "cuda", "share_gpus": True} if transport == "ipc" else {}
+    sharing = {"device": "cuda", "colocate": True} if transport == "ipc" else {}
     fleet, ranks = start(weight_sync=transport, max_restarts=3, **sharing)
     for _ in range(2):
         ranks.call("policy", "train")
@@ -291,22 +291,22 @@ def test_the_transport_follows_from_setting_and_place(setting, engine, same_node
 
 @pytest.mark.parametrize("same_node", [True, False])
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-@pytest.mark.parametrize(("share_gpus", "transport"), [(False, "broadcast"), (True, "ipc")])
-def test_weights_stay_on_gpus(engine, share_gpus, same_node, transport):
-    rollout = RolloutConfig(engine=engine, share_gpus=share_gpus)
+@pytest.mark.parametrize(("colocate", "transport"), [(False, "broadcast"), (True, "ipc")])
+def test_weights_stay_on_gpus(engine, colocate, same_node, transport):
+    rollout = RolloutConfig(engine=engine, colocate=colocate)
     assert choose_transport(rollout, same_node, device="cuda") == transport
 
 
 @pytest.mark.usefixtures("files_engine")
-@pytest.mark.parametrize("share_gpus", [True, False])
-def test_engines_that_read_files_get_files_on_gpus_too(share_gpus):
-    rollout = RolloutConfig(engine="files", share_gpus=share_gpus)
+@pytest.mark.parametrize("colocate", [True, False])
+def test_engines_that_read_files_get_files_on_gpus_too(colocate):
+    rollout = RolloutConfig(engine="files", colocate=colocate)
     assert choose_transport(rollout, same_node=True, device="cuda") == "shared_memory"
 
 
 @pytest.mark.usefixtures("files_engine")
 @pytest.mark.parametrize(
-    ("setting", "engine", "same_node", "share_gpus", "device"),
+    ("setting", "engine", "same_node", "colocate", "device"),
     [
         ("shared_memory", "vllm", False, False, "cpu"),
         ("auto", "files", False, False, "cpu"),
@@ -318,15 +318,15 @@ def test_engines_that_read_files_get_files_on_gpus_too(share_gpus):
         ("ipc", "vllm", True, False, "cuda"),
     ],
 )
-def test_transports_that_cannot_work_are_refused(setting, engine, same_node, share_gpus, device):
-    rollout = RolloutConfig(engine=engine, weight_sync=setting, share_gpus=share_gpus)
+def test_transports_that_cannot_work_are_refused(setting, engine, same_node, colocate, device):
+    rollout = RolloutConfig(engine=engine, weight_sync=setting, colocate=colocate)
     with pytest.raises(UserError, match="rollout.weight_sync="):
         choose_transport(rollout, same_node, device)
 
 
 def test_shared_gpus_that_no_weights_can_reach_are_refused_before_engines_start(start):
     with pytest.raises(UserError, match="rollout.weight_sync=broadcast: NCCL"):
-        start("cuda", share_gpus=True, weight_sync="broadcast", engine="missing")
+        start("cuda", colocate=True, weight_sync="broadcast", engine="missing")
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_shared_gpus_that_no_weights_can_reach_are_refused_before_engines_start(
 
 def test_engines_and_ranks_take_turns_with_the_memory_of_a_shared_gpu(start):
     """The file of the GPU's memory refuses more than there is."""
-    fleet, ranks = start("cuda", share_gpus=True)
+    fleet, ranks = start("cuda", colocate=True)
     ranks.call("policy", "compute")
     fleet.start(version=1, fresh=False)
     for version in (2, 3):
@@ -346,9 +346,9 @@ def test_engines_and_ranks_take_turns_with_the_memory_of_a_shared_gpu(start):
     ranks.call("policy", "compute")
 
 
-@pytest.mark.parametrize(("device", "share_gpus"), [("cuda", False), ("cpu", True), ("cpu", False)])
-def test_engines_with_memory_of_their_own_stay_awake(start, device, share_gpus):
-    fleet, ranks = start(device, share_gpus=share_gpus, weight_sync="shared_memory")
+@pytest.mark.parametrize(("device", "colocate"), [("cuda", False), ("cpu", True), ("cpu", False)])
+def test_engines_with_memory_of_their_own_stay_awake(start, device, colocate):
+    fleet, ranks = start(device, colocate=colocate, weight_sync="shared_memory")
     fleet.start(version=1, fresh=False)
     ranks.call("policy", "train")
     assert answers(fleet, 1) == [[0, 7, 0]]  # they refuse to sleep
@@ -362,7 +362,7 @@ def shared(start, monkeypatch, incidents) -> tuple[EnginePool, PlainRanks]:
     spec = dataclasses.replace(streaming("FaultyStreamingEngine"), transports=("shared_memory", "ipc"))
     monkeypatch.setitem(ENGINES, "plain", spec)
     monkeypatch.setattr(restart_policy, "_FIRST_DELAY_S", 0.0)
-    fleet, ranks = start("cuda", share_gpus=True, num_workers=2, num_engines=2, max_restarts=5, max_num_seqs=64)
+    fleet, ranks = start("cuda", colocate=True, num_workers=2, num_engines=2, max_restarts=5, max_num_seqs=64)
     ranks.policy.call("compute")
     fleet.start(version=1, fresh=False)
     return fleet, ranks

@@ -134,7 +134,7 @@ def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
     expected = given["advantages"].copy()
     expected[2, 1] *= weight
     np.testing.assert_allclose(corrected["advantages"], expected, rtol=1e-6)
-    assert metrics == {"rollout/corrected_frac": pytest.approx(1 / 10)}
+    assert metrics == {"rollout_is/clip_frac": pytest.approx(1 / 10)}
     assert correct_rollouts(given, AlgorithmConfig()) == (given, {})
 
 

@@ -47,7 +47,7 @@ def a_step(
     ranks: int = 1,
     equal_rewards: bool = False,
     critic_warmup: int = 0,
-    share_prompts: bool = True,
+    share_prefixes: bool = True,
     rows_scored: int | None = None,
     **algorithm,
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -55,7 +55,7 @@ def a_step(
     cfg = Config()
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.policy.optimizer.lr = 1e-2
-    cfg.trainer.critic.warmup_steps, cfg.trainer.share_prompts = critic_warmup, share_prompts
+    cfg.trainer.critic.warmup_steps, cfg.trainer.share_prefixes = critic_warmup, share_prefixes
     for name, value in algorithm.items():
         setattr(cfg.algorithm, name, value)
     timer = Timer()
@@ -68,8 +68,8 @@ def a_step(
         speed = learner.speed(len(made), 40, 1e3)
         assert 0 < speed["perf/mfu"] < 1e-4
         # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
-        repeats = 2 * (4 - ranks) * 4 if share_prompts and not critic_warmup else 0
-        assert speed["perf/tokens_shared"] == pytest.approx(repeats / 52)
+        repeats = 2 * (4 - ranks) * 4 if share_prefixes and not critic_warmup else 0
+        assert speed["perf/prefix_reuse_frac"] == pytest.approx(repeats / 52)
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
     assert rows_scored is None or [len(logprobs) for logprobs in scored] == [rows_scored]
@@ -96,7 +96,7 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     # A bound that cuts nothing: the correction alone asks for log-probs before the update.
     with_pass, seconds = a_step(model, rollout_correction="tis", rollout_correction_high=1e30)
     assert "time/logprob" in seconds
-    weight_free = {"rollout/corrected_frac", "policy/loss", "policy/grad_norm"}
+    weight_free = {"rollout_is/clip_frac", "policy/loss", "policy/grad_norm"}
     assert alone.keys() - weight_free <= with_pass.keys()
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "policy/entropy", "policy/kl"):
         assert alone[name] == pytest.approx(with_pass[name], abs=1e-6), name
@@ -118,7 +118,7 @@ def test_the_agreement_is_measured_while_the_critic_warms_up(model):
     assert "policy/loss" in trained and "policy/loss" not in warming_up
     for name in agreement:
         assert warming_up[name] == pytest.approx(trained[name], abs=1e-6), name
-    sampler, _ = a_step(model, advantage_estimator="gae", critic_warmup=1, old_logprobs="sampler")
+    sampler, _ = a_step(model, advantage_estimator="gae", critic_warmup=1, old_logprobs="rollout")
     assert not set(agreement) & set(sampler)
 
 
@@ -131,7 +131,7 @@ def test_the_first_of_several_optimizer_steps_needs_no_pass_for_old_log_probs(mo
 
 
 def test_the_sampler_s_log_probs_can_stand_in_for_the_old_ones(model):
-    sampler, seconds = a_step(model, old_logprobs="sampler")
+    sampler, seconds = a_step(model, old_logprobs="rollout")
     trainer, _ = a_step(model)
     assert "time/logprob" not in seconds and "rollout/logprob_diff_mean" not in sampler
     assert trainer["policy/kl"] == pytest.approx(0.0, abs=1e-6) and abs(sampler["policy/kl"]) > 0.1
@@ -146,7 +146,7 @@ def test_two_ranks_learn_what_one_rank_learns(model):
 
 
 def test_a_shared_prompt_changes_nothing_but_the_work(model):
-    shared, alone = a_step(model, mini_batch=1)[0], a_step(model, mini_batch=1, share_prompts=False)[0]
+    shared, alone = a_step(model, mini_batch=1)[0], a_step(model, mini_batch=1, share_prefixes=False)[0]
     assert shared == pytest.approx(alone, rel=1e-5, abs=1e-6)
 
 
@@ -257,7 +257,7 @@ def test_the_baseline_of_each_episode_is_subtracted(model):
 
 
 def test_the_reference_takes_the_policy_s_weights_at_its_interval_alone(model):
-    with learner_of(model, kl_coef=0.1, ref_update_interval=2) as learner:
+    with learner_of(model, kl_coef=0.1, ref_sync_interval=2) as learner:
 
         def reference(step: int) -> np.ndarray:
             experience = learner.score(episodes(), step)
@@ -281,7 +281,7 @@ def test_the_speed_counts_each_pass_and_the_tokens_of_each_epoch_once(model):
     # the old log-probs, which two epochs need.
     assert with_reference == pytest.approx(plain * 4 / 3)
     assert two_epochs == pytest.approx(plain * (1 + 2 * 3) / 3)
-    assert len({speed["perf/tokens_shared"] for speed in speeds}) == 1
+    assert len({speed["perf/prefix_reuse_frac"] for speed in speeds}) == 1
 
 
 def test_in_several_epochs_the_old_log_probs_of_all_rows_are_computed_before(model):

@@ -15,7 +15,7 @@ from trainer.learner.train_workers import TrainWorkers
 
 def test_each_rank_measures_its_own_speed_and_the_ranks_describe_their_axes():
     cfg = Config()
-    cfg.trainer.context_parallel = 2
+    cfg.trainer.context_parallel_size = 2
     with local_cluster(2, cfg, "cpu") as cluster:
         ranks = TrainWorkers(cluster.cfg, cluster)
         speeds = ranks.speeds()

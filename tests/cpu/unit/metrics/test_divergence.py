@@ -16,7 +16,7 @@ def test_a_metric_above_its_limit_for_some_steps_in_a_row_has_run_away():
     check = DivergenceCheck({"policy/kl": 1.0}, 3)
     assert found(check, 2.0, 2.0, 1.0, 2.0, None, 2.0) == [], "a step at the limit is not above it"
     assert found(check, 3.0, first=7) == [
-        "policy/kl has been above 1 since step 4, and is 3 now (trainer.diverged_above)"
+        "policy/kl has been above 1 since step 4, and is 3 now (trainer.divergence_limits)"
     ]
 
 

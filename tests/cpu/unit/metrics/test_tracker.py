@@ -273,7 +273,7 @@ def wandb_history(path: Path) -> dict[int, dict[str, str]]:
 
 def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, listener):
     run_dir, environment = tmp_path / "run", wandb_environment(tmp_path, listener)
-    secret = "environment.options.api_key=hush-1"
+    secret = "environment.kwargs.api_key=hush-1"
     killed = run_python(WANDB_RUN, str(run_dir), "offline", "", "-1", "0", "5", secret, env=environment)
     run_id = json.loads(killed.stdout)["wandb_run_id"]
     time.sleep(1)  # W&B names directories by the second

@@ -83,7 +83,7 @@ def logprobs_of(model) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "ranks, axes",
-    [(2, {}), (4, {"replicas": 2}), (4, {"tensor_parallel": 2, "context_parallel": 2})],
+    [(2, {}), (4, {"dp_replicate": 2}), (4, {"tensor_parallel_size": 2, "context_parallel_size": 2})],
     ids=str,
 )
 def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path, ranks, axes):
@@ -136,7 +136,7 @@ def test_adapters_resume_under_any_layout(model_path, tmp_path):
     directory, cfg = str(tmp_path), lora_config()
     uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
     assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
-    for ranks, axes in ((1, {}), (4, {"replicas": 2}), (4, {"tensor_parallel": 2})):
+    for ranks, axes in ((1, {}), (4, {"dp_replicate": 2}), (4, {"tensor_parallel_size": 2})):
         results = run_ranks(ranks, load_then_step, model_path, directory, cfg=lora_config(**axes))[0]
         for ours, theirs in zip(results, uninterrupted, strict=True):
             assert_close(ours, theirs)
@@ -248,7 +248,7 @@ def test_a_refreshed_reference_is_saved_and_restored(model_path, tmp_path, lora,
     cfg = lora_config() if lora else config(max_tokens_per_micro_batch=70)
     for role in (cfg.trainer.policy, cfg.trainer.reference):
         role.fsdp.reshard_after_forward = not keep
-    cfg.algorithm.ref_update_interval = 1
+    cfg.algorithm.ref_sync_interval = 1
     results = run_ranks(2, move_reference, model_path, str(tmp_path), cfg=cfg)
     moved, after = assembled(results, "moved"), assembled(results, "after")
     assert np.abs(moved - after)[MASK].max() < (1e-5 if lora else 1e-30)  # merging rounds

@@ -31,7 +31,7 @@ def layout_of(rank: Rank) -> dict:
 )
 def test_every_rank_has_a_share_of_the_data(ranks, replicas, context, names, shape):
     cfg, shares = Config(), ranks // context
-    cfg.trainer.replicas, cfg.trainer.context_parallel = replicas, context
+    cfg.trainer.dp_replicate, cfg.trainer.context_parallel_size = replicas, context
     for number, found in enumerate(run_ranks(ranks, layout_of, cfg=cfg)):
         sizes = {"replicate": replicas, "shard": shares // replicas, "context": context, "tensor": 1}
         assert found == {

@@ -213,7 +213,7 @@ def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
         "trainer.ray_address=processes",
         "algorithm.policy_loss=own:loss",
         "reward.name=tests.cpu.unit.process.test_log_setup:chatty",
-        "logger.rollouts=true",
+        "logger.save_rollouts=true",
     ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(

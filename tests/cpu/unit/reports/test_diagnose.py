@@ -84,11 +84,11 @@ def test_nodes_with_several_incidents_are_named_and_drained_by_the_next_command(
     lose(run, ("rank 1", "10.0.0.7"), ("engine 0", "10.0.0.8"), ("rank 0", "10.0.0.8"), ("critic rank 1", "10.0.0.7"))
     assert "bad nodes" not in "\n".join(said(run, capsys)), "a node takes a rank and an engine with it"
     lose(run, ("rank 3", "10.0.0.7"), ("engine 1", "10.0.0.9"), ("engine 2", "10.0.0.9"))
-    cfg = settings(run, total_steps=9, ray_address=address, drained_nodes=["10.0.0.2"])
+    cfg = settings(run, total_steps=9, ray_address=address, excluded_nodes=["10.0.0.2"])
     record_start(str(run), cfg)
     lines = said(run, capsys)
     assert lines[-2] == "bad nodes  10.0.0.7 (2 incidents), 10.0.0.9 (2 incidents)"
-    assert lines[-1].endswith(" 'trainer.drained_nodes=[10.0.0.2,10.0.0.7,10.0.0.9]'") == drains
+    assert lines[-1].endswith(" 'trainer.excluded_nodes=[10.0.0.2,10.0.0.7,10.0.0.9]'") == drains
 
 
 def test_a_node_with_a_gpu_error_is_bad_at_once(run, capsys):
@@ -131,7 +131,7 @@ def test_what_is_not_uploaded_is_good_where_it_can_be_read(run, capsys, tmp_path
         other.save(4)
     starts = run / "starts.jsonl"
     start = json.loads(starts.read_text())
-    start["config"]["trainer"]["ckpt_local_dir"], start["host"] = "local", "node7"
+    start["config"]["trainer"]["ckpt_cache_dir"], start["host"] = "local", "node7"
     with starts.open("a") as file:
         file.write(json.dumps(start) + "\n")
     lines = said(run, capsys)

@@ -125,9 +125,9 @@ def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
     with serving(lambda *_: rewards([1.0, None, 3.0])) as server:
         assert judged(server, "x", "y", "z").rewards == [1.0, 0.0, 3.0]
     with pytest.raises(
-        UserError, match=r"^reward.max_failure_frac=0.5: 2 of 2 rewards of step 7 \(100.0%\) failed \(the"
+        UserError, match=r"^reward.max_error_rate=0.5: 2 of 2 rewards of step 7 \(100.0%\) failed \(the"
     ):
-        judged(server, "x", "y", deadline_s=1, max_failure_frac=0.5, step="step 7")
+        judged(server, "x", "y", deadline_s=1, max_error_rate=0.5, step="step 7")
     config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=3))
     with pytest.raises(UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError"):
         try_rewards(config, attempts("x", "y"), 1)
@@ -229,7 +229,7 @@ def test_failures_that_end_the_run_are_not_stored(tmp_path):
 
     with serving(half) as server:
         with pytest.raises(UserError, match="1 of 2 rewards"):
-            judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1", max_failure_frac=0.1)
+            judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1", max_error_rate=0.1)
         judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1")
         assert [len(request["completions"]) for request in server.requests] == [2, 1]
 

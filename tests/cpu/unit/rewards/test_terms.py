@@ -137,12 +137,12 @@ def test_functions_of_the_same_name_are_told_apart():
 
 
 def test_too_many_failures_end_the_run_and_fewer_do_not():
-    judged("odd_group", "one bad", "x", n=2, max_failure_frac=0.5)
+    judged("odd_group", "one bad", "x", n=2, max_error_rate=0.5)
     sentence = (
-        r"^reward.max_failure_frac=0.9: 2 of 2 rewards of a step \(100.0%\) failed \(the first: raised RuntimeError: no"
+        r"^reward.max_error_rate=0.9: 2 of 2 rewards of a step \(100.0%\) failed \(the first: raised RuntimeError: no"
     )
     with pytest.raises(UserError, match=sentence):
-        judged("broken", "a", "b", max_failure_frac=0.9)
+        judged("broken", "a", "b", max_error_rate=0.9)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_a_slow_reward_is_no_reason_not_to_start(caplog):
 
 
 def test_with_no_limit_of_failures_the_trial_warns(caplog):
-    tried("broken", "1", max_failure_frac=1.0)
+    tried("broken", "1", max_error_rate=1.0)
     assert "fails for the first 1 rows of the data" in caplog.text
 
 

@@ -47,7 +47,7 @@ def test_harmless_changes_pass():
             r"schedule_steps=9: .*saved with 140, and the learning rate.*change=\[trainer.policy.optimizer",
         ),
         ("sft.steps=9", [], r"sft.steps=9.*allow_config_change"),
-        ("algorithm.ref_update_interval=5", ["algorithm"], "ref_update_interval=5.*whether the checkpoint holds"),
+        ("algorithm.ref_sync_interval=5", ["algorithm"], "ref_sync_interval=5.*whether the checkpoint holds"),
         ("trainer.policy.lora.rank=5", ["trainer"], "trainer.policy.lora.rank=5.*another shape"),
     ],
 )
@@ -95,13 +95,13 @@ def test_a_fork_changes_what_a_resume_changes_with_permission(key):
 @pytest.mark.parametrize(
     "key, restored, remedy",
     [
-        ("trainer.seed", ALL_STATE, "leave data out of trainer.resume_load"),
+        ("trainer.seed", ALL_STATE, "leave data out of trainer.load_components"),
         ("trainer.seed", ("weights", "optimizer", "rng", "state"), None),
         ("model.tiny.num_layers", ("weights",), "leave weights and optimizer out"),
         ("model.tiny.num_layers", ("data", "state"), None),
         ("trainer.policy.lora.rank", ("optimizer",), "leave weights and optimizer out"),
         ("trainer.policy.lora.target_modules", ("rng",), None),
-        ("algorithm.ref_update_interval", ALL_STATE, None),  # the reference starts from the start weights
+        ("algorithm.ref_sync_interval", ALL_STATE, None),  # the reference starts from the start weights
         ("algorithm.advantage_estimator", ALL_STATE, None),  # the critic starts from its start weights
     ],
 )

@@ -86,7 +86,7 @@ def test_a_fork_has_one_parent_and_resumes_from_its_own_checkpoints(tmp_path):
 def test_a_fork_can_restore_the_weights_alone(tmp_path):
     a_run(tmp_path / "parent")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, resume_load=["weights"])
+    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, load_components=["weights"])
     with OpenRun(cfg, {"step": 0}) as run:
         run.load()
         assert run.state == {"step": 0} and run.resume.restore.kinds == {"weights"}
@@ -148,7 +148,7 @@ def test_policy_weights_restore_into_a_run_with_or_without_a_critic(tmp_path, es
     state = {"step": 2}
     with OpenRun(parent, state) as run:
         run.save(2)
-    fork.trainer.resume_mode, fork.trainer.resume_load = "from_path", ["weights"]
+    fork.trainer.resume_mode, fork.trainer.load_components = "from_path", ["weights"]
     fork.trainer.resume_path = str(tmp_path / "parent/checkpoints/global_step_2")
     with OpenRun(fork) as run:
         assert run.resume.restore.fork

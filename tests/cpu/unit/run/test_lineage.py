@@ -47,7 +47,7 @@ def test_a_fork_keeps_the_metrics_of_its_parents_up_to_the_fork(tmp_path):
     shutil.rmtree(tmp_path / "parent")
     (tmp_path / "fork").rename(tmp_path / "moved")
     assert fork(tmp_path / "moved", tmp_path / "second", step=3) == [1, 2, 3]
-    assert fork(tmp_path / "moved", tmp_path / "weights", step=3, resume_load=["weights"]) == []
+    assert fork(tmp_path / "moved", tmp_path / "weights", step=3, load_components=["weights"]) == []
     assert [row["step"] for row in metrics(tmp_path / "second")] == [4]
 
 

@@ -58,10 +58,10 @@ def test_a_command_that_resumes_stays_as_it_is(mode):
 
 
 def test_a_change_takes_the_place_of_the_key_in_the_command():
-    command = start(*PYTHON, "trainer.main", "trainer.run_dir=old", "+trainer.drained_nodes=[a]", "x=1")
-    shown = next_command(command, {"trainer.run_dir": "/new", "trainer.drained_nodes": "[a,b]"}, supervised=False)
+    command = start(*PYTHON, "trainer.main", "trainer.run_dir=old", "+trainer.excluded_nodes=[a]", "x=1")
+    shown = next_command(command, {"trainer.run_dir": "/new", "trainer.excluded_nodes": "[a,b]"}, supervised=False)
     assert shown.endswith(
-        "trainer train x=1 trainer.resume_mode=latest trainer.run_dir=/new 'trainer.drained_nodes=[a,b]'"
+        "trainer train x=1 trainer.resume_mode=latest trainer.run_dir=/new 'trainer.excluded_nodes=[a,b]'"
     )
 
 

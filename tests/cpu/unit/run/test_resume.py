@@ -35,9 +35,9 @@ def test_a_directory_with_almost_the_name_of_a_checkpoint_is_none(run_dir, name)
 
 def test_a_checkpoint_with_the_old_names_of_keys_resumes(run_dir, capsys):
     first, second = (run_dir / f"checkpoints/global_step_{step}" for step in (1, 2))
-    for checkpoint, names in ((first, ("colocate_roles", "share_gpus")), (second, ("colocate", "colocate"))):
+    for checkpoint, names in ((first, ("colocate_roles", "colocate")), (second, ("colocate", "colocate"))):
         saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
-        del saved["trainer"]["colocate_roles"], saved["rollout"]["share_gpus"]
+        del saved["trainer"]["colocate_roles"], saved["rollout"]["colocate"]
         saved["trainer"][names[0]], saved["rollout"][names[1]] = False, True
         replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
     checkpoint_tool(["diff", str(first), str(second)])
@@ -58,7 +58,7 @@ def test_a_path_of_no_checkpoint_is_refused_with_those_that_there_are(run_dir, t
 
 def with_options(directory: Path, more: dict | None = None, **options):
     cfg = configured(directory, resume_mode="latest" if more is None else None)
-    cfg.environment.options = options | (more or {})
+    cfg.environment.kwargs = options | (more or {})
     return cfg
 
 
@@ -68,7 +68,7 @@ def test_a_new_secret_is_no_change_and_is_shown_nowhere(tmp_path, caplog, monkey
     secrets = {"api_key": "from-a-variable-1", "auth": {"user": "u-hush", "password": 47110815}, "token": None}
     save_steps(with_options(tmp_path, secrets, n=1, header="Bearer from-a-variable-1"), 1)
     checkpoint = tmp_path / "checkpoints/global_step_1"
-    saved = yaml.safe_load((checkpoint / "config.yaml").read_text())["environment"]["options"]
+    saved = yaml.safe_load((checkpoint / "config.yaml").read_text())["environment"]["kwargs"]
     assert saved["api_key"] == "${oc.env:MY_API_KEY}" and saved["auth"] == {"user": "***", "password": "***"}
     digest = json.loads((checkpoint / "manifest.json").read_text())["config_digest"]
 
@@ -78,18 +78,18 @@ def test_a_new_secret_is_no_change_and_is_shown_nowhere(tmp_path, caplog, monkey
     with RunDirectory(cfg).open() as directory:
         assert directory.resume is not None and directory.resume.checkpoint.step == 1
     assert config_digest(cfg) == digest, "a digest tells nothing of secrets"
-    assert "environment.options" not in caplog.text
+    assert "environment.kwargs" not in caplog.text
 
     cfg = with_options(tmp_path, n=2, header="Bearer from-a-variable-2", **new)
-    with pytest.raises(UserError, match=r"^environment.options=.*'n': 2.*saved with .*'n': 1") as refused:
+    with pytest.raises(UserError, match=r"^environment.kwargs=.*'n': 2.*saved with .*'n': 1") as refused:
         RunDirectory(cfg).open()
-    cfg.trainer.allow_config_change = ["environment.options"]
+    cfg.trainer.allow_config_change = ["environment.kwargs"]
     with RunDirectory(cfg).open():
         pass
     for file in checkpoint.iterdir():
         if file.is_file():
             assert not [word for word in ("hush", "4711", "variable-") if word in file.read_text()], file
-    assert "environment.options" in caplog.text
+    assert "environment.kwargs" in caplog.text
     for word in ("hush", "4711", "literal", "variable-"):
         assert word not in str(refused.value) and word not in caplog.text
 
@@ -99,14 +99,14 @@ def test_a_checkpoint_with_secrets_of_an_earlier_version_resumes_and_shows_none(
     for step, n in ((1, 1), (2, 2)):
         checkpoint = tmp_path / f"checkpoints/global_step_{step}"
         saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
-        saved["environment"]["options"] = {"api_key": f"old-words-{step}", "n": n}
+        saved["environment"]["kwargs"] = {"api_key": f"old-words-{step}", "n": n}
         replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
     with RunDirectory(with_options(tmp_path, api_key="new-words", n=2)).open() as directory:
         assert directory.resume is not None
     checkpoint_tool(["diff", *(str(tmp_path / f"checkpoints/global_step_{step}") for step in (1, 2))])
     checkpoint_tool(["show", str(checkpoint)])
     shown = capsys.readouterr().out
-    assert "old-words" not in shown and "environment.options.n" in shown
+    assert "old-words" not in shown and "environment.kwargs.n" in shown
 
 
 POLICY_COSINE = {"trainer.policy.optimizer.scheduler": "cosine"}
@@ -214,7 +214,7 @@ def test_the_weight_of_the_kl_does_not_change_under_an_adaptive_controller(tmp_p
         pass
     fork = {
         "trainer.resume_path": str(tmp_path / "adaptive/checkpoints/global_step_1"),
-        "trainer.resume_load": ["weights", "optimizer"],
+        "trainer.load_components": ["weights", "optimizer"],
     }
     with RunDirectory(configured(tmp_path / "fork", ADAPTIVE, change, fork, resume_mode="from_path")).open():
         pass  # the steered weight is not taken over

@@ -30,8 +30,8 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     arguments = [
         "python",
         "data.stop_token=ends here",
-        "environment.options={api_key:abc,n:1}",
-        "+environment.options.secret_key=4711",
+        "environment.kwargs={api_key:abc,n:1}",
+        "+environment.kwargs.secret_key=4711",
         "reward.url=https://user:words@host/judge?token=abc&n=1",
         "reward.api_key=abc",
         "trainer.run_name=0123456789abcdef",
@@ -40,14 +40,14 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", arguments)
     config = Config()
     config.logger.wandb.entity = "0123456789abcdef"
-    config.environment.options = {"api_key": "0123456789abcdef", "authorization": "Bearer xyz", "pwd": 4711, "n": 1}
+    config.environment.kwargs = {"api_key": "0123456789abcdef", "authorization": "Bearer xyz", "pwd": 4711, "n": 1}
     record_start(str(tmp_path), config)
     start = json.loads((tmp_path / "starts.jsonl").read_text())
     assert start["command"] == [
         "python",
         "data.stop_token=ends here",
-        "environment.options={api_key:***,n:1}",
-        "+environment.options.secret_key=***",
+        "environment.kwargs={api_key:***,n:1}",
+        "+environment.kwargs.secret_key=***",
         "reward.url=https://***@host/judge?token=***&n=1",
         "reward.api_key=***",
         "trainer.run_name=${oc.env:WANDB_API_KEY}",
@@ -56,7 +56,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     for file in tmp_path.iterdir():
         assert "0123456789abcdef" not in file.read_text()
     shown = {"api_key": "${oc.env:WANDB_API_KEY}", "authorization": "***", "pwd": "***", "n": 1}
-    assert start["config"]["environment"]["options"] == shown
+    assert start["config"]["environment"]["kwargs"] == shown
 
 
 def git(directory, *arguments: str) -> str:

@@ -54,14 +54,14 @@ class Step:
         root.mkdir()
         cfg = configured(root / "run", train_batch_size=3, mini_batch_size=3, val_interval=1)
         cfg.rollout.n, cfg.rollout.val_n = 3, 2
-        cfg.logger.rollouts = cfg.logger.validation = True
+        cfg.logger.save_rollouts = cfg.logger.validation = True
         cfg.algorithm.advantage_estimator = estimator
-        cfg.data = DataConfig(generator="arithmetic", generator_args={"max_value": 9}, train_size=9, val_size=4)
+        cfg.data = DataConfig(generator="arithmetic", synthetic_args={"max_value": 9}, train_size=9, val_size=4)
         if reward.pop("environment", False):
             options = {"fails": list(fails)}
             cfg.environment = EnvironmentConfig(name="failing_world:World", options=options, **reward)
         else:
-            cfg.reward = RewardConfig(name="failing_rewards:half", **{"max_failure_frac": 1.0, **reward})
+            cfg.reward = RewardConfig(name="failing_rewards:half", **{"max_error_rate": 1.0, **reward})
         (root / "failing_rewards.py").write_text(f"FAILS = {list(fails)}\n" + REWARD)
         (root / "failing_world.py").write_text(WORLD)
         tokenizer = load_tokenizer(model)
@@ -179,10 +179,10 @@ def test_an_evaluation_of_which_all_failed_has_no_mean(step, caplog):
 
 
 def test_too_many_failures_end_the_run_before_it_trains_on_them(step):
-    assert step(8, max_failure_frac=0.2).rewards[8] is None
-    sentence = r"reward.max_failure_frac=0.2: 2 of 9 rewards of step 1 \(22.2%\) failed \(the first: raised TimeoutErr"
+    assert step(8, max_error_rate=0.2).rewards[8] is None
+    sentence = r"reward.max_error_rate=0.2: 2 of 9 rewards of step 1 \(22.2%\) failed \(the first: raised TimeoutErr"
     with pytest.raises(UserError, match=sentence):
-        step(1, 8, max_failure_frac=RewardConfig().max_failure_frac)
+        step(1, 8, max_error_rate=RewardConfig().max_error_rate)
 
 
 def test_a_failure_makes_no_group_worth_training_on():

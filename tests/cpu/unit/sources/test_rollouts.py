@@ -81,7 +81,7 @@ def rewards(tmp_path: Path, model: str, order: Sequence[int], before_last: int =
     (tmp_path / "streamed_rewards.py").write_text(REWARD.format(seen=str(seen)))
     cfg = configured(tmp_path / "run", train_batch_size=3, mini_batch_size=3, val_interval=-1)
     cfg.rollout.n = 2
-    cfg.data = DataConfig(generator="arithmetic", generator_args={"max_value": 9}, train_size=3, val_size=1)
+    cfg.data = DataConfig(generator="arithmetic", synthetic_args={"max_value": 9}, train_size=3, val_size=1)
     cfg.reward = RewardConfig(name=["streamed_rewards:group", "streamed_rewards:plain"], num_processes=2)
     tokenizer = load_tokenizer(model)
     engines = Engines(tokenizer, order, seen, before_last)
@@ -142,7 +142,7 @@ def test_each_prompt_has_its_own_baseline_when_others_are_left_out(tmp_path, mod
     with source_of(tmp_path, model, reply) as source:
         source.cfg.trainer.train_batch_size = 4
         a = source.cfg.algorithm
-        a.advantage_estimator, a.dynamic_sampling, a.max_sample_batches = "remax", True, 3
+        a.advantage_estimator, a.dynamic_sampling, a.max_gen_batches = "remax", True, 3
         episodes = source.next(1)
         rows = [int(episode.group.split(":")[1]) for episode in episodes]
         assert len(set(rows)) == 4 and all(row % 2 for row in rows)
@@ -158,8 +158,8 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
 
     with source_of(tmp_path, model, reply) as source:
         cfg = source.cfg
-        cfg.trainer.train_batch_size, cfg.logger.rollouts = 4, True
-        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_sample_batches = True, 3
+        cfg.trainer.train_batch_size, cfg.logger.save_rollouts = 4, True
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 3
         cfg.data.curriculum = "tests.support.curriculum:hardest_first"
         source.ledger = prompt_ledger(cfg, source.prompts)
         order = [draw.row for draw in source.ledger.take(12)]
@@ -204,7 +204,7 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
     dull_prompts.update(f"p{i}" for i in dull)
     algorithm = source.cfg.algorithm
     source.cfg.trainer.train_batch_size = wanted
-    algorithm.dynamic_sampling, algorithm.max_sample_batches = is_dynamic, batches
+    algorithm.dynamic_sampling, algorithm.max_gen_batches = is_dynamic, batches
 
     def begin() -> dict[str, Any]:
         source.ledger = prompt_ledger(source.cfg, source.prompts[:size])

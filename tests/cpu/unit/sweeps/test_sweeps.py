@@ -298,12 +298,12 @@ def test_a_plugin_that_is_not_installed_is_named_with_the_extra(monkeypatch):
 
 
 def test_a_secret_names_no_directory_of_a_sweep(tmp_path):
-    options = "+environment.options={api_key:hush-1,n:1},{api_key:hush-2,n:2}"
-    done = sweep(tmp_path, options, "trainer.policy.optimizer.lr=0.1", "++environment.options.token=hush-3")
+    options = "+environment.kwargs={api_key:hush-1,n:1},{api_key:hush-2,n:2}"
+    done = sweep(tmp_path, options, "trainer.policy.optimizer.lr=0.1", "++environment.kwargs.token=hush-3")
     assert done.returncode == 0, done.stderr
     names = [name for _, folders, files in os.walk(tmp_path) for name in [*folders, *files]]
     assert [name for name in names if "n:1" in name or "n: 1" in name] and not [
         name for name in names if "hush" in name
     ]
-    done = sweep(tmp_path, "+environment.options.api_key=hush-1,hush-2")
+    done = sweep(tmp_path, "+environment.kwargs.api_key=hush-1,hush-2")
     assert done.returncode == 2 and "would differ in a secret alone" in done.stderr and "hush" not in done.stderr

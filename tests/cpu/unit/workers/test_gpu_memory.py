@@ -15,7 +15,7 @@ from trainer.workers.rank import Rank
 GB = 10**9
 ROOM = GpuMemory(free=50 * GB, total=80 * GB)
 TOO_LITTLE = (
-    "rollout.share_gpus=true: an engine needs 46.0 GB of a GPU to wake up, but of 80.0 GB only 50.0 GB are free beside "
+    "rollout.colocate=true: an engine needs 46.0 GB of a GPU to wake up, but of 80.0 GB only 50.0 GB are free beside "
     "the rank, of which the optimizer will take 8.0 GB; "
 )
 

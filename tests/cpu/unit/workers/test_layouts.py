@@ -43,14 +43,14 @@ from trainer.workers.base import SHARDING_FILE
 from trainer.workers.rank import Rank
 
 LAYOUTS = {
-    "2 contexts": (2, {"context_parallel": 2}),
-    "2 replicas in 2 contexts each": (4, {"context_parallel": 2, "replicas": 2}),
-    "more contexts than key and value heads": (4, {"context_parallel": 4}),
-    "2 tensor ranks": (2, {"tensor_parallel": 2}),
-    "2 shares on 2 tensor ranks each": (4, {"tensor_parallel": 2}),
-    "2 replicas on 2 tensor ranks each": (4, {"tensor_parallel": 2, "replicas": 2}),
-    "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel": 2, "context_parallel": 2}),
-    "the same with recomputation and offload": (4, {"tensor_parallel": 2, "context_parallel": 2}),
+    "2 contexts": (2, {"context_parallel_size": 2}),
+    "2 replicas in 2 contexts each": (4, {"context_parallel_size": 2, "dp_replicate": 2}),
+    "more contexts than key and value heads": (4, {"context_parallel_size": 4}),
+    "2 tensor ranks": (2, {"tensor_parallel_size": 2}),
+    "2 shares on 2 tensor ranks each": (4, {"tensor_parallel_size": 2}),
+    "2 replicas on 2 tensor ranks each": (4, {"tensor_parallel_size": 2, "dp_replicate": 2}),
+    "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
+    "the same with recomputation and offload": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
 }
 BOTH, MANY = "2 contexts on 2 tensor ranks each", "more contexts than key and value heads"
 CASES = [("qwen3", name) for name in LAYOUTS if name != BOTH] + [("llama", BOTH), ("llama", MANY), ("gemma3", BOTH)]
@@ -142,10 +142,12 @@ def compiled_gradients(rank: Rank, path: str) -> dict:
 @pytest.mark.slow
 def test_compiled_blocks_of_two_contexts_give_the_gradients_of_one_rank(tmp_path):
     """The exchange between the ranks does not split the graph: a block that is recomputed would not be compiled."""
-    compose(["trainer.num_workers=2", "trainer.context_parallel=2", "trainer.policy.fsdp.compile=true"])  # is accepted
+    compose(
+        ["trainer.num_workers=2", "trainer.context_parallel_size=2", "trainer.policy.fsdp.compile=true"]
+    )  # is accepted
     path, cfg = tiny(tmp_path, tied=True), of_layout(settings(), max_tokens_per_micro_batch=4096)
     expected = run_ranks(1, compiled_gradients, path, cfg=cfg)[0]
-    cfg = of_layout(cfg, context_parallel=2)
+    cfg = of_layout(cfg, context_parallel_size=2)
     cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
     results = run_ranks(2, compiled_gradients, path, cfg=cfg)
     assert {result["graphs"] for result in results} == {1} and expected["graphs"] == 0
@@ -181,8 +183,8 @@ def test_axes_of_one_rank_change_nothing(tmp_path):
 
 WHOLE = (1, {})
 FOUR_SHARES = (4, {})
-TWO_BY_TWO = (4, {"tensor_parallel": 2})
-TWO_CONTEXTS = (4, {"context_parallel": 2})
+TWO_BY_TWO = (4, {"tensor_parallel_size": 2})
+TWO_CONTEXTS = (4, {"context_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ TWO_CONTEXTS = (4, {"context_parallel": 2})
         (True, TWO_BY_TWO, [FOUR_SHARES, TWO_CONTEXTS, WHOLE]),
         (False, FOUR_SHARES, [TWO_BY_TWO]),
         (True, TWO_CONTEXTS, [TWO_BY_TWO, WHOLE]),
-        (False, WHOLE, [(4, {"tensor_parallel": 2, "context_parallel": 2})]),
+        (False, WHOLE, [(4, {"tensor_parallel_size": 2, "context_parallel_size": 2})]),
     ],
     ids=["tensor", "data", "context", "one rank"],
 )
@@ -218,7 +220,7 @@ def as_an_older_version_wrote(sharding: Path) -> None:
 @pytest.mark.parametrize("tied, tensor", [(True, 2), (False, 4)])
 def test_written_and_streamed_weights_do_not_depend_on_the_layout(tmp_path, tied, tensor):
     path = tiny(tmp_path / "model", tied)
-    streamed = run_ranks(4, stream_and_write, path, str(tmp_path), cfg=config(tensor_parallel=tensor))
+    streamed = run_ranks(4, stream_and_write, path, str(tmp_path), cfg=config(tensor_parallel_size=tensor))
     written, start = load_file(f"{tmp_path}/model.safetensors"), load_file(f"{path}/model.safetensors")
     assert set(start) == set(written) == set(streamed[3])
     for name, tensor in written.items():
@@ -231,7 +233,7 @@ def draws(rank: Rank) -> float:
 
 
 def test_ranks_with_the_same_share_of_the_data_draw_the_same_numbers():
-    first, second, third, fourth = run_ranks(4, draws, cfg=config(context_parallel=2))
+    first, second, third, fourth = run_ranks(4, draws, cfg=config(context_parallel_size=2))
     assert first == second != third == fourth
 
 
@@ -239,36 +241,36 @@ def test_ranks_with_the_same_share_of_the_data_draw_the_same_numbers():
     "axes, model, problem",
     [
         (
-            {"context_parallel": 3},
+            {"context_parallel_size": 3},
             ARCHITECTURES["llama"],
-            "trainer.context_parallel=3: must divide the number of attention heads of the model, 4",
+            "trainer.context_parallel_size=3: must divide the number of attention heads of the model, 4",
         ),
         (
-            {"context_parallel": 4, "tensor_parallel": 2},
+            {"context_parallel_size": 4, "tensor_parallel_size": 2},
             ARCHITECTURES["llama"],
-            "trainer.context_parallel=4: must divide the number of attention heads of the model on each rank of "
-            "trainer.tensor_parallel, 2",
+            "trainer.context_parallel_size=4: must divide the number of attention heads of the model on each rank of "
+            "trainer.tensor_parallel_size, 2",
         ),
         (
-            {"tensor_parallel": 4},
+            {"tensor_parallel_size": 4},
             ARCHITECTURES["llama"],
-            "trainer.tensor_parallel=4: must divide the number of key and value heads of the model, 2",
+            "trainer.tensor_parallel_size=4: must divide the number of key and value heads of the model, 2",
         ),
         (
-            {"tensor_parallel": 2},
+            {"tensor_parallel_size": 2},
             LlamaConfig(vocab_size=49),
-            "trainer.tensor_parallel=2: must divide the number of tokens in the vocabulary of the model, 49",
+            "trainer.tensor_parallel_size=2: must divide the number of tokens in the vocabulary of the model, 49",
         ),
         (
-            {"tensor_parallel": 2},
+            {"tensor_parallel_size": 2},
             GPT2Config(),
-            "trainer.tensor_parallel=2: models of the type gpt2 have no tensor parallel plan in transformers",
+            "trainer.tensor_parallel_size=2: models of the type gpt2 have no tensor parallel plan in transformers",
         ),
         (
-            {"tensor_parallel": 2},
+            {"tensor_parallel_size": 2},
             Qwen3MoeConfig(),
-            "trainer.tensor_parallel=2: models of the type qwen3_moe need the parallel style moe_tp_experts, which is "
-            "not supported",
+            "trainer.tensor_parallel_size=2: models of the type qwen3_moe need the parallel style moe_tp_experts, "
+            "which is not supported",
         ),
     ],
 )
@@ -281,8 +283,10 @@ def test_what_a_model_cannot_do_is_refused_by_its_config(axes, model, problem):
 def test_a_run_refuses_before_it_starts_ranks(make, tmp_path):
     build_tiny(TinyConfig(), str(tmp_path))
     no_cluster: Any = None
-    with pytest.raises(UserError, match="trainer.tensor_parallel=4: must divide the number of key and value heads"):
-        make(of_layout(Config(), tensor_parallel=4), no_cluster, None, str(tmp_path), None)
+    with pytest.raises(
+        UserError, match="trainer.tensor_parallel_size=4: must divide the number of key and value heads"
+    ):
+        make(of_layout(Config(), tensor_parallel_size=4), no_cluster, None, str(tmp_path), None)
 
 
 def build(rank: Rank, path: str) -> None:
@@ -293,15 +297,15 @@ def build(rank: Rank, path: str) -> None:
     "axes, model, problem",
     [
         (
-            {"tensor_parallel": 2},
+            {"tensor_parallel_size": 2},
             Qwen3Config(**SHAPE | {"intermediate_size": 65}),
-            "trainer.tensor_parallel=2: must divide the 65 outputs of layers.0.mlp.gate_proj",
+            "trainer.tensor_parallel_size=2: must divide the 65 outputs of layers.0.mlp.gate_proj",
         ),
         (
-            {"tensor_parallel": 2},
+            {"tensor_parallel_size": 2},
             PhiConfig(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2),
-            "trainer.tensor_parallel=2: the output layer of PhiForCausalLM is more than one linear layer without a "
-            "bias",
+            "trainer.tensor_parallel_size=2: the output layer of PhiForCausalLM is more than one linear layer "
+            "without a bias",
         ),
     ],
     ids=["layer", "head"],

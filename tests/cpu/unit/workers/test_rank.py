@@ -57,9 +57,9 @@ def single_rank(model_path):
     "world_size, settings",
     [
         (1, {"max_tokens_per_micro_batch": 40}),
-        (1, {"share_prompts": False}),
+        (1, {"share_prefixes": False}),
         (2, {"max_tokens_per_micro_batch": 70}),
-        (4, {"max_tokens_per_micro_batch": 50, "replicas": 2}),
+        (4, {"max_tokens_per_micro_batch": 50, "dp_replicate": 2}),
     ],
     ids=["micro-batches", "prompts computed for each completion", "2 ranks", "2 replicas of 2 ranks"],
 )
