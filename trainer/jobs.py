@@ -386,7 +386,7 @@ def _warm_start_config(cfg: Config, run_dir: str) -> Config:
         resume_mode="latest",
         val_interval=-1,
         num_workers=cfg.trainer.num_workers,
-        replicas=cfg.trainer.dp_replicate,
+        dp_replicate=cfg.trainer.dp_replicate,
         device=cfg.trainer.device,
         master_port=cfg.trainer.master_port,
     )

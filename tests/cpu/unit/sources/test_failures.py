@@ -56,10 +56,10 @@ class Step:
         cfg.rollout.n, cfg.rollout.val_n = 3, 2
         cfg.logger.save_rollouts = cfg.logger.validation = True
         cfg.algorithm.advantage_estimator = estimator
-        cfg.data = DataConfig(generator="arithmetic", synthetic_args={"max_value": 9}, train_size=9, val_size=4)
+        cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 9}, train_size=9, val_size=4)
         if reward.pop("environment", False):
             options = {"fails": list(fails)}
-            cfg.environment = EnvironmentConfig(name="failing_world:World", options=options, **reward)
+            cfg.environment = EnvironmentConfig(name="failing_world:World", kwargs=options, **reward)
         else:
             cfg.reward = RewardConfig(name="failing_rewards:half", **{"max_error_rate": 1.0, **reward})
         (root / "failing_rewards.py").write_text(f"FAILS = {list(fails)}\n" + REWARD)

@@ -81,7 +81,7 @@ def rewards(tmp_path: Path, model: str, order: Sequence[int], before_last: int =
     (tmp_path / "streamed_rewards.py").write_text(REWARD.format(seen=str(seen)))
     cfg = configured(tmp_path / "run", train_batch_size=3, mini_batch_size=3, val_interval=-1)
     cfg.rollout.n = 2
-    cfg.data = DataConfig(generator="arithmetic", synthetic_args={"max_value": 9}, train_size=3, val_size=1)
+    cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 9}, train_size=3, val_size=1)
     cfg.reward = RewardConfig(name=["streamed_rewards:group", "streamed_rewards:plain"], num_processes=2)
     tokenizer = load_tokenizer(model)
     engines = Engines(tokenizer, order, seen, before_last)
