@@ -42,10 +42,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from benchmarks.ranks import make_batch
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.names import MANIFEST
-from trainer.checkpoint.object_store import ObjectFiles
+from trainer.checkpoint.object_storage import client_of
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.store import files_at
 from trainer.config import Config, TinyConfig, policy_role
 from trainer.models.tiny import build_tiny
 from trainer.workers.policy import PolicyWorker
@@ -109,13 +109,13 @@ class Measured:
     def put(self, path: str) -> None:
         if self.number == 0:
             block = os.urandom(_BLOCK)
-            with ObjectFiles(path).stream("plain") as stream:
+            with files_at(path).open_writer("plain") as stream:
                 for _ in range(self.size // len(block) + 1):
                     stream.write(block)
 
     def get(self, path: str) -> None:
         if self.number == 0:
-            ObjectFiles(path).digest("plain")
+            files_at(path).digest("plain")
 
     def write(self, path: str) -> list[dict]:
         self.rank.begin_save(["policy"], ShardedFiles(path))
@@ -204,9 +204,7 @@ def store_round(ours: Measured, url: str) -> None:
     ours.loop(STORE_BLOCKED, f"{root}/global_step_2")
     dist.barrier()
     if ours.number == 0:
-        files = ObjectFiles(root)
-        for path in files.sizes():
-            files.bucket.delete(files.place(path))
+        files_at(root).storage.delete_below("")
     dist.barrier()
 
 
@@ -259,7 +257,7 @@ def place_in_store(url: str | None) -> Iterator[str]:
             "AWS_DEFAULT_REGION": "us-east-1",
             "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": 600}}),  # it joins the parts of an object slowly
         }
-        ObjectFiles("s3://benchmark").bucket.fs.mkdir("benchmark")
+        client_of("s3").api.create_bucket(Bucket="benchmark")
         yield "s3://benchmark"
     finally:
         server.stop()

@@ -218,7 +218,7 @@ class Trainer:
         metrics = self.source.describe(metrics) | times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
-        if (lag := self.checkpoints.store.lag()) is not None:
+        if (lag := self.checkpoints.store.upload_lag_s()) is not None:
             metrics["time/upload_lag"] = lag
         last = step == t.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
@@ -388,7 +388,7 @@ class Trainer:
             self._wandb_run_id = None
             self.state.best = {}  # the best step of the parent is not a step of this run
             return
-        self.checkpoints.set_aside(after=checkpoint.step)  # the run went back behind them, and will save them again
+        self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
         self.audit = audit_of(t, self.learner.cluster.device, checkpoint.step, same_layout, resume.altered)
 

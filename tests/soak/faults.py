@@ -21,7 +21,7 @@ from tests.support import killed_jobs
 from tests.support.jobs import send
 from tests.support.nodes import Node
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.bucket import bucket_of
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 
 _END_S = 60
@@ -161,10 +161,10 @@ def _damage(place: Place, job: int, numbers: random.Random) -> str | None:
         data, text = _damaged(file.read_bytes(), numbers)
         file.write_bytes(data)
         return f"{text} {file.relative_to(folder)}"
-    bucket, folder_above = bucket_of(place.kind.scheme), store.path(good[-1]).partition("://")[2]
-    name = numbers.choice(sorted(name for name, size in bucket.list(folder_above).items() if size))
-    data, text = _damaged(bucket.read(name), numbers)
-    bucket.write(name, data)
+    above = open_storage(store.path(good[-1]))
+    name = numbers.choice(sorted(name for name, size in above.list().items() if size))
+    data, text = _damaged(above.get(name), numbers)
+    above.put(name, data)
     return f"{text} {name.rpartition('/')[2]}"
 
 

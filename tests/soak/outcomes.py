@@ -38,7 +38,7 @@ def outcome_of(kind: Kind, run: Path, root: str) -> Outcome:
             found[f"the last checkpoint's {entry.path}"] = entry.hash
     state = manifests.read_object(last, "trainer_state.json")
     found["the last checkpoint's state"] = {name: state.get(name) for name in ("step", "counters", "best")}
-    found["leftovers of interrupted saves"] = sorted(store.leftovers())
+    found["leftovers of interrupted saves"] = sorted(store.orphans())
     return found
 
 

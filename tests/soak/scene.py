@@ -69,9 +69,7 @@ class Scene:
         self.store.plan, self.store.seen = lambda *_: PASS, []
         request = urllib.request.Request(f"{self._s3}/moto-api/reset", method="POST")
         urllib.request.urlopen(request).close()
-        from trainer.checkpoint.bucket import bucket_of
 
-        bucket_of("s3").fs.invalidate_cache()
         make_bucket(_BUCKET)
 
     @contextlib.contextmanager

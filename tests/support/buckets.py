@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.checkpoint.bucket import bucket_of
+from trainer.checkpoint.object_storage import client_of
 
 KEY, SECRET = "AKIATESTSTORE0000001", "topSecretOfTheStore/4711"
 
@@ -48,13 +48,10 @@ def use_s3(patch: pytest.MonkeyPatch, url: str) -> dict[str, str]:
 
 def forget_connections() -> None:
     """Let the next request use the environment of now."""
-    import s3fs
-
-    bucket_of.cache_clear()
-    s3fs.S3FileSystem.clear_instance_cache()
+    client_of.cache_clear()
 
 
 def make_bucket(name: str) -> str:
     """Make a bucket on the server of `use_s3`; returns its URL."""
-    bucket_of("s3").fs.mkdir(name)
+    client_of("s3").api.create_bucket(Bucket=name)
     return f"s3://{name}"

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore, files_part, json_part
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.store import CheckpointFiles, LocalStore
+from trainer.checkpoint.store import open_store
 
 
 def manager(root: Path, retention: Retention | None = None, **options) -> CheckpointManager:
-    return CheckpointManager(LocalStore(str(root)), retention, **options)
+    return CheckpointManager(open_store(str(root)), retention, **options)
 
 
 def parts_of(state: dict) -> list[Component]:
@@ -49,8 +50,8 @@ def hidden(root: Path) -> list[str]:
 
 
 def sharded_parts(state: dict) -> list[Component]:
-    def begin(draft: CheckpointFiles):
-        files = ShardedFiles(draft.path)
+    def begin(staging: CheckpointFiles):
+        files = ShardedFiles(staging.path)
         tensors = {"w": state["w"].clone(), "lr": state["lr"]}
         group = dist.group.WORLD
         return lambda: [manifests.FileEntry(**e) for e in files.write("policy", tensors, {"extra.json": "{}"}, group)]

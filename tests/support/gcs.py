@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import google_crc32c
 import pytest
 
-from trainer.checkpoint.bucket import bucket_of
+from trainer.checkpoint.object_storage import client_of
 
 
 def use_gcs(patch: pytest.MonkeyPatch, url: str) -> None:
@@ -31,7 +31,7 @@ def use_gcs(patch: pytest.MonkeyPatch, url: str) -> None:
     for name in ("gs", "gcs"):
         patch.setitem(conf, name, settings)
         patch.setenv(f"FSSPEC_{name.upper()}", json.dumps(settings))
-    bucket_of.cache_clear()
+    client_of.cache_clear()
     gcsfs.GCSFileSystem.clear_instance_cache()
 
 

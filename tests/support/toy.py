@@ -17,8 +17,8 @@ import numpy as np
 
 from tests.support.jobs import comparable, metrics
 from trainer.algorithms import FixedKL
+from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.manifest import FileEntry
-from trainer.checkpoint.store import files_at
 from trainer.config import Config, SFTConfig
 from trainer.episodes import Sample
 from trainer.errors import FailureSource

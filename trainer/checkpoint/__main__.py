@@ -280,7 +280,7 @@ def _rollback(args: argparse.Namespace) -> Result:
     check_step(checkpoints.store, args.to, "--to")
     manifests.verify(checkpoints.store.path(args.to), "hash")
     with _locked(checkpoints):
-        moved = checkpoints.set_aside(after=args.to)
+        moved = checkpoints.archive(after=args.to)
     lines = [f"set aside {name}" for name in moved] or ["no checkpoint is newer"]
     return {"step": args.to, "set_aside": moved}, lines, 0
 

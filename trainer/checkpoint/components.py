@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.checkpoint.bucket import StoreError
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_error, read_object
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
+from trainer.checkpoint.manifest import Checkpoint, FileEntry, read_object, reading
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.store import CheckpointFiles
 from trainer.config import LOAD_COMPONENTS, Config, with_new_names
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_yaml
@@ -59,8 +58,8 @@ class Component:
     name: str
     begin: Callable[[CheckpointFiles], Callable[[], list[FileEntry]]]
     """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
-    writes files to the draft, or waits for the processes that write them, and returns the entries of the durable,
-    hashed files."""
+    writes files to the staging area, or waits for the processes that write them, and returns the entries of the
+    durable, hashed files."""
     load: Callable[[Checkpoint, Restore], None] = _load_nothing
     """Restores the state."""
     is_large: bool = False
@@ -72,12 +71,12 @@ def files_part(
 ) -> Component:
     """Make a part of small files: `content()` returns their bytes by path below the checkpoint."""
 
-    def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+    def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
         files = content()
 
         def write() -> list[FileEntry]:
             for path, data in files.items():
-                draft.write(path, data)
+                staging.write(path, data)
             return [FileEntry(path, len(data), digest_bytes(data)) for path, data in files.items()]
 
         return write
@@ -124,16 +123,10 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the resolved config that a checkpoint was saved with, without secrets; renamed keys have their new names.
 
     Raises:
-        DamagedError: `config.yaml` is missing, or is not a mapping of sections.
+        CorruptCheckpointError: `config.yaml` is missing, or is not a mapping of sections.
     """
-    try:
+    with reading(checkpoint.path, CONFIG_FILE):
         config = parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
-    except StoreError:
-        raise
-    except OSError as error:
-        raise read_error(checkpoint.path, CONFIG_FILE, error) from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{checkpoint.path}: {CONFIG_FILE} is damaged ({error})") from error
     return redact(with_new_names(config))  # earlier versions saved secrets
 
 
@@ -151,8 +144,8 @@ class SavingRanks(Protocol):
 def models_part(ranks: SavingRanks) -> Component:
     """Make the part that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
 
-    def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        finish = ranks.begin_save(ShardedFiles(draft.path, draft.copies))
+    def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        finish = ranks.begin_save(ShardedFiles(staging.path, staging.replicas))
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from trainer.checkpoint.store import CheckpointStore, files_at
+from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import UserError
 
 CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked"}
@@ -83,7 +84,7 @@ def check_content(
         the bytes of the files that were read, and of all files.
 
     Raises:
-        DamagedError: a file differs from what was saved.
+        CorruptCheckpointError: a file differs from what was saved.
     """
     manifests.check_files(checkpoint, "size", whole=False)
     away = {path for paths in checkpoint.nodes.values() for path in paths}

@@ -1,4 +1,4 @@
-"""The directory `trainer.ckpt_cache_dir` of one node, for the ranks there. The driver asks them through `Nodes`."""
+"""The directory `trainer.ckpt_cache_dir` of one node, for the ranks there. The driver asks them through `NodeDisks`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.local_store import LocalFiles, LocalStore
+from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at
 from trainer.checkpoint.manifest import CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.names import NODE, step_in
-from trainer.checkpoint.object_store import ObjectFiles
-from trainer.files.atomic_io import read_file, sync_directory
+from trainer.checkpoint.storage import LocalStorage
+from trainer.checkpoint.store import LocalStore
+from trainer.files.atomic_io import read_file
 
 _PROBLEMS = ".problems.json"
 _PARALLEL = 8
@@ -31,7 +32,7 @@ def is_shard(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class NodeDisk:
+class LocalTier:
     """The directory `root` on the disk of this node. It is plain data, so that it can be sent to a rank.
 
     Every method raises OSError if the disk fails.
@@ -41,7 +42,10 @@ class NodeDisk:
 
     @property
     def _store(self) -> LocalStore:
-        return LocalStore(self.root)
+        return LocalStore(LocalStorage(self.root))
+
+    def _files(self, folder: str) -> CheckpointFiles:
+        return files_at(os.path.join(self.root, folder))
 
     def name(self) -> str:
         """Return the name of this disk: ranks that get the same name see the same directory."""
@@ -60,48 +64,47 @@ class NodeDisk:
     def clean_up(self) -> None:
         """Test that checkpoints can be written, and remove what interrupted saves and deletions have left."""
         self._store.probe()
-        for name in self._store.leftovers():
+        for name in self._store.orphans():
             self._store.remove(name)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the files of a draft in bytes, by path."""
-        return LocalFiles(os.path.join(self.root, folder)).sizes()
+        """Return the sizes of the files of a staging area in bytes, by path."""
+        return self._files(folder).sizes()
 
     def note_problems(self, folder: str, problems: list[str]) -> None:
-        """Keep sentences about copies that a draft lacks, for `problems`."""
+        """Keep sentences about copies that a staging area lacks, for `problems`."""
         with contextlib.suppress(OSError):
-            LocalFiles(os.path.join(self.root, folder)).write(_PROBLEMS, json.dumps(problems).encode())
+            self._files(folder).write(_PROBLEMS, json.dumps(problems).encode())
 
     def problems(self, folder: str) -> list[str]:
         """Return what `note_problems` has kept."""
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(read_file(os.path.join(self.root, folder, _PROBLEMS)))
+            return json.loads(self._files(folder).read(_PROBLEMS))
         return []
 
     def read(self, folder: str, paths: Collection[str]) -> dict[str, bytes]:
         """Return the content of small files."""
-        files = LocalFiles(os.path.join(self.root, folder))
+        files = self._files(folder)
         return {path: files.read(path) for path in paths}
 
     def keep(self, folder: str, files: Mapping[str, bytes], pieces: Mapping[str, bytes]) -> None:
-        """Write small files of a draft or checkpoint, and pieces of the files of the run directory."""
-        target = LocalFiles(os.path.join(self.root, folder))
+        """Write small files of a staging area or checkpoint, and pieces of the files of the run directory."""
+        target = self._files(folder)
         for path, data in files.items():
             target.write(path, data)
         for name, data in pieces.items():
             self._store.keep_piece(name, data)
 
-    def publish(self, folder: str, step: int, manifest: bytes) -> None:
-        """Give a draft its manifest and the name of the checkpoint. The commit on the disk of the driver comes later.
+    def commit(self, folder: str, step: int, manifest: bytes) -> None:
+        """Give a staging area its manifest and the name of the checkpoint, before the disk of the driver does.
 
         A checkpoint of this step that is there was never committed, or was given up: it is deleted.
         """
         store = self._store
-        if os.path.exists(store.path(step)):
-            store.remove(store.withdraw(step))
-        store.publish(LocalFiles(os.path.join(self.root, folder)), step, manifest, lambda: None)
+        self._delete(step)
+        store.commit(self._files(folder), step, manifest, lambda: None)
 
-    def survey(self, step: int, digest: str, level: str) -> list[str]:
+    def scrub(self, step: int, digest: str, level: str) -> list[str]:
         """Return the files of a checkpoint that this disk has and that agree with its manifest.
 
         What does not agree is deleted, so that no rank reads it.
@@ -110,16 +113,14 @@ class NodeDisk:
             digest: hash of the manifest.
             level: how files are checked (see `trainer.checkpoint.manifest.verify`).
         """
-        store = self._store
         try:
-            checkpoint = manifests.read(store.path(step))
+            checkpoint = manifests.read(self._store.path(step))
             if checkpoint.manifest["self"] != digest:
                 raise CorruptCheckpointError(f"{checkpoint.path} belongs to another checkpoint")
         except UnreadableError:  # nobody may delete it
             raise
         except CorruptCheckpointError:
-            if os.path.exists(store.path(step)):
-                store.remove(store.withdraw(step))
+            self._delete(step)
             return []
         valid = []
         for entry in checkpoint.entries:
@@ -135,44 +136,42 @@ class NodeDisk:
                 os.remove(path)
         return valid
 
-    def settle(self, names: Collection[str], pieces: Collection[str]) -> None:
+    def reconcile(self, names: Collection[str], pieces: Collection[str]) -> None:
         """Delete the checkpoints and pieces that the disk of the driver does not have.
 
         Args:
-            names: names of the checkpoints, and of those that were set aside.
+            names: names of the checkpoints, and of those that are archived.
             pieces: names of the pieces.
         """
         store = self._store
+        archived = store.archived()
         for name in store.names():
             step = step_in(name)
-            if name in names:
-                continue
-            if step is not None:
-                store.remove(store.withdraw(step))
-            elif name in store.asides():
+            if name not in names and step is not None:
+                self._delete(step)
+            elif name not in names and name in archived:
                 store.remove(name)
         store.remove_pieces([name for name in store.pieces() if name not in pieces])
 
     def rename(self, name: str, new: str) -> None:
         """Rename a checkpoint, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            os.rename(os.path.join(self.root, name), os.path.join(self.root, new))
-            sync_directory(self.root)
+            LocalStorage(self.root).rename(name, new)
 
     def remove(self, name: str) -> None:
-        """Delete a draft, if it is there."""
+        """Delete a staging area, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             self._store.remove(name)
 
-    def begin_upload(self, step: int, place: str, paths: Collection[str]) -> str:
-        """Begin to copy files of a checkpoint to the draft at the URL `place`; returns a key for `uploaded`."""
-        source, draft = LocalFiles(self._store.path(step)), ObjectFiles(place)
+    def begin_upload(self, step: int, url: str, paths: Collection[str]) -> str:
+        """Begin to copy files of a checkpoint to the staging area at `url`; returns a key for `uploaded`."""
+        source, staging = self._store.path(step), files_at(url)
 
         def upload() -> dict[str, tuple[int, str]]:
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                for _ in pool.map(lambda path: draft.upload(os.path.join(source.path, path), path), paths):
+                for _ in pool.map(lambda path: staging.upload(os.path.join(source, path), path), paths):
                     pass
-            return draft.written
+            return staging.written
 
         key = secrets.token_hex(4)
         pool = ThreadPoolExecutor(1, thread_name_prefix="upload")
@@ -189,3 +188,8 @@ class NodeDisk:
         if key not in _uploads:
             raise OSError(errno.ENOENT, "the upload was begun by another process")
         return _uploads.pop(key).result() if _uploads[key].done() else None
+
+    def _delete(self, step: int) -> None:
+        store = self._store
+        if os.path.exists(store.path(step)):
+            store.remove(store.tombstone(step))

@@ -1,10 +1,8 @@
-"""A lock on a directory, with an owner and a heartbeat. It lets one job at a time use the directory."""
+"""A lock on a directory or prefix, with an owner and a heartbeat. It lets one job at a time use the storage."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -12,12 +10,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from types import NoneType
 from typing import Any
 
+from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
-from trainer.files.atomic_io import read_file, write_file
 from trainer.files.documents import Shape, parse_object
 from trainer.process.signals import SIGNALS
 
@@ -32,7 +29,6 @@ OWNER: dict[Any, Shape] = {
     "started": (str, NoneType),
     "since": str,
 }
-_GUARD_TRIES = 10
 _YOUNG_S = 120.0
 
 
@@ -43,8 +39,11 @@ class RunLock:
     machine (or in another container, whose processes are not visible) is dead if its heartbeat has not moved for
     `timeout_s` while this process watched it. Clocks of different machines are never compared.
 
+    Every write is on the condition that the lock is as this process has seen it last. So of two jobs that find a dead
+    owner one wins, and no heartbeat can overwrite a lock that another job has taken.
+
     Args:
-        directory: the directory to lock; it is created if it is missing.
+        directory: the directory or URL to lock. A directory is created if it is missing.
         timeout_s: seconds without a heartbeat after which an owner counts as dead.
         name: the name of the directory in messages.
         remedy: the advice to the user if another job holds the lock.
@@ -57,12 +56,14 @@ class RunLock:
         name: str = "run directory",
         remedy: str = "choose another trainer.run_name, or end that job",
     ):
+        self._storage = open_storage(directory)
         self.directory = directory
-        self.path = os.path.join(directory, NAME)
+        self.path = f"{directory}/{NAME}"
         self.timeout_s = timeout_s
         self._name = name
         self._remedy = remedy
         self._token = secrets.token_hex(8)
+        self._beats = 0
         self._lost_to: dict[str, Any] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -80,18 +81,19 @@ class RunLock:
         """
         taken_from = None
         watch = _Watch()
-        self._prepare()
+        if self._storage.disk is not None:
+            os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
         while True:
             try:
-                self._make()
-                with self._guarded():
-                    owner, beat = self._look()
-                    silent_s = watch.silent_for(beat)
-                    if owner is None or (death := self._dead(owner, silent_s)) is not None:
-                        if owner is not None:
-                            taken_from = f"took over the {self._name} from {_describe(owner)}: {death}"
-                        self._write()
-                        break
+                self._storage.make()
+                owner, etag = self._fetch()
+                silent_s = watch.silent_for(None if owner is None else etag)
+                if owner is None or (death := self._dead(owner, silent_s)) is not None:
+                    if not self._put(self._owner(), etag):
+                        continue  # another job was faster
+                    if owner is not None:
+                        taken_from = f"took over the {self._name} from {_describe(owner)}: {death}"
+                    break
             except FileNotFoundError:  # the last owner is removing the directory
                 continue
             except OSError as error:
@@ -121,7 +123,7 @@ class RunLock:
                 directory is gone.
         """
         try:
-            owner = self._read()
+            owner = self._fetch()[0]
         except UserError:
             raise  # an object store that does not answer: an `OSError`, too, and the save can be tried again
         except OSError as error:
@@ -135,7 +137,7 @@ class RunLock:
         self.check_last_beat()
 
     def check_last_beat(self) -> None:
-        """Check that no heartbeat has found another owner. Nothing is asked of the place, which may be out of service.
+        """Check that no heartbeat has found another owner. The storage, which may be out of service, is not asked.
 
         Raises:
             UserError: another job has taken the lock.
@@ -153,11 +155,10 @@ class RunLock:
             self._thread.join()
             self._thread = None
         with contextlib.suppress(OSError):  # the directory is gone, and the lock with it
-            if (self._read() or {}).get("token") != self._token:
-                return
-            with self._guarded():
-                if (self._read() or {}).get("token") == self._token:
-                    self._remove()
+            owner, etag = self._fetch()
+            if etag is not None and owner is not None and owner.get("token") == self._token:
+                # An object is not deleted: without a condition, that could hit the lock of another job.
+                self._storage.delete_if_match(NAME, etag) or self._put({**self._owner(), "token": ""}, etag)
 
     def __enter__(self) -> RunLock:
         return self
@@ -165,29 +166,12 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    # ---------------------------------------------------------------------------------------------------
-    # What follows depends on where the lock is. A lock elsewhere replaces these methods.
-
-    def _prepare(self) -> None:
-        """Make the directories above the locked one."""
-        os.makedirs(os.path.dirname(os.path.abspath(self.directory)), exist_ok=True)
-
-    def _make(self) -> None:
-        """Make the directory."""
-        # makedirs would fail if the last owner removed the directory at the same moment.
-        if os.path.islink(self.directory) and not os.path.exists(self.directory):
-            raise FileExistsError(errno.EEXIST, "a link to a missing directory", self.directory)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.directory)
-
     def _beat(self) -> None:
         while not self._stop.wait(self.timeout_s / 6):
             with contextlib.suppress(OSError):  # a busy or absent file system: the next beat may succeed
-                owner = self._read()
-                if owner is not None and owner.get("token") != self._token:
-                    self._lost_to = owner  # the next check raises
-                    return
                 self._renew()
+                if self._lost_to is not None:  # the next check raises
+                    return
 
     def _owner(self) -> dict[str, Any]:
         """Return what this process writes into the lock."""
@@ -200,35 +184,38 @@ class RunLock:
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
 
-    def _write(self) -> None:
-        """Take the lock, within `_guarded`."""
-        write_file(self.path, json.dumps(self._owner()))
-
     def _renew(self) -> None:
-        """Show that this owner lives."""
-        os.utime(self.path)
+        """Show that this owner lives, unless another job has taken the lock."""
+        owner, etag = self._fetch()
+        if owner is not None and owner.get("token") != self._token:
+            self._lost_to = owner
+        elif self._storage.disk is not None:
+            os.utime(self.path)  # a write would wait for the disk, which may be busy for longer than `timeout_s`
+        elif owner is not None:
+            self._put(self._owner(), etag)
 
-    def _remove(self) -> None:
-        """Free the lock, within `_guarded`."""
-        os.remove(self.path)
-        os.remove(f"{self.path}.guard")
+    def _fetch(self) -> tuple[dict[str, Any] | None, str | None]:
+        """Return the owner (None: the lock is free), and the etag of the lock (None: there is none)."""
+        try:
+            data, etag = self._storage.get_with_etag(NAME)
+        except FileNotFoundError:
+            return None, None
+        try:
+            owner = parse_object(data, OWNER)
+        except ValueError:
+            return {}, etag  # unreadable: treat it as a foreign lock, which expires by age
+        return (owner if owner["token"] else None), etag
+
+    def _put(self, content: dict[str, Any], etag: str | None) -> bool:
+        self._beats += 1  # every heartbeat changes the content, and with it the etag
+        data = json.dumps({**content, "beats": self._beats}).encode()
+        storage = self._storage
+        return storage.put_if_absent(NAME, data) if etag is None else storage.put_if_match(NAME, data, etag)
 
     def _is_blocked(self) -> bool:
-        """Return whether something that no job creates is in the place of the lock."""
-        return _is_foreign(self.path) or _is_foreign(f"{self.path}.guard")
-
-    def _look(self) -> tuple[dict[str, Any] | None, object]:
-        """Return the owner, and a value that changes with every heartbeat."""
-        owner = self._read()
-        return owner, None if owner is None else (owner.get("token"), os.stat(self.path).st_mtime_ns)
-
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            return parse_object(read_file(self.path), OWNER)
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {}  # unreadable: treat the file as a foreign lock, which expires by age
+        """Return whether something that no job creates is where the lock should be: a directory, a link, a pipe."""
+        paths = (self.path, f"{self.path}.guard") if self._storage.disk is not None else ()
+        return any(os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)) for path in paths)
 
     def _dead(self, owner: dict[str, Any], silent_s: float) -> str | None:
         """Return why the owner is dead; None: it may be alive."""
@@ -236,21 +223,6 @@ class RunLock:
             pid = owner["pid"]
             return None if _started(pid) == owner["started"] else f"its process {pid} is gone"
         return f"no heartbeat for {self.timeout_s:g} s" if silent_s >= self.timeout_s else None
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Let one process at a time run the block: two processes could find the same dead owner."""
-        path = f"{self.path}.guard"
-        for attempt in range(_GUARD_TRIES):
-            with open(path, "w") as guard:
-                with contextlib.suppress(OSError):  # a file system without flock: a race is possible but unlikely
-                    fcntl.flock(guard, fcntl.LOCK_EX)
-                # The previous owner may have removed the file that this process waited for. The number of tries is
-                # bounded, because inode numbers are not stable on every file system.
-                current = os.path.samestat(os.fstat(guard.fileno()), os.stat(path))
-                if current or attempt == _GUARD_TRIES - 1:
-                    yield
-                    return
 
 
 def holder(directory: str) -> tuple[str | None, str | None]:
@@ -261,7 +233,7 @@ def holder(directory: str) -> tuple[str | None, str | None]:
     """
     lock = RunLock(directory, _YOUNG_S)
     try:
-        owner = lock._read()
+        owner = lock._fetch()[0]
         if owner is None:
             return None, None
         age_s = time.time() - os.stat(lock.path).st_mtime
@@ -286,11 +258,6 @@ class _Watch:
             self.moved = self._last is not None
             self._last, self._since = beat, now
         return now - self._since
-
-
-def _is_foreign(path: str) -> bool:
-    """Return whether something is at `path` that no job creates: a directory, a link, a pipe."""
-    return os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path))
 
 
 def _is_local(owner: dict[str, Any]) -> bool:

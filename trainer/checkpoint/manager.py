@@ -1,9 +1,9 @@
-"""Save and load whole checkpoints.
+"""Save, find and load the checkpoints of a run.
 
-A save writes its files to a draft, which no reader sees. It makes every file durable, hashes it, and publishes the
-draft with a manifest. Publishing is the commit: a directory is a checkpoint if and only if its manifest agrees with its
-files. Then the save writes the hint file and deletes old checkpoints. After the state is copied, the save runs on
-another thread while training continues. At most one save is under way.
+A save writes its files to a staging area, which no reader sees. It makes every file durable, hashes it, and commits the
+staging area with a manifest: a directory is a checkpoint if and only if its manifest agrees with its files. Then the
+save writes the latest pointer and deletes old checkpoints. After the state is copied, the save runs on another thread
+while training continues. At most one save is under way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, UnreadableError
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
+from trainer.checkpoint.storage import StoreError
+from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import UserError, as_list
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
@@ -36,7 +37,7 @@ _TEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """The result of a save."""
 
     step: int
@@ -71,7 +72,7 @@ class CheckpointManager:
         self._fence = fence
         self._committed = committed
         self._saving: threading.Thread | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveResult] = []
         self._failed: list[CheckpointFiles] = []
         """Drafts of failed saves, into which ranks may still have written while they were deleted."""
 
@@ -87,40 +88,40 @@ class CheckpointManager:
             description: further fields of the manifest (ranks, mesh, versions, config digest, score).
         """
         self.wait()
-        self._discard_failed()
+        self._abort_failed()
         names = [part.name for part in parts]
         assert len(set(names)) == len(names), f"saved twice: {names}"
         started = time.monotonic()
         failpoint("save:begin")
-        draft: CheckpointFiles | None = None
+        staging: CheckpointFiles | None = None
         finishers: list[Callable[[], list[FileEntry]]] = []
         try:
             self._fence()
-            draft = self.store.begin(step)
+            staging = self.store.begin(step)
             for part in parts:
-                finishers.append(part.begin(draft))
+                finishers.append(part.begin(staging))
         except (OSError, UserError) as error:
             for finish in finishers:  # parts that have begun must end before the next save
                 with contextlib.suppress(OSError):
                     finish()
-            self._discard(draft)
-            self._outcomes.append(Outcome(step, "", time.monotonic() - started, error=str(error)))
+            self._abort(staging)
+            self._outcomes.append(SaveResult(step, "", time.monotonic() - started, error=str(error)))
             return
 
         def run() -> None:
             try:
-                total = self._commit(step, names, draft, finishers, description)
-                outcome = Outcome(step, self.store.path(step), time.monotonic() - started, total)
+                total = self._commit(step, names, staging, finishers, description)
+                outcome = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
                 LOG.info("saved %s (%.1f MB in %.1f s)", outcome.path, outcome.bytes / 1e6, outcome.seconds)
             except Exception as error:  # the caller of `outcomes` decides about failures of any kind
-                outcome = Outcome(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
-                self._discard(draft)
+                outcome = SaveResult(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
+                self._abort(staging)
             self._outcomes.append(outcome)
 
         self._saving = threading.Thread(target=run, name=f"save-{step}", daemon=True)
         self._saving.start()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[SaveResult]:
         """Return the results of the saves that have ended since the last call."""
         ended, self._outcomes = self._outcomes, []
         return ended
@@ -142,11 +143,11 @@ class CheckpointManager:
         self,
         step: int,
         names: list[str],
-        draft: CheckpointFiles,
+        staging: CheckpointFiles,
         finishers: list[Callable[[], list[FileEntry]]],
         description: dict[str, Any],
     ) -> int:
-        """Publish the draft and delete old checkpoints; returns the bytes of the checkpoint."""
+        """Commit the staging area and delete old checkpoints; returns the bytes of the checkpoint."""
         files = [entry for finish in finishers for entry in finish()]
         failpoint("save:parts_written")
         content = {
@@ -157,16 +158,16 @@ class CheckpointManager:
             "python_version": sys.version.split()[0],
             "versions": {name: version(name) for name in ("torch", "transformers")},
             "parent_step": max(self.steps(), default=None),
-            **({"folder": draft.folder} if draft.folder else {}),
+            **({"folder": staging.folder} if staging.folder else {}),
             **description,
         }
         data = manifests.dump(content, files)
-        self.store.publish(draft, step, data, self._before_commit)
+        self.store.commit(staging, step, data, self._before_commit)
         failpoint("save:published")
         _try(lambda: self._committed(step))
-        _try(lambda: self.store.hint(step))
+        _try(lambda: self.store.write_latest(step))
         failpoint("save:hinted")
-        _try(lambda: self._remove_asides(step))
+        _try(lambda: self._remove_archived(step))
         _try(lambda: self._prune(step))
         return sum(entry.bytes for entry in files) + len(data)
 
@@ -174,20 +175,20 @@ class CheckpointManager:
         failpoint("save:manifest_written")
         self._fence()
 
-    def _discard(self, draft: CheckpointFiles | None) -> None:
-        if draft is not None:
-            self._failed.append(draft)
+    def _abort(self, staging: CheckpointFiles | None) -> None:
+        if staging is not None:
+            self._failed.append(staging)
             with contextlib.suppress(OSError):
-                self.store.discard(draft)
+                self.store.abort(staging)
 
-    def _discard_failed(self) -> None:
+    def _abort_failed(self) -> None:
         failed, self._failed = self._failed, []
-        for draft in failed:
+        for staging in failed:
             with contextlib.suppress(OSError):  # most are gone
-                self.store.discard(draft)
+                self.store.abort(staging)
 
-    def _remove_asides(self, committed: int) -> None:
-        for name in self.store.asides(committed):
+    def _remove_archived(self, committed: int) -> None:
+        for name in self.store.archived(committed):
             self.store.remove(name)
 
     def _prune(self, committed: int) -> None:
@@ -197,15 +198,13 @@ class CheckpointManager:
             scores = {step: self._score(step, metric) for step in steps}
             if any(score is not None for score in scores.values()):
                 break
-        protected = {committed} | ({self.resumed_from} - {None}) | self.store.unsafe()
+        protected = {committed} | ({self.resumed_from} - {None}) | self.store.not_yet_uploaded()
         self.delete(self.retention.disposable(scores, protected))  # type: ignore[arg-type]
 
     def delete(self, steps: list[int]) -> None:
         """Delete these checkpoints."""
         for step in steps:
-            left = self.store.withdraw(step)  # atomic, so that a kill cannot leave a checkpoint that is half deleted
-            failpoint("save:deleting")
-            self.store.remove(left)
+            self.store.delete(step)
 
     def _score(self, step: int, metric: str) -> float | None:
         """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric."""
@@ -241,7 +240,7 @@ class CheckpointManager:
             if before is not None and step >= before:
                 continue
             unreadable: UserError | None = None
-            for path in self.store.places(step):
+            for path in self.store.locations(step):
                 try:
                     checkpoint = manifests.verify(path, self.verify, whole)
                 except UnreadableError as error:
@@ -321,13 +320,13 @@ class CheckpointManager:
             raise refused[0]
         if refused:
             raise UserError(as_list(f"{checkpoint.path} cannot be used:", [str(error) for error in refused]))
-        if checkpoint.path in self.store.places(checkpoint.step):
+        if checkpoint.path in self.store.locations(checkpoint.step):
             self.resumed_from = checkpoint.step
 
     def clean_up(self) -> None:
-        """Remove the leftovers of interrupted saves and deletions. The caller must hold the run's lock."""
-        self.store.revoke()  # a former owner of the lock may be in the middle of a commit
-        for name, kind in self.store.leftovers().items():
+        """Remove what interrupted saves and deletions have left. The caller must hold the run's lock."""
+        self.store.fence()  # a former owner of the lock may be in the middle of a commit
+        for name, kind in self.store.orphans().items():
             try:
                 self.store.remove(name)
             except OSError as error:
@@ -335,14 +334,14 @@ class CheckpointManager:
             else:
                 LOG.info("removed %s, %s", name, kind)
 
-    def set_aside(self, after: int) -> list[str]:
+    def archive(self, after: int) -> list[str]:
         """Take checkpoints newer than `after` out of service, by renaming; returns their new names.
 
         Each is deleted when its step is saved again.
         """
-        names = [self.store.set_aside(step) for step in self.steps() if step > after]
+        names = [self.store.archive(step) for step in self.steps() if step > after]
         for name in names:
-            LOG.info("set aside %s", name)
+            LOG.info("archived %s", name)
         return names
 
 

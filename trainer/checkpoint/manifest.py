@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at
 from trainer.checkpoint.names import MANIFEST, step_in
-from trainer.checkpoint.store import CheckpointFiles, files_at
+from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 from trainer.files.atomic_io import access_problem, digest_bytes, says_nothing_of_content
 from trainer.files.documents import Shape, is_count, is_number, mismatch, parse_object
-from trainer.files.uris import below, is_url
+from trainer.files.uris import below
 
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
@@ -64,16 +65,30 @@ class CorruptCheckpointError(UserError):
 class UnreadableError(CorruptCheckpointError):
     """A file of a checkpoint cannot be read now, for a reason that says nothing about its content (no permission).
 
-    The checkpoint may be whole, so nobody may delete it, or use an older one in its place.
+    The checkpoint may be whole, so nobody may delete it, or use an older one instead.
     """
 
 
-def read_error(path: str, name: str, error: OSError) -> CorruptCheckpointError:
-    """Return the error to raise if the file `name` of the checkpoint at `path` could not be read."""
-    if not says_nothing_of_content(error):
-        return CorruptCheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})")
-    denied = "" if is_url(path) else access_problem(os.path.join(path, name))
-    return UnreadableError(f"{path}: {name} cannot be read ({error.strerror}{denied and f': {denied}'})")
+@contextlib.contextmanager
+def reading(path: str, name: str) -> Iterator[None]:
+    """Raise errors in the block as those of the file `name` of the checkpoint at `path`.
+
+    Raises:
+        CorruptCheckpointError: the file cannot be read, or a ValueError in the block says how it is damaged.
+        StoreError: the object store fails. This says nothing about the file.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        if not says_nothing_of_content(error):
+            raise CorruptCheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
+        denied = "" if open_storage(path).disk is None else access_problem(os.path.join(path, name))
+        text = f"{path}: {name} cannot be read ({error.strerror}{denied and f': {denied}'})"
+        raise UnreadableError(text) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: {name} is damaged ({error})") from error
 
 
 def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
@@ -160,21 +175,14 @@ def read(path: str) -> Checkpoint:
     """Read the manifest of the checkpoint at `path`, and check its format, its fields and its hash.
 
     Raises:
-        DamagedError: the manifest is missing or damaged, or has another format, other fields or another step.
+        CorruptCheckpointError: the manifest is missing or damaged, or has another format, other fields or another step.
     """
     path = path.rstrip("/")
-    try:
-        data = files_at(path).read(MANIFEST)
-    except FileNotFoundError:
-        raise CorruptCheckpointError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
-    except StoreError:
-        raise
-    except OSError as error:
-        raise read_error(path, MANIFEST, error) from error
-    try:
-        manifest = parse_object(data, {"format_version": is_count})
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged ({error})") from error
+    with reading(path, MANIFEST):
+        try:
+            manifest = parse_object(files_at(path).read(MANIFEST), {"format_version": is_count})
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
     if manifest["format_version"] != FORMAT_VERSION:
         raise CorruptCheckpointError(
             f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
@@ -194,16 +202,10 @@ def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | Non
     """Return the JSON object in the file `name` of a checkpoint.
 
     Raises:
-        DamagedError: the file is missing, is not JSON, or does not have the `shape`.
+        CorruptCheckpointError: the file is missing, is not JSON, or does not have the `shape`.
     """
-    try:
+    with reading(checkpoint.path, name):
         return parse_object(checkpoint.files.read(name), shape)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise read_error(checkpoint.path, name, error) from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{checkpoint.path}: {name} is damaged ({error})") from error
 
 
 def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
@@ -215,7 +217,7 @@ def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
             `trainer.checkpoint.replica_ranks`).
 
     Raises:
-        DamagedError: names the first file that is missing, is outside of the checkpoint, or differs.
+        CorruptCheckpointError: names the first file that is missing, is outside of the checkpoint, or differs.
     """
     checkpoint = read(path)
     check_files(checkpoint, level, whole)
@@ -262,7 +264,13 @@ def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) 
 
 def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
     """Check the content of one file of a checkpoint against its manifest (see `verify`)."""
-    digest = _digest_or_error(checkpoint, entry)
+    try:
+        with reading(checkpoint.path, _path(checkpoint, entry)):
+            digest = checkpoint.files.digest(entry.path)
+    except UnreadableError:
+        raise
+    except CorruptCheckpointError as error:
+        digest = f"unreadable: {getattr(error.__cause__, 'strerror', None)}"
     if digest != entry.hash:
         raise CorruptCheckpointError(
             f"{checkpoint.path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
@@ -271,29 +279,16 @@ def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
 
 
 def _size_or_none(checkpoint: Checkpoint, entry: FileEntry) -> int | None:
-    try:
-        return checkpoint.files.size(entry.path)
-    except FileNotFoundError:
-        return None
-    except StoreError:
-        raise
-    except OSError as error:
-        raise _read_error(checkpoint, entry, error) from error
+    with reading(checkpoint.path, _path(checkpoint, entry)):
+        try:
+            return checkpoint.files.size(entry.path)
+        except FileNotFoundError:
+            return None
 
 
-def _digest_or_error(checkpoint: Checkpoint, entry: FileEntry) -> str:
-    try:
-        return checkpoint.files.digest(entry.path)
-    except StoreError:
-        raise
-    except OSError as error:
-        if says_nothing_of_content(error):
-            raise _read_error(checkpoint, entry, error) from error
-        return f"unreadable: {error.strerror}"
-
-
-def _read_error(checkpoint: Checkpoint, entry: FileEntry, error: OSError) -> CorruptCheckpointError:
-    return read_error(checkpoint.path, below(checkpoint.manifest.get("folder", ""), entry.path), error)
+def _path(checkpoint: Checkpoint, entry: FileEntry) -> str:
+    """Return the path of a file below the checkpoint."""
+    return below(checkpoint.manifest.get("folder", ""), entry.path)
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Names in the place of checkpoints that every kind of store uses."""
+"""Names that every kind of store uses for checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 
 MANIFEST = "manifest.json"
-HINT = "latest_ckpt_global_step.txt"
+LATEST = "latest_ckpt_global_step.txt"
 NODE = ".node"
 """A file with the name of the disk, in a directory that each node has for itself."""
 BOOKKEEPING = (".lock", ".record", ".steps.json", NODE)

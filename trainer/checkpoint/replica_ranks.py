@@ -12,14 +12,15 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.local_store import LocalFiles, LocalStore
-from trainer.checkpoint.local_tier import NodeDisk, is_shard
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
+from trainer.checkpoint.local_tier import LocalTier, is_shard
 from trainer.checkpoint.manifest import Checkpoint, FileEntry
 from trainer.checkpoint.names import step_in
+from trainer.checkpoint.store import LocalStore
 from trainer.errors import UserError, one_line
 from trainer.files.documents import parse_object
 
@@ -38,7 +39,7 @@ class AskedRanks(Protocol):
         ...
 
 
-class Nodes:
+class NodeDisks:
     """The disks of the other nodes than the driver's.
 
     Args:
@@ -52,7 +53,7 @@ class Nodes:
     def __init__(self, local: LocalStore, ranks: AskedRanks):
         self._local = local
         self._ranks = ranks
-        self._disk = NodeDisk(local.root)
+        self._disk = LocalTier(local.root)
         self.own = self._disk.name()
         """The name of the driver's disk."""
         try:
@@ -66,24 +67,17 @@ class Nodes:
             ) from error
         self.with_ranks = set(names.values())
         """The names of the disks on whose nodes ranks run."""
+        self._copied_pieces: set[str] = set()
 
     @property
     def are_several(self) -> bool:
         """Whether a rank has another disk than the driver."""
         return bool(self._others)
 
-    def publish(
-        self,
-        draft: LocalFiles,
-        step: int,
-        manifest: bytes,
-        pieces: Mapping[str, bytes],
-        before_commit: Callable[[], None],
+    def commit(
+        self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]
     ) -> list[str]:
-        """Commit a draft: on the other nodes, and then on the disk of the driver.
-
-        Args:
-            pieces: pieces of the files of the run directory that the other nodes do not have yet.
+        """Commit a staging area: on the other nodes, and then on the disk of the driver.
 
         Returns:
             sentences about copies that could not be made.
@@ -91,32 +85,34 @@ class Nodes:
         Raises:
             OSError: a file is on no disk, or a node cannot commit.
         """
-        folder = os.path.basename(draft.path)
+        folder = os.path.basename(staging.path)
         content = parse_object(manifest)
         entries = [FileEntry(**entry) for entry in content["files"]]
-        sizes = {self.own: draft.sizes(), **self._ask_all("sizes", folder)}
+        sizes = {self.own: staging.sizes(), **self._ask_all("sizes", folder)}
         for entry in entries:
             if not any(held.get(entry.path) == entry.bytes for held in sizes.values()):
-                raise OSError(errno.ENOENT, f"{entry.path} is on the disk of no node", draft.path)
+                raise OSError(errno.ENOENT, f"{entry.path} is on the disk of no node", staging.path)
         problems = [sentence for some in self._ask_all("problems", folder).values() for sentence in some]
         problems += self._disk.problems(folder)
         for name, number in self._others.items():
             missing = [e.path for e in entries if not is_shard(e.path) and e.path not in sizes[self.own]]
             found = self._ranks.ask([number], self._disk, "read", folder, [p for p in missing if p in sizes[name]])
             for path, data in found[number].items():
-                draft.write(path, data)
+                staging.write(path, data)
                 sizes[self.own][path] = len(data)
-        small = {entry.path: draft.read(entry.path) for entry in entries if not is_shard(entry.path)}
+        small = {entry.path: staging.read(entry.path) for entry in entries if not is_shard(entry.path)}
         shards = [entry for entry in entries if is_shard(entry.path)]
         nodes = {
             name: [entry.path for entry in shards if held.get(entry.path) == entry.bytes]
             for name, held in sizes.items()
         }
         data = manifests.dump({**manifests.content_of(content), "nodes": nodes}, entries)
-        self._ask_all("keep", folder, small, pieces)
-        self._ask_all("publish", folder, step, data)
-        self._local.publish(draft, step, data, before_commit)
-        self.settle()
+        new = [name for name in self._local.pieces() if name not in self._copied_pieces]
+        self._ask_all("keep", folder, small, {name: self._local.piece(name) for name in new})
+        self._ask_all("commit", folder, step, data)
+        self._local.commit(staging, step, data, before_commit)
+        self._copied_pieces.update(new)
+        self.reconcile()
         return sorted(set(problems))
 
     def missing(self, checkpoint: Checkpoint, level: str) -> list[str]:
@@ -125,8 +121,8 @@ class Nodes:
         Every node checks its own files. Then each gets the small files that it lacks.
         """
         digest = checkpoint.manifest["self"]
-        found: dict[str, list[str]] = self._ask_all("survey", checkpoint.step, digest, level)
-        own = self._disk.survey(checkpoint.step, digest, level)
+        found: dict[str, list[str]] = self._ask_all("scrub", checkpoint.step, digest, level)
+        own = self._disk.scrub(checkpoint.step, digest, level)
         readable = {path for paths in found.values() for path in paths}
         readable.update(path for path in own if self.own in self.with_ranks or not is_shard(path))
         missing = [entry.path for entry in checkpoint.entries if entry.path not in readable]
@@ -139,25 +135,25 @@ class Nodes:
                 self._ranks.ask([number], self._disk, "keep", folder, lacking, {})
         return missing
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """Let the other nodes delete the checkpoints and pieces that the disk of the driver does not have."""
         local = self._local
-        names = [name for name in local.names() if step_in(name) is not None or name in local.asides()]
+        names = [name for name in local.names() if step_in(name) is not None or name in local.archived()]
         with self._failures_logged():
-            self._ask_all("settle", names, local.pieces())
+            self._ask_all("reconcile", names, local.pieces())
 
     def rename(self, name: str, new: str) -> None:
         """Rename a checkpoint on the other nodes."""
         with self._failures_logged():
             self._ask_all("rename", name, new)
 
-    def discard(self, draft: LocalFiles) -> None:
-        """Delete a draft on the other nodes."""
+    def abort(self, staging: CheckpointFiles) -> None:
+        """Delete a staging area on the other nodes."""
         with self._failures_logged():
-            self._ask_all("remove", os.path.basename(draft.path))
+            self._ask_all("remove", os.path.basename(staging.path))
 
-    def upload(self, checkpoint: Checkpoint, place: str, paths: Collection[str]) -> dict[str, tuple[int, str]]:
-        """Let the nodes copy these files to the draft at the URL `place`; returns their sizes and hashes by path.
+    def upload(self, checkpoint: Checkpoint, url: str, paths: Collection[str]) -> dict[str, tuple[int, str]]:
+        """Let the nodes copy these files to the staging area at `url`; returns their sizes and hashes by path.
 
         Raises:
             OSError: a file is on no disk that lives, a disk fails, or the store does.
@@ -169,7 +165,7 @@ class Nodes:
                 raise FileNotFoundError(errno.ENOENT, "no node that lives has it", path)
             chosen.setdefault(number, []).append(path)
         keys = {
-            number: self._ranks.ask([number], self._disk, "begin_upload", checkpoint.step, place, some)[number]
+            number: self._ranks.ask([number], self._disk, "begin_upload", checkpoint.step, url, some)[number]
             for number, some in chosen.items()
         }
         written: dict[str, tuple[int, str]] = {}
@@ -183,7 +179,7 @@ class Nodes:
         return written
 
     def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of `NodeDisk` on each of the other nodes; returns the answers by the name of the disk."""
+        """Call a method of `LocalTier` on each of the other nodes; returns the answers by the name of the disk."""
         if not self._others:
             return {}
         answers = self._ranks.ask(list(self._others.values()), self._disk, method, *args)

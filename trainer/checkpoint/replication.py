@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from trainer.checkpoint.local_store import LocalFiles
-from trainer.checkpoint.local_tier import NodeDisk, is_shard
+from trainer.checkpoint.local_tier import LocalTier, is_shard
 from trainer.checkpoint.manifest import FileEntry
-from trainer.checkpoint.object_shards import ByteRange, RangeReader
-from trainer.files.atomic_io import sync_directory
+from trainer.checkpoint.shard_io import ByteRange, RangeReader
+from trainer.checkpoint.storage import LocalStorage
+from trainer.files.atomic_io import digest_file
 from trainer.process.failpoints import failpoint
 
 _CHUNK_BYTES = 8 << 20
@@ -39,13 +39,13 @@ class Transfer:
     end: int
 
 
-def copy_to_neighbours(directory: str, entries: Sequence[FileEntry], copies: int, group: Any) -> None:
+def replicate(directory: str, entries: Sequence[FileEntry], copies: int, group: Any) -> None:
     """Copy the shards that this rank wrote to the disks of the next `copies` nodes, at the same path, durably.
 
-    A copy whose content differs from the entry is deleted. A copy that fails leaves a sentence in `NodeDisk.problems`
-    of the draft on every node, and no file.
+    A copy whose content differs from the entry is deleted. A copy that fails leaves a sentence in `LocalTier.problems`
+    of the staging area on every node, and no file.
     """
-    disk = NodeDisk(os.path.dirname(directory))
+    disk, staging = LocalTier(os.path.dirname(directory)), LocalStorage(directory)
     shards = [entry for entry in entries if is_shard(entry.path)]
     name = ""
     with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def copy_to_neighbours(directory: str, entries: Sequence[FileEntry], copies: int
 
     def read(transfer: Transfer, start: int, size: int) -> bytes:
         try:
-            return _read(os.path.join(directory, transfer.path), start, size)
+            return staging.get_range(transfer.path, start, start + size)
         except OSError:
             return bytes(size)  # the hash tells the target
 
@@ -72,7 +72,7 @@ def copy_to_neighbours(directory: str, entries: Sequence[FileEntry], copies: int
                 file.write(data)
             failpoint("copy:received")
             if start + len(data) == transfer.end:
-                _complete(LocalFiles(directory), expected[transfer.path])
+                _complete(staging, expected[transfer.path])
         except OSError as error:
             problems[path] = f"{error.strerror or error} ({path} on {name})"
             with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ def exchange(
             write(one, start, memoryview(data.numpy()))
 
 
-def find_holders(folder: str, group: Any) -> dict[str, list[int]] | None:
+def find_replicas(folder: str, group: Any) -> dict[str, list[int]] | None:
     """Return the ranks that see each file of a folder; None: all ranks see the same files."""
     names: list[str] = []
     with contextlib.suppress(OSError):
@@ -154,31 +154,30 @@ def find_holders(folder: str, group: Any) -> dict[str, list[int]] | None:
     return {name: [rank for rank, seen in enumerate(known) if name in seen] for seen in known for name in seen}
 
 
-class NeighbourReader(RangeReader):
+class ReplicaReader(RangeReader):
     """Reads the bytes that this rank needs: its own node's from the disk, others from the ranks that see them.
 
     Args:
-        holders: the ranks that see each file of the folder.
+        replicas: the ranks that see each file of the folder.
     """
 
-    def __init__(self, files: LocalFiles, folder: str, holders: dict[str, list[int]], group: Any):
-        super().__init__(files, folder)
-        self._folder = os.path.join(files.path, folder)
-        self._holders = holders
+    def __init__(self, disk: LocalStorage, folder: str, replicas: dict[str, list[int]], group: Any):
+        super().__init__(disk, folder)
+        self._replicas = replicas
         self._group = group
         self._rank = dist.get_rank(group)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         own, others = [], []
         for one in self.ranges(plan.items):
-            (own if self._rank in self._holders.get(one.name, ()) else others).append(one)
-        missing = sorted({one.name for one in others if one.name not in self._holders})
+            (own if self._rank in self._replicas.get(one.name, ()) else others).append(one)
+        missing = sorted({one.name for one in others if one.name not in self._replicas})
         lost: list[str] = sorted({name for names in _gather(missing, self._group) for name in names})
         if lost:
             raise FileNotFoundError(f"no node has {', '.join(lost)}")
         self._take_from_others(others, planner)
         for one in own:
-            self.place(one, _read(os.path.join(self._folder, one.name), one.start, one.end - one.start), planner)
+            self.fill(one, self.fetch(one), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -195,9 +194,9 @@ class NeighbourReader(RangeReader):
 
             def read(transfer: Transfer, start: int, size: int, problems: list[str] = problems) -> bytes:
                 try:
-                    return _read(os.path.join(self._folder, transfer.path), start, size)
+                    return self._storage.get_range(f"{self.path}/{transfer.path}", start, start + size)
                 except OSError as error:
-                    problems.append(f"{os.path.join(self._folder, transfer.path)}: {error.strerror or error}")
+                    problems.append(f"{self.path}/{transfer.path}: {error.strerror or error}")
                     return bytes(size)
 
             def write(
@@ -210,31 +209,22 @@ class NeighbourReader(RangeReader):
             if all_problems := [problem for some in _gather(problems, self._group) for problem in some]:
                 raise OSError(all_problems[0])
             for one, transfer in zip(batch, asked, strict=True):
-                self.place(one, bytes(taken[transfer]), planner)
+                self.fill(one, bytes(taken[transfer]), planner)
 
     def _source(self, wanted: ByteRange) -> int:
-        holders = self._holders[wanted.name]
-        return holders[self._rank % len(holders)]
+        replicas = self._replicas[wanted.name]
+        return replicas[self._rank % len(replicas)]
 
 
-def _complete(files: LocalFiles, entry: FileEntry) -> None:
+def _complete(disk: LocalStorage, entry: FileEntry) -> None:
     """Give a copy its name, if its content is that of the entry."""
     unfinished = entry.path + _UNFINISHED
     folder, name = os.path.split(unfinished)
-    files.sync(folder, [name])
-    if (files.size(unfinished), files.digest(unfinished)) != (entry.bytes, entry.hash):
+    disk.sync(folder, [name])
+    if (disk.size(unfinished), digest_file(disk.path(unfinished))) != (entry.bytes, entry.hash):
         raise OSError("the copy does not have the content that was saved")
-    os.rename(os.path.join(files.path, unfinished), os.path.join(files.path, entry.path))
-    sync_directory(os.path.join(files.path, folder))
-
-
-def _read(path: str, start: int, size: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(start)
-        data = file.read(size)
-    if len(data) != size:
-        raise OSError(f"{path} ends after {start + len(data)} bytes")
-    return data
+    os.rename(disk.path(unfinished), disk.path(entry.path))
+    disk.sync(folder, [])
 
 
 def _gather(value: Any, group: Any) -> list[Any]:

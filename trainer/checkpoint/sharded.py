@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.local_store import LocalFiles
+from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.manifest import FileEntry
-from trainer.checkpoint.store import files_at
 from trainer.errors import UserError, name_size
 from trainer.process.failpoints import failpoint
 
@@ -25,7 +23,7 @@ class ShardedFiles:
     """The sharded states below one checkpoint directory. It is plain data, so that it can be sent to the ranks."""
 
     directory: str
-    copies: int = 0
+    replicas: int = 0
     """The number of other nodes whose disks also get each rank's shards."""
 
     def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: dist.ProcessGroup) -> list[dict]:
@@ -47,10 +45,10 @@ class ShardedFiles:
             entries = self._write(name, state, extra, group)
         except Exception as error:
             problem = error
-        if self.copies:
-            from trainer.checkpoint.replication import copy_to_neighbours
+        if self.replicas:
+            from trainer.checkpoint.replication import replicate
 
-            copy_to_neighbours(self.directory, entries, self.copies, group)  # ranks that failed take part, too
+            replicate(self.directory, entries, self.replicas, group)  # ranks that failed take part, too
         if problem is not None:
             raise problem
         return [asdict(entry) for entry in entries]
@@ -62,22 +60,18 @@ class ShardedFiles:
         import torch.distributed.checkpoint as dcp
 
         files, rank = files_at(self.directory), dist.get_rank(group)
-        written = []
         try:
             dcp.save(state, storage_writer=files.writer(name), process_group=group)
             failpoint("save:shards_written")
             if rank == 0:
                 for file, text in extra.items():
                     files.write(f"{name}/{file}", text.encode())
-            written = files.own(name, rank)
-            written += [file for file in extra if file not in written] if rank == 0 else []
-            files.sync(name, written)
+            files.sync(name)
         except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
             failed, (cause, _) = next(iter(error.failures.items()))
-            reason = _reason(str(cause), files.space(), _size(state))
+            reason = _reason(str(cause), files.free_bytes(), _size(state))
             raise OSError(f"rank {failed} could not write {name}: {reason}") from None
-        paths = [f"{name}/{file}" for file in written]
-        return [FileEntry(path, files.size(path), files.digest(path)) for path in paths]
+        return [FileEntry(path, size, digest) for path, (size, digest) in sorted(files.written.items())]
 
     def read(
         self,
@@ -113,12 +107,12 @@ class ShardedFiles:
         import torch.distributed as dist
 
         files = files_at(self.directory)
-        if isinstance(files, LocalFiles) and dist.is_initialized():
-            from trainer.checkpoint.replication import NeighbourReader, find_holders
+        if files.storage.disk is not None and dist.is_initialized():
+            from trainer.checkpoint.replication import ReplicaReader, find_replicas
 
-            holders = find_holders(os.path.join(files.path, name), group)
-            if holders is not None:
-                return NeighbourReader(files, name, holders, group)
+            replicas = find_replicas(files.storage.disk.path(name), group)
+            if replicas is not None:
+                return ReplicaReader(files.storage, name, replicas, group)
         return files.reader(name)
 
     def read_json(self, name: str, file: str) -> bytes:

@@ -98,7 +98,7 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
     Weights need no comparison if the checkpoint holds all of them.
 
     Raises:
-        DamagedError: a record of the checkpoint cannot be read.
+        CorruptCheckpointError: a record of the checkpoint cannot be read.
     """
     named = {entry.path for entry in checkpoint.entries}
     if not {FILES_FILE, WEIGHTS_FILE} <= named:  # an earlier version saved it
@@ -120,7 +120,7 @@ def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the commits of the Hub that the run began with, by the ids of models and data sets.
 
     Raises:
-        DamagedError: the file cannot be read.
+        CorruptCheckpointError: the file cannot be read.
     """
     if not any(entry.path == FILES_FILE for entry in checkpoint.entries):  # an earlier version saved it
         return {}

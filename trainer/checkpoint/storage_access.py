@@ -1,4 +1,4 @@
-"""Access to the place of the checkpoints, for ranks on other machines than the driver's."""
+"""Access to the storage of the checkpoints, for ranks on other machines than the driver's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from trainer.checkpoint.lock import NAME
 from trainer.checkpoint.replica_ranks import AskedRanks
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError, one_line
-from trainer.files.uris import absolute, is_url
+from trainer.files.uris import absolute
 
 _OF_STORES = ("AWS_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 _IDENTITY = (
@@ -26,8 +27,8 @@ _IDENTITY = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of the checkpoints, as the machine of a rank reaches it. It is plain data, so that it can be sent."""
+class StorageProbe:
+    """Looks at the storage of the checkpoints from the machine of a rank. It is plain data, so that it can be sent."""
 
     root: str
 
@@ -52,8 +53,8 @@ class Place:
 
     def problem(self) -> str:
         """Return why checkpoints cannot be written from this machine; empty if they can."""
-        if not is_url(self.root):
-            return "" if os.path.exists(os.path.join(self.root, NAME)) else "it is not the directory of the driver"
+        if (disk := open_storage(self.root).disk) is not None:
+            return "" if os.path.exists(disk.path(NAME)) else "it is not the directory of the driver"
         try:
             open_store(self.root).probe()
         except (OSError, UserError) as error:
@@ -61,15 +62,15 @@ class Place:
         return ""
 
 
-def give_access(places: Collection[str | None], ranks: AskedRanks) -> None:
-    """Let ranks on other machines use the credentials of the driver, if one of these places is in an object store.
+def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
+    """Let ranks on other machines use the credentials of the driver, if one of these roots is in an object store.
 
     They go from process to process: unlike the environment of an actor, Ray does not show them.
     """
-    stores = [place for place in places if place and is_url(place)]
+    stores = [root for root in roots if root and open_storage(root).disk is None]
     if stores and (away := _away(stores[0], ranks)):
         variables = {name: value for name, value in os.environ.items() if name.startswith(_OF_STORES)}
-        ranks.ask(away, Place(stores[0]), "take", variables)
+        ranks.ask(away, StorageProbe(stores[0]), "take", variables)
 
 
 def check_access(root: str, ranks: AskedRanks) -> None:
@@ -79,11 +80,12 @@ def check_access(root: str, ranks: AskedRanks) -> None:
         UserError: from some they cannot.
     """
     hosts = {host: number for number, host in _away(root, ranks).items()}
-    place = Place(absolute(root))  # ranks on other machines have another working directory
-    problems = ranks.ask(hosts.values(), place, "problem") if hosts else {}
+    probe = StorageProbe(absolute(root))  # ranks on other machines have another working directory
+    problems = ranks.ask(hosts.values(), probe, "problem") if hosts else {}
     failed = sorted(host for host, number in hosts.items() if problems[number])
     if failed:
-        remedy = "give every machine with ranks access to the store" if is_url(root) else "mount it on all of them"
+        is_disk = open_storage(root).disk is not None
+        remedy = "mount it on all of them" if is_disk else "give every machine with ranks access to the store"
         raise UserError(
             f"trainer.ckpt_path={root}: ranks on {', '.join(failed)} cannot write checkpoints there "
             f"({problems[hosts[failed[0]]]}); {remedy}"
@@ -93,4 +95,4 @@ def check_access(root: str, ranks: AskedRanks) -> None:
 def _away(root: str, ranks: AskedRanks) -> dict[int, str]:
     """Return the numbers of the ranks on other machines than the driver's, and the names of these machines."""
     own = socket.gethostname()
-    return {number: host for number, host in ranks.ask(None, Place(root), "host").items() if host != own}
+    return {number: host for number, host in ranks.ask(None, StorageProbe(root), "host").items() if host != own}

@@ -1,95 +1,278 @@
-"""The store of checkpoints, with every path and file operation on checkpoints.
+"""The checkpoints of one run in one storage.
 
-A store keeps the checkpoints of one run. A save writes to a draft, which no reader sees, and `publish` commits the
-draft. Each store has its own kind of commit: a local store renames the directory of the draft; an object store puts the
-manifest last, on the condition that there is none. `open_store` and `files_at` choose the kind by the path; no other
-code asks for it.
+A save writes to a staging area, which no reader sees, and `commit` turns it into a checkpoint. There are two ways to
+commit, and every storage uses one of them: a disk renames the directory of the staging area (`LocalStore`); any other
+storage puts the manifest last, on the condition that this job's reservation is there (`object_store.ObjectStore`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from trainer.checkpoint.local_store import LocalFiles, LocalStore
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.object_store import ObjectFiles, ObjectStore
-from trainer.files.uris import absolute, is_url
+from trainer.checkpoint.names import LATEST, MANIFEST, step_in
+from trainer.checkpoint.storage import LocalStorage, Storage, open_storage
+from trainer.files.atomic_io import forget
+from trainer.process.failpoints import failpoint
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader, StorageWriter
-
-
-class CheckpointFiles(Protocol):
-    """The files of one checkpoint or draft, by their path below its directory."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def folder(self) -> str: ...
-    @property
-    def copies(self) -> int: ...
-    def read(self, path: str) -> bytes: ...
-    def write(self, path: str, data: bytes) -> None: ...
-    def sizes(self) -> dict[str, int]: ...
-    def size(self, path: str) -> int: ...
-    def digest(self, path: str) -> str: ...
-    def contains(self, path: str) -> bool: ...
-    def own(self, folder: str, rank: int) -> list[str]: ...
-    def sync(self, folder: str, names: list[str]) -> None: ...
-    def space(self) -> int | None: ...
-    def reader(self, folder: str) -> StorageReader: ...
-    def writer(self, folder: str) -> StorageWriter: ...
-
-
-class CheckpointStore(Protocol):
-    """The checkpoints of one run."""
-
-    root: str
-    keeps_record: bool
-    """Whether checkpoints hold the files of the run directory, because the disk of the driver may be lost."""
-
-    def exists(self) -> bool: ...
-    def lock(self, timeout_s: float, name: str, remedy: str) -> RunLock: ...
-    def steps(self) -> list[int]: ...
-    def path(self, step: int) -> str: ...
-    def places(self, step: int) -> list[str]: ...
-    def unsafe(self) -> set[int]: ...
-    def connect(self, ranks: Any) -> None: ...
-    def missing(self, checkpoint: Any, level: str) -> list[str]: ...
-    def needs_ranks(self) -> bool: ...
-    def start(self, fence: Callable[[], None]) -> None: ...
-    def lag(self) -> float | None: ...
-    def finish(self, timeout_s: float) -> None: ...
-    def begin(self, step: int) -> CheckpointFiles: ...
-    def publish(self, draft: Any, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None: ...
-    def discard(self, draft: Any) -> None: ...
-    def withdraw(self, step: int) -> str: ...
-    def set_aside(self, step: int) -> str: ...
-    def asides(self, step: int | None = None) -> list[str]: ...
-    def revoke(self) -> None: ...
-    def leftovers(self) -> dict[str, str]: ...
-    def names(self) -> list[str]: ...
-    def remove(self, name: str) -> None: ...
-    def hint(self, step: int) -> None: ...
-    def probe(self, size: int = 64) -> None: ...
-    def keep_piece(self, name: str, data: bytes) -> None: ...
-    def piece(self, name: str) -> bytes: ...
-    def pieces(self) -> list[str]: ...
-    def remove_pieces(self, names: Collection[str]) -> None: ...
+_STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
+_INTERRUPTED = {_STAGING: "an interrupted save", _TOMBSTONE: "an interrupted deletion", _PROBE: "an interrupted test"}
+_PARALLEL = 16
 
 
 def open_store(root: str) -> CheckpointStore:
     """Return the store in the directory, or at the URL, `root`."""
-    return ObjectStore(root) if is_url(root) else LocalStore(root)
+    storage = open_storage(root)
+    if storage.disk is not None:
+        return LocalStore(storage.disk)
+    from trainer.checkpoint.object_store import ObjectStore
 
-
-def files_at(path: str) -> CheckpointFiles:
-    """Return the files of the checkpoint or draft at `path`."""
-    return ObjectFiles(absolute(path)) if is_url(path) else LocalFiles(absolute(path))
+    return ObjectStore(storage)
 
 
 def is_there(path: str) -> bool:
     """Return whether a directory exists; what is at a URL shows only when it is read."""
-    return is_url(path) or os.path.isdir(path)
+    return open_storage(path).exists()
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Every method raises OSError if the storage fails."""
+
+    def __init__(self, storage: Storage):
+        self.storage = storage
+        self.root = storage.root
+        self.keeps_record = storage.disk is None
+        """Whether checkpoints hold the files of the run directory, because the disk of the driver may be lost."""
+
+    def lock(self, timeout_s: float, name: str, remedy: str) -> RunLock:
+        """Return the lock of the storage, not yet taken."""
+        return RunLock(self.root, timeout_s, name, remedy)
+
+    def exists(self) -> bool:
+        """Return whether the root exists."""
+        return self.storage.exists()
+
+    def names(self) -> list[str]:
+        """Return all names directly below the root."""
+        return self.storage.names()
+
+    def path(self, step: int) -> str:
+        """Return the path or URL of the checkpoint of a step, which need not exist."""
+        return f"{self.root}/{_name(step)}"
+
+    def write_latest(self, step: int) -> None:
+        """Write the newest step to a file for people and tools. This project never reads it."""
+        self.storage.put(LATEST, f"{step}\n".encode())
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, atomically at first, so that a kill cannot leave one that is half deleted."""
+        orphan = self.tombstone(step)
+        failpoint("save:deleting")
+        self.remove(orphan)
+
+    # ---------------------------------------------------------------------------------------------------
+    # What each way to commit does for itself
+
+    def steps(self) -> list[int]:
+        """Return the steps that are committed, ascending."""
+        raise NotImplementedError
+
+    def begin(self, step: int) -> CheckpointFiles:
+        """Return an empty staging area. A random token in its name keeps it apart from every other."""
+        raise NotImplementedError
+
+    def commit(self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+        """Turn a staging area into the checkpoint of a step.
+
+        Args:
+            before_commit: called immediately before the commit. If it raises, nothing is committed.
+        """
+        raise NotImplementedError
+
+    def abort(self, staging: CheckpointFiles) -> None:
+        """Delete a staging area."""
+        raise NotImplementedError
+
+    def tombstone(self, step: int) -> str:
+        """Take a checkpoint out of service atomically; returns the name of its remains, for `remove`."""
+        raise NotImplementedError
+
+    def archive(self, step: int) -> str:
+        """Take a checkpoint out of service and keep it; returns its new name."""
+        raise NotImplementedError
+
+    def archived(self, step: int | None = None) -> list[str]:
+        """Return the names of archived checkpoints of this step (None: of any step)."""
+        raise NotImplementedError
+
+    def orphans(self) -> dict[str, str]:
+        """Return the names of what interrupted operations have left, and the kind of each."""
+        raise NotImplementedError
+
+    def remove(self, name: str) -> None:
+        """Delete what `orphans`, `tombstone` or `archived` names."""
+        raise NotImplementedError
+
+    def fence(self) -> None:
+        """Let no other job commit what it has begun. The caller must hold the lock."""
+        raise NotImplementedError
+
+    def probe(self, size: int = 64) -> None:
+        """Test the operations of a save with a file of `size` bytes, which is read back.
+
+        Raises:
+            OSError: an operation failed.
+        """
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------------------------
+    # The carried record: pieces of the files of the run directory, which checkpoints share
+
+    def keep_piece(self, name: str, data: bytes) -> None:
+        """Keep a piece of a file of the run directory; the name says its content."""
+        try:
+            self.storage.size(f"{_RECORD}/{name}")
+        except FileNotFoundError:
+            self.storage.put(f"{_RECORD}/{name}", data)
+
+    def piece(self, name: str) -> bytes:
+        """Return a piece that was kept."""
+        return self.storage.get(f"{_RECORD}/{name}")
+
+    def pieces(self) -> list[str]:
+        """Return the names of the pieces that are kept."""
+        return [name for name in self.storage.names(_RECORD) if not name.endswith(".tmp")]
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        """Delete pieces."""
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for _ in pool.map(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names):
+                pass
+
+    # ---------------------------------------------------------------------------------------------------
+    # Uploads: there are none if a commit is the end of a save (see `trainer.checkpoint.tiers`)
+
+    def locations(self, step: int) -> list[str]:
+        """Return where the checkpoint of a step may be, the nearest first."""
+        return [self.path(step)]
+
+    def not_yet_uploaded(self) -> set[int]:
+        """Return the steps that retention must not delete yet."""
+        return set()
+
+    def connect(self, ranks: Any) -> None:
+        """Reach the disks of the nodes through these ranks, which are connected; None: the ranks are about to end."""
+
+    def missing(self, checkpoint: Any, level: str) -> list[str]:
+        """Return the files of a checkpoint that no rank can read."""
+        return []
+
+    def needs_ranks(self) -> bool:
+        """Return whether what is not uploaded yet is on the disks of other nodes, which only ranks reach."""
+        return False
+
+    def start(self, fence: Callable[[], None]) -> None:
+        """Begin to upload. `fence` raises if this process may no longer write to the store."""
+
+    def upload_lag_s(self) -> float | None:
+        """Return how long the oldest checkpoint that is not yet uploaded has waited, in seconds; None: no uploads."""
+        return None
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until the newest checkpoint is uploaded, and end the uploads."""
+
+
+class LocalStore(CheckpointStore):
+    """Checkpoints as directories. The rename of a staging area to `global_step_N` is its commit.
+
+    .writing-…     a staging area, of a save that is under way or was killed
+    .deleting-…    a tombstone: a checkpoint that is out of service and not removed yet
+    .aside-…       an archived checkpoint, because the run went back to an older one
+    """
+
+    def __init__(self, disk: LocalStorage):
+        super().__init__(disk)
+        self._disk = disk
+        self._tried: dict[int, bytes] = {}  # the manifests of the commits that this process has tried
+
+    def steps(self) -> list[int]:
+        return sorted(step for step in map(step_in, self.names()) if step is not None)
+
+    def begin(self, step: int) -> CheckpointFiles:
+        staging = LocalStorage(self._disk.path(f"{_STAGING}{_name(step)}-{secrets.token_hex(4)}"))
+        os.makedirs(staging.root)
+        return CheckpointFiles(staging)
+
+    def commit(self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+        if os.path.exists(self.path(step)):
+            if self.storage.get(f"{_name(step)}/{MANIFEST}") != self._tried.get(step):
+                raise OSError(errno.EEXIST, f"{self.path(step)} has been committed by another job")
+            self._disk.sync("", [])
+            self.abort(staging)  # an earlier try, which seemed to have failed, is the checkpoint
+            return
+        name = os.path.basename(staging.path)
+        self._disk.sync(name)
+        staging.write(MANIFEST, manifest)
+        before_commit()
+        self._tried[step] = manifest
+        self._disk.rename(name, _name(step))
+
+    def abort(self, staging: CheckpointFiles) -> None:
+        staging.storage.delete_below("")
+
+    def tombstone(self, step: int) -> str:
+        return self._hide(step, _TOMBSTONE)
+
+    def archive(self, step: int) -> str:
+        return self._hide(step, _ARCHIVED)
+
+    def archived(self, step: int | None = None) -> list[str]:
+        prefix = _ARCHIVED if step is None else f"{_ARCHIVED}{_name(step)}-"
+        return [name for name in self.names() if name.startswith(prefix)]
+
+    def orphans(self) -> dict[str, str]:
+        return {name: kind for name in self.names() for prefix, kind in _INTERRUPTED.items() if name.startswith(prefix)}
+
+    def remove(self, name: str) -> None:
+        if name.startswith(_STAGING):  # the job that has begun it may be about to commit it
+            name, staging = _TOMBSTONE + name.removeprefix(_STAGING), name
+            os.rename(self._disk.path(staging), self._disk.path(name))
+        path = self._disk.path(name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            self.storage.delete_below(name)
+        else:
+            os.remove(path)
+
+    def fence(self) -> None:
+        """Do nothing: a staging area that is removed loses its name first, so no other job can commit it any more."""
+
+    def probe(self, size: int = 64) -> None:
+        name, data = f"{_PROBE}{secrets.token_hex(4)}", secrets.token_bytes(size)
+        renamed = f"{name}-renamed"
+        try:
+            self.storage.put(f"{name}/file", data)
+            self._disk.sync(name)
+            self._disk.rename(name, renamed)
+            forget(self._disk.path(f"{renamed}/file"))  # it is read back from the disk if the kernel agrees
+            if self.storage.get(f"{renamed}/file") != data:
+                raise OSError(errno.EIO, "a file is not read back as it was written")
+        finally:
+            for left in (name, renamed):
+                with contextlib.suppress(OSError):
+                    self.storage.delete_below(left)
+
+    def _hide(self, step: int, prefix: str) -> str:
+        name = f"{prefix}{_name(step)}-{secrets.token_hex(4)}"
+        self._disk.rename(_name(step), name)
+        return name
+
+
+def _name(step: int) -> str:
+    return f"global_step_{step}"

@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.checkpoint.bucket import StoreError
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_error
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, reading
 from trainer.checkpoint.names import MANIFEST
 from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
 from trainer.errors import UserError
@@ -47,14 +46,10 @@ class NamedFiles:
         """Return the content of a small file.
 
         Raises:
-            DamagedError: the content is not the saved content, or `path` contains a link.
+            CorruptCheckpointError: the content is not the saved content, or `path` contains a link.
         """
-        try:
+        with reading(self.path, path):
             data = self.checkpoint.files.read(path)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise read_error(self.path, path, error) from error
         if digest_bytes(data) != self.entries[path].hash:
             raise CorruptCheckpointError(f"{self.path}: {path} does not have the content that was saved")
         return data
@@ -63,12 +58,8 @@ class NamedFiles:
         """Return the JSON object in a file; empty if the manifest does not name the file."""
         if path not in self.entries:
             return {}
-        try:
+        with reading(self.path, path):
             return parse_object(self.read(path), shape)
-        except CorruptCheckpointError:
-            raise
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{self.path}: {path} is damaged ({error})") from error
 
     def shapes(self, role: str) -> dict[str, TensorStorageMetadata]:
         """Return the names, shapes and types of the tensors of a role; empty if the checkpoint lacks the role."""

@@ -6,8 +6,12 @@ import os
 import posixpath
 import re
 
-SCHEMES = {"s3": "s3", "gs": "gcs"}
-"""The URL schemes of object stores, and the extra of this package that each needs."""
+SCHEMES = {
+    "s3": ("s3", "trainer.checkpoint.s3_client", "S3Client"),
+    "gs": ("gcs", "trainer.checkpoint.gcs_client", "GoogleClient"),
+}
+"""The URL schemes of object stores: the extra of this package that each needs, and the module and class of its client
+(see `trainer.checkpoint.object_storage.ObjectStoreClient`)."""
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://(.*)\Z", re.I | re.S)
 

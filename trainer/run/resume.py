@@ -16,7 +16,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
 from trainer.checkpoint.start_weights import movable_paths
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
 from trainer.errors import UserError
 from trainer.files.redaction import redact
@@ -142,7 +142,7 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
 def _checkpoints_near(path: str) -> str:
     """Return which checkpoints there are in a run, or beside a checkpoint, as the end of a sentence; "" if none."""
     for place in (os.path.join(path, "checkpoints"), path, os.path.dirname(path)):
-        steps = [] if is_url(place) else LocalStore(place).steps()
+        steps = [] if is_url(place) else open_store(place).steps()
         if steps:
             more = ", …" if len(steps) > 5 else ""
             return f"; {place} has {', '.join(f'global_step_{step}' for step in reversed(steps[-5:]))}{more}"

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.bucket import StoreError
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_object
-from trainer.checkpoint.store import CheckpointFiles, CheckpointStore
+from trainer.checkpoint.storage import StoreError
+from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import one_line
 from trainer.files.atomic_io import digest_bytes, write_file
 from trainer.files.documents import is_count
@@ -72,13 +73,13 @@ class CarriedFiles:
     def part(self) -> Component:
         """Return the part of a checkpoint that lists the pieces."""
 
-        def begin(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
             stamps = {path: self._stamp(path) for path in self._paths()}
 
             def write() -> list[FileEntry]:
                 files = {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
                 data = json.dumps({"files": files}, indent=1).encode()
-                draft.write(FILE, data)
+                staging.write(FILE, data)
                 return [FileEntry(FILE, len(data), digest_bytes(data))]
 
             return write
@@ -94,7 +95,7 @@ class CarriedFiles:
             only: the files to restore; None: all.
 
         Raises:
-            DamagedError: a piece is missing or damaged.
+            CorruptCheckpointError: a piece is missing or damaged.
             UserError: the store fails.
         """
         missing = {}
@@ -120,7 +121,7 @@ class CarriedFiles:
         """
         try:
             unused = set(self._store.pieces())
-            if not unused or self._store.asides():
+            if not unused or self._store.archived():
                 return
             steps = self._store.steps()
             with ThreadPoolExecutor(_PARALLEL) as pool:

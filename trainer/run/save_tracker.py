@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from trainer.checkpoint.manager import Outcome
+from trainer.checkpoint.manager import SaveResult
 from trainer.errors import UserError
 from trainer.run.schedule import SaveSchedule
 
@@ -35,7 +35,7 @@ class SaveResults:
         self.begun: int | None = None
         """The step of the newest save, unless it has failed."""
 
-    def collect(self, outcomes: Sequence[Outcome], last: bool = False) -> None:
+    def collect(self, outcomes: Sequence[SaveResult], last: bool = False) -> None:
         """Log the results of saves, and count the failures.
 
         Args:

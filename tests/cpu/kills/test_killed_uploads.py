@@ -59,7 +59,7 @@ def test_a_killed_run_continues_elsewhere_as_if_undisturbed(server, whole, tmp_p
     continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2, lock_lease_s=1), model)
     assert continued.learner.ranks.number == number
     assert rows(second) == expected
-    assert open_store(root).leftovers() == {}
+    assert open_store(root).orphans() == {}
 
 
 def kill_at(failpoint: str, nth: int, stopped: Path, run: Path, root: str, local: str, model: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_job_killed_in_a_save_to_an_object_store_ends_elsewhere_as_if_undistur
         kill_at("save:manifest_written,2", log, *stored, f"trainer.run_dir={tmp_path}/first")
         shutil.rmtree(tmp_path / "first")
         assert run_until(log, *stored, f"trainer.run_dir={tmp_path}/second")
-        assert open_store(f"{bucket}/run").leftovers() == {}
+        assert open_store(f"{bucket}/run").orphans() == {}
     assert f"resumed from {bucket}/run/global_step_2, " in log.read_text()
     assert outcome(tmp_path / "second") == undisturbed
 
@@ -180,7 +180,7 @@ def test_a_job_with_two_tiers_loses_its_life_and_then_its_disk(overrides, undist
         shutil.rmtree(first)
         shutil.rmtree(disk)
         assert run_until(log, *tiers, f"trainer.run_dir={tmp_path}/second")
-        assert max(above.steps()) == STEPS and above.leftovers() == {}
+        assert max(above.steps()) == STEPS and above.orphans() == {}
     text = log.read_text()
     assert f"resumed from {disk}/global_step_2, " in text and f"resumed from {bucket}/run/global_step_2, " in text
     assert outcome(tmp_path / "second") == undisturbed

@@ -155,8 +155,9 @@ def test_a_heartbeat_outlives_a_moment_without_its_lock_file(tmp_path):
         owner = (tmp_path / ".lock").read_text()
         (tmp_path / ".lock").unlink()
         time.sleep(0.3)  # beats without the file
-        (tmp_path / ".lock").write_text(owner)
-        os.utime(tmp_path / ".lock", (1e9, 1e9))
+        (tmp_path / "again").write_text(owner)
+        os.utime(tmp_path / "again", (1e9, 1e9))
+        os.replace(tmp_path / "again", tmp_path / ".lock")  # a beat must not read half of it
         wait_until(lambda: os.stat(tmp_path / ".lock").st_mtime > 1e9)
         lock.check()
 

@@ -18,12 +18,12 @@ import pytest
 
 from tests.support.checkpoints import hidden, manager, parts_of, save
 from tests.support.jobs import wait_until
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, json_part
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import FileEntry, verify
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import CheckpointFiles
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 
@@ -47,8 +47,8 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     state, may_write, begun = {"n": 1, "bytes": b""}, threading.Event(), []
     checkpoints = manager(tmp_path)
 
-    def begin(draft: CheckpointFiles):
-        begun.append(draft)
+    def begin(staging: CheckpointFiles):
+        begun.append(staging)
         return lambda: [] if may_write.wait(10) else []
 
     parts = [*parts_of(state), Component("slow", begin)]
@@ -75,7 +75,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_pat
     def finish():
         raise OSError("No space left on device")
 
-    broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", lambda draft: finish)], {})
+    broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", lambda staging: finish)], {})
     broken.wait()
     (outcome,) = broken.outcomes()
     assert outcome.error == "No space left on device"
@@ -106,17 +106,17 @@ def test_a_commit_that_is_done_but_seems_to_have_failed_is_completed_by_the_next
 
 def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_path):
     """A rank may still write when another one has failed; on a full disk, its files would make all later saves fail."""
-    checkpoints, drafts = manager(tmp_path), []
+    checkpoints, stagings = manager(tmp_path), []
 
-    def begin(draft: CheckpointFiles):
-        drafts.append(draft)
+    def begin(staging: CheckpointFiles):
+        stagings.append(staging)
         raise OSError("No space left on device")
 
     checkpoints.save(1, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", begin)], {})
     (outcome,) = checkpoints.outcomes()
     assert outcome.error is not None and hidden(tmp_path) == []
-    os.makedirs(drafts[0].path)
-    drafts[0].write("late", b"abc")
+    os.makedirs(stagings[0].path)
+    stagings[0].write("late", b"abc")
     save(checkpoints, 2)
     assert hidden(tmp_path) == []
 
@@ -125,10 +125,10 @@ def test_parts_that_have_begun_end_before_a_save_that_cannot_begin_has_failed(tm
     """Ranks that still write would take the answer of this save for that of the next one."""
     checkpoints, ended = manager(tmp_path), []
 
-    def begin(draft: CheckpointFiles):
-        return lambda: ended.append(draft) or []
+    def begin(staging: CheckpointFiles):
+        return lambda: ended.append(staging) or []
 
-    def fail(draft: CheckpointFiles):
+    def fail(staging: CheckpointFiles):
         raise OSError("No space left on device")
 
     checkpoints.save(1, [Component("slow", begin), Component("full", fail), Component("never", begin)], {})
@@ -145,7 +145,7 @@ def test_a_large_part_is_not_loaded_once_a_small_one_is_refused(tmp_path):
 
     def part(name: str, is_large: bool, load=lambda *_: None) -> Component:
         return Component(
-            name, lambda draft: list, lambda *given: (loaded.append(name), load(*given)), is_large=is_large
+            name, lambda staging: list, lambda *given: (loaded.append(name), load(*given)), is_large=is_large
         )
 
     parts = [part("models", True), part("data", False, refuse), part("state", False), part("seed", False, refuse)]
@@ -171,8 +171,8 @@ def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
     checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
 
-    def begin(draft: CheckpointFiles):
-        return lambda: shutil.rmtree(draft.path) or []
+    def begin(staging: CheckpointFiles):
+        return lambda: shutil.rmtree(staging.path) or []
 
     checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("vandal", begin)], {})
     checkpoints.wait()
@@ -235,7 +235,7 @@ def test_leftovers_are_removed_and_set_aside_checkpoints_are_kept_until_replaced
         " an interrupted save",
     ]
     assert hidden(tmp_path) == []
-    checkpoints.set_aside(after=1)
+    checkpoints.archive(after=1)
     assert checkpoints.latest().step == 1 and hidden(tmp_path) == [".aside-"]
     checkpoints.clean_up()
     assert hidden(tmp_path) == [".aside-"], "it is not replaced yet"
@@ -310,11 +310,11 @@ def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_i
     root = tmp_path / "checkpoints"
     checkpoints = manager(root, fence=lambda: calls.append(("fence", "")))
 
-    def begin(draft: CheckpointFiles):
+    def begin(staging: CheckpointFiles):
         def write() -> list[FileEntry]:
             for folder in ("a/b", "a/c"):
-                os.makedirs(f"{draft.path}/{folder}", exist_ok=True)
-                Path(draft.path, folder, "file").write_bytes(b"abc")
+                os.makedirs(f"{staging.path}/{folder}", exist_ok=True)
+                Path(staging.path, folder, "file").write_bytes(b"abc")
             digest = digest_bytes(b"abc")
             return [FileEntry(f"{folder}/file", 3, digest) for folder in ("a/b", "a/c")]
 

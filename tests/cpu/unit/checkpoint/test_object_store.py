@@ -18,12 +18,13 @@ from tests.support.checkpoints import parts_of, save
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.store import CheckpointFiles, open_store
+from trainer.checkpoint.store import open_store
 from trainer.files.atomic_io import digest_bytes
 from trainer.run.directory import RunDirectory
 
@@ -49,14 +50,14 @@ def model(tmp_path_factory):
 
 def test_a_checkpoint_is_committed_by_its_manifest_alone(root):
     store = open_store(root)
-    draft = store.begin(3)
-    draft.write("folder/file", b"abc")
-    assert store.steps() == [] and list(open_store(root).leftovers().values()) == ["an interrupted save or deletion"]
-    content = json.dumps({"folder": draft.folder}).encode()
+    staging = store.begin(3)
+    staging.write("folder/file", b"abc")
+    assert store.steps() == [] and list(open_store(root).orphans().values()) == ["an interrupted save or deletion"]
+    content = json.dumps({"folder": staging.folder}).encode()
     seen = []
-    store.publish(draft, 3, content, lambda: seen.append(store.steps()))
+    store.commit(staging, 3, content, lambda: seen.append(store.steps()))
     assert seen == [[]], "asked when all is written and nothing is committed"
-    assert store.steps() == [3] and store.leftovers() == {}
+    assert store.steps() == [3] and store.orphans() == {}
 
 
 def test_a_run_of_saves_is_listed_verified_pruned_and_rolled_back(root):
@@ -68,12 +69,12 @@ def test_a_run_of_saves_is_listed_verified_pruned_and_rolled_back(root):
     assert checkpoints.steps() == [2, 3], "retention has deleted the oldest"
     checkpoints.load(checkpoints.latest(), parts_of(state))
     assert state["n"] == 3 and state["bytes"] == b"\3" * 100
-    (aside,) = checkpoints.set_aside(after=2)
-    assert checkpoints.steps() == [2] and checkpoints.store.asides(3) == [aside]
+    (aside,) = checkpoints.archive(after=2)
+    assert checkpoints.steps() == [2] and checkpoints.store.archived(3) == [aside]
     checkpoints.clean_up()
     state["n"] = 30
     save(checkpoints, 3, parts_of(state))
-    assert checkpoints.steps() == [2, 3] and checkpoints.store.asides(3) == [], "the old step 3 is deleted"
+    assert checkpoints.steps() == [2, 3] and checkpoints.store.archived(3) == [], "the old step 3 is deleted"
     checkpoints.clean_up()
     assert manifests.verify(checkpoints.store.path(3)).step == 3
 
@@ -110,7 +111,7 @@ def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp
     named = set(store.pieces())
     store.keep_piece(orphan, b"lost")
     CheckpointManager(store).delete([1])
-    aside = store.set_aside(2)
+    aside = store.archive(2)
     with RunDirectory(cfg, supervised=True).open():
         assert set(store.pieces()) == {*named, orphan}, "what is set aside may name any piece"
     store.remove(aside)
@@ -126,8 +127,8 @@ def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, server, mo
     environment = use_s3(monkeypatch, server)
     checkpoints = CheckpointManager(open_store(root))
 
-    def write(draft: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        written = run_ranks(2, write_sharded, draft.path, environment)
+    def write(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        written = run_ranks(2, write_sharded, staging.path, environment)
         return lambda: [FileEntry(**entry) for entries in written for entry in entries]
 
     checkpoint = manifests.verify(save(checkpoints, 1, [Component("models", write)]))

@@ -52,7 +52,7 @@ def driver(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def cfg(bucket_behind_proxy, driver, tmp_path, monkeypatch) -> Config:
-    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
     settings = {"ckpt_path": f"{bucket_behind_proxy}/run", "ckpt_cache_dir": DISK, "ckpt_replicas": 1}
     return config(tmp_path / "run", **settings, ckpt_upload_timeout_s=0)
 
@@ -177,7 +177,7 @@ def test_a_lost_shard_without_a_copy_costs_what_was_not_uploaded(cfg, nodes, mod
             assert run.resume.checkpoint.path == f"{cfg.trainer.ckpt_path}/global_step_1"
             run.load()
             assert same_tensors(ranks, models[1], tmp_path)
-            run.directory.checkpoints.set_aside(after=1)
+            run.directory.checkpoints.archive(after=1)
             run.commit(2, models[0])
         assert [list((node / "disk").glob(".aside*")) for node in nodes] == [[], [], []]
     incidents = read_incidents(cfg.trainer.run_dir)
@@ -249,13 +249,13 @@ def test_retention_deletes_copies_and_a_full_disk_of_a_neighbour_does_not_stop_a
             run.commit(1, models[1])
             too_few = [path for path, holders in run.held(1).items() if len(holders) == 1]
             assert too_few == ["policy/__1_0.distcp"], run.held(1)
-            assert "policy/__1_0.distcp could not be copied to a neighbour: No space left" in caplog.text
+            assert "policy/__1_0.distcp could not be copied to another node: No space left" in caplog.text
             ballast.unlink()
             store = run.directory.checkpoints.store
-            while store.lag():
+            while store.upload_lag_s():
                 threading.Event().wait(0.1)
             run.commit(2, models[2])
-            while store.lag():
+            while store.upload_lag_s():
                 threading.Event().wait(0.1)
             run.commit(3, models[1])
             assert [path.name for node in nodes for path in sorted((node / "disk").glob("*global_step*"))] == [

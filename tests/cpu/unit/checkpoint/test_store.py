@@ -1,4 +1,4 @@
-"""The local store: a draft is published by a rename, and files are read where no link leads out."""
+"""The local store: a staging area is published by a rename, and files are read where no link leads out."""
 
 from __future__ import annotations
 
@@ -7,55 +7,56 @@ import os
 import pytest
 
 from tests.support.checkpoints import hidden
+from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.names import step_in
-from trainer.checkpoint.store import LocalStore, files_at
+from trainer.checkpoint.store import open_store
 
 
 def nothing() -> None:
     pass
 
 
-def test_a_draft_is_no_checkpoint_until_it_is_published(tmp_path):
-    store = LocalStore(str(tmp_path / "checkpoints"))
-    draft = store.begin(3)
-    draft.write("folder/file", b"abc")
-    assert store.steps() == [] and list(store.leftovers().values()) == ["an interrupted save"]
+def test_a_staging_area_is_no_checkpoint_until_it_is_published(tmp_path):
+    store = open_store(str(tmp_path / "checkpoints"))
+    staging = store.begin(3)
+    staging.write("folder/file", b"abc")
+    assert store.steps() == [] and list(store.orphans().values()) == ["an interrupted save"]
     seen = []
-    store.publish(draft, 3, b"{}", lambda: seen.append((store.steps(), draft.read("manifest.json"))))
+    store.commit(staging, 3, b"{}", lambda: seen.append((store.steps(), staging.read("manifest.json"))))
     assert seen == [([], b"{}")], "asked when all is written and nothing is committed"
-    assert store.steps() == [3] and store.leftovers() == {}
+    assert store.steps() == [3] and store.orphans() == {}
     assert files_at(store.path(3)).sizes() == {"folder/file": 3, "manifest.json": 2}
 
 
 def test_a_commit_that_is_refused_publishes_nothing(tmp_path):
-    store = LocalStore(str(tmp_path))
-    draft = store.begin(1)
+    store = open_store(str(tmp_path))
+    staging = store.begin(1)
 
     def refuse() -> None:
         raise PermissionError("another job holds the directory")
 
     with pytest.raises(PermissionError):
-        store.publish(draft, 1, b"{}", refuse)
+        store.commit(staging, 1, b"{}", refuse)
     assert store.steps() == []
-    store.discard(draft)
+    store.abort(staging)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_checkpoint_is_withdrawn_atomically_and_then_removed(tmp_path):
-    store = LocalStore(str(tmp_path))
+    store = open_store(str(tmp_path))
     for step in (1, 2):
-        store.publish(store.begin(step), step, b"{}", nothing)
-    left, aside = store.withdraw(1), store.set_aside(2)
+        store.commit(store.begin(step), step, b"{}", nothing)
+    left, aside = store.tombstone(1), store.archive(2)
     assert store.steps() == [] and hidden(tmp_path) == [".aside-", ".deleting-"]
-    assert store.leftovers() == {left: "an interrupted deletion"}, "what was set aside is kept"
-    assert store.asides(2) == [aside] and store.asides(1) == []
+    assert store.orphans() == {left: "an interrupted deletion"}, "what was set aside is kept"
+    assert store.archived(2) == [aside] and store.archived(1) == []
     store.remove(left)
     store.remove(aside)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_probe_leaves_no_files(tmp_path):
-    LocalStore(str(tmp_path / "new")).probe()
+    open_store(str(tmp_path / "new")).probe()
     assert os.listdir(tmp_path / "new") == []
 
 

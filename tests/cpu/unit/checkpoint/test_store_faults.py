@@ -14,9 +14,10 @@ from tests.support.buckets import forget_connections, make_bucket, use_s3
 from tests.support.checkpoints import parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
-from trainer.checkpoint.bucket import StoreError, bucket_of
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.object_storage import client_of
 from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.storage import StoreError, open_storage
 from trainer.checkpoint.store import open_store
 
 
@@ -45,7 +46,7 @@ def test_a_request_that_fails_is_sent_again(root, faults, fault):
 @pytest.mark.timeout(50)
 def test_a_store_from_which_no_packet_comes_back_is_given_up_soon(monkeypatch):
     """The queue of the server is full, so it drops what arrives. fsspec's users may set another time."""
-    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
         for _ in range(4):
@@ -54,10 +55,11 @@ def test_a_store_from_which_no_packet_comes_back_is_given_up_soon(monkeypatch):
             client.connect_ex(server.getsockname())
         use_s3(monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(StoreError, match="ConnectTimeoutError"):
-            bucket_of("s3").read("bucket/key")
+            open_storage("s3://bucket").get("key")
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}})
     forget_connections()
-    assert bucket_of("s3").fs.config_kwargs == {"connect_timeout": 3, "read_timeout": 4}
+    used = client_of("s3").api.meta.config
+    assert (used.connect_timeout, used.read_timeout) == (3, 4)
     monkeypatch.undo()
     forget_connections()
 
@@ -72,7 +74,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(root, faults):
     checkpoints = CheckpointManager(open_store(root))
     save(checkpoints, 1)
     assert ("PUT", LOST) in [(method, fault) for method, _, fault in faults.seen]
-    assert checkpoints.latest().step == 1 and checkpoints.store.leftovers() == {}
+    assert checkpoints.latest().step == 1 and checkpoints.store.orphans() == {}
 
 
 def test_a_commit_that_seems_to_fail_and_appears_later_is_the_checkpoint(root, faults):
@@ -93,7 +95,7 @@ def test_a_commit_that_seems_to_fail_and_appears_later_is_the_checkpoint(root, f
     faults.plan = lambda method, path: PASS
     assert checkpoints.latest().step == 1, "its files were not deleted"
     save(checkpoints, 1, parts_of(state))  # the same process tries again
-    assert checkpoints.latest().step == 1 and checkpoints.store.leftovers() == {}
+    assert checkpoints.latest().step == 1 and checkpoints.store.orphans() == {}
 
 
 def test_an_old_list_neither_hides_the_newest_checkpoint_nor_shows_a_deleted_one(root, faults):
@@ -115,7 +117,7 @@ def test_a_store_that_does_not_answer_makes_no_checkpoint_damaged(root, faults, 
     checkpoints = CheckpointManager(open_store(root))
     for step in (1, 2):
         save(checkpoints, step)
-    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
     faults.plan = lambda method, path: ERROR if "global_step_2/files" in path else PASS
     with pytest.raises(
         StoreError, match="^trainer.resume_mode=latest: .*/global_step_2: the object store fails .* move it"
@@ -155,8 +157,8 @@ def test_a_lock_whose_owner_is_silent_is_taken_over_and_cannot_come_back(root, m
 
 
 def test_a_store_that_ignores_conditions_is_refused(root, monkeypatch):
-    store, bucket = open_store(root), bucket_of("s3")
-    monkeypatch.setattr(bucket, "_put_on_condition", lambda path, data, tag: bucket.fs.pipe_file(path, data))
+    store, client = open_store(root), client_of("s3")
+    monkeypatch.setattr(client, "put_if", lambda path, data, etag: client.put(path, data))
     with pytest.raises(OSError, match="If-None-Match"):
         store.probe()
 

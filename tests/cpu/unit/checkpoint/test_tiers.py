@@ -14,10 +14,10 @@ from tests.support.fault_proxy import CUT, ERROR, FULL, PASS
 from tests.support.namespaces import small_disk
 from tests.support.runs import OpenRun, settings
 from tests.support.toy import toy_config, toy_run
-from trainer.checkpoint.bucket import bucket_of
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
 from trainer.errors import UserError
@@ -28,7 +28,7 @@ from trainer.run.directory import RunDirectory
 @pytest.fixture
 def root(bucket_behind_proxy, monkeypatch) -> str:
     """An empty prefix of a store that is tried twice."""
-    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
     return f"{bucket_behind_proxy}/run"
 
 
@@ -53,7 +53,7 @@ def test_a_save_is_uploaded_and_a_lost_disk_costs_nothing(root, tmp_path):
     path = save(CheckpointManager(store), 1, parts_of(state))
     assert path == str(tmp_path / "disk" / "global_step_1"), "committed on the disk"
     store.finish(60)
-    assert store.lag() == 0.0
+    assert store.upload_lag_s() == 0.0
     shutil.rmtree(tmp_path / "disk")
     state.clear()
     elsewhere = CheckpointManager(open_tiers(root, str(tmp_path / "another")))
@@ -70,7 +70,7 @@ def test_nothing_is_deleted_before_something_newer_is_above(root, tmp_path, faul
     for step in (2, 3):
         save(checkpoints, step)
     assert checkpoints.steps() == [1, 2, 3], "only 1 is safe, and it is the oldest"
-    assert store.lag() > 0
+    assert store.upload_lag_s() > 0
     faults.plan = lambda method, path: PASS
     store.finish(60)
     assert 3 in open_store(root).steps()
@@ -124,7 +124,7 @@ def test_an_object_store_that_is_full_holds_up_uploads_and_no_save(root, tmp_pat
     checkpoints = CheckpointManager(store)
     save(checkpoints, 1)
     save(checkpoints, 2)
-    assert store.lag() > 0 and open_store(root).steps() == []
+    assert store.upload_lag_s() > 0 and open_store(root).steps() == []
     faults.plan = lambda method, path: PASS
     store.finish(60)
     assert open_store(root).steps()[-1] == 2
@@ -144,7 +144,7 @@ def test_an_object_store_that_is_full_fails_a_save_with_its_reason(root, faults)
 
 def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults):
     """Meanwhile another job takes the lock of the store over: nothing is uploaded any more, and saves end soon."""
-    bucket, lock = bucket_of("s3"), f"{root.removeprefix('s3://')}/.lock"
+    storage = open_storage(root)
     disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
     with OpenRun(settings(tmp_path / "run", **disk, lock_lease_s=1), {"step": 0}) as run:
         run.save(1)
@@ -155,10 +155,10 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
         assert [outcome.error for outcome in run.directory.checkpoints.outcomes()] == [None] * 3
         faults.plan = lambda method, path: PASS
         wait_until_above(root, [1, 2, 3])
-        foreign = json.dumps({**json.loads(bucket.read(lock)), "token": "other", "host": "elsewhere"}).encode()
+        foreign = json.dumps({**json.loads(storage.get(".lock")), "token": "other", "host": "elsewhere"}).encode()
         faults.plan = lambda method, path: PASS if method == "PUT" and path.endswith(".lock") else CUT
         run.save(4)
-        bucket.write(lock, foreign)
+        storage.put(".lock", foreign)
         run.save(5)
         checkpoints = run.directory.checkpoints
         assert [outcome.error for outcome in checkpoints.outcomes()] == [None] * 2
@@ -195,11 +195,11 @@ def test_what_was_set_aside_is_deleted_in_both_tiers_once_its_step_is_there_agai
     for step in (1, 2):
         save(checkpoints, step)
     wait_until_above(root, [1, 2])
-    checkpoints.set_aside(after=1)
-    assert len(store.asides()) == 2
+    checkpoints.archive(after=1)
+    assert len(store.archived()) == 2
     save(checkpoints, 2)
     store.finish(60)
-    assert store.asides() == [] and open_store(root).steps() == [1, 2]
+    assert store.archived() == [] and open_store(root).steps() == [1, 2]
 
 
 def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):

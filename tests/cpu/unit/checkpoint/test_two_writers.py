@@ -63,19 +63,19 @@ class TwoWriters:
 
     def _save(self, writer: int, step: int, meanwhile: str = "nothing") -> None:
         store = self.stores[writer]
-        draft = None
+        staging = None
         try:
-            draft = store.begin(step)
+            staging = store.begin(step)
             for name in FILES:
-                draft.write(name, content(writer, step, name))
-            data = manifest(writer, step, draft.folder)
-            store.publish(draft, step, data, lambda: self._do_meanwhile(1 - writer, meanwhile))
+                staging.write(name, content(writer, step, name))
+            data = manifest(writer, step, staging.folder)
+            store.commit(staging, step, data, lambda: self._do_meanwhile(1 - writer, meanwhile))
         except OSError as error:
             if error.errno not in REFUSED:
                 self.possible[step].add(writer)
             with contextlib.suppress(OSError):
-                if draft is not None:
-                    store.discard(draft)
+                if staging is not None:
+                    store.abort(staging)
         else:
             assert self.possible[step] != {1 - writer}, "the other job's checkpoint has been overwritten"
             self.possible[step] = {writer}
@@ -99,9 +99,9 @@ class TwoWriters:
         self.outcomes.extend(outcomes)
         try:
             if aside:
-                store.set_aside(steps[-1])
+                store.archive(steps[-1])
             else:
-                store.remove(store.withdraw(steps[-1]))
+                store.remove(store.tombstone(steps[-1]))
         except OSError:
             self.possible[steps[-1]].add(None)
         else:
@@ -157,7 +157,7 @@ def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults
 
 
 def test_an_object_store_holds_the_older_or_the_newer_state(bucket_behind_proxy, faults, monkeypatch):
-    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
     outcomes: deque[str] = deque()
     faults.plan = lambda method, path: outcomes.popleft() if outcomes else PASS
     try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, faults, examples=8)
@@ -194,26 +194,26 @@ def test_what_another_job_has_cleaned_up_is_not_committed(place, tmp_path, bucke
         writers.save(0, 1, [], meanwhile)
         writers.check_steps()
         assert open_store(root).steps() == ([] if meanwhile == "cleans up" else [1])
-        assert not open_store(root).leftovers()
+        assert not open_store(root).orphans()
 
 
-def test_a_draft_that_is_half_deleted_is_not_committed(tmp_path, monkeypatch):
+def test_a_staging_area_that_is_half_deleted_is_not_committed(tmp_path, monkeypatch):
     store = open_store(str(tmp_path / "store"))
-    draft = store.begin(1)
-    monkeypatch.setattr("shutil.rmtree", lambda path: store.publish(draft, 1, manifest(0, 1, ""), lambda: None))
+    staging = store.begin(1)
+    monkeypatch.setattr("shutil.rmtree", lambda path: store.commit(staging, 1, manifest(0, 1, ""), lambda: None))
     with pytest.raises(FileNotFoundError):
-        open_store(store.root).remove(os.path.basename(draft.path))
+        open_store(store.root).remove(os.path.basename(staging.path))
     assert store.steps() == []
 
 
 def test_a_job_does_not_clean_up_what_it_is_uploading(bucket_behind_proxy):
     """The ranks of a job may die, and start again, while it uploads."""
     store = open_store(f"{bucket_behind_proxy}/{secrets.token_hex(4)}")
-    draft = store.begin(1)
+    staging = store.begin(1)
     for name in FILES:
-        draft.write(name, content(0, 1, name))
+        staging.write(name, content(0, 1, name))
     CheckpointManager(store).clean_up()
-    store.publish(draft, 1, manifest(0, 1, draft.folder), lambda: CheckpointManager(store).clean_up())
+    store.commit(staging, 1, manifest(0, 1, staging.folder), lambda: CheckpointManager(store).clean_up())
     manifests.verify(store.path(1))
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.buckets import KEY, SECRET, make_bucket, s3_server, use_s3
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.bucket import bucket_of
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import open_tiers
 
@@ -68,7 +68,7 @@ def test_a_policy_is_exported_from_a_url_and_to_a_url(s3, saved_run, capsys, tmp
     for name in sorted(os.listdir(tmp_path / "from-disk")):
         content = (tmp_path / "from-disk" / name).read_bytes()
         assert (tmp_path / "from-url" / name).read_bytes() == content, name
-        assert bucket_of("s3").read(f"exports/run-exported/{name}") == content, name
+        assert open_storage("s3://exports/run-exported").get(name) == content, name
     status, refused = run(capsys, "export", root, f"{root}-exported")
     assert status == 2 and "exists already" in refused
 
@@ -78,7 +78,7 @@ def test_no_credential_is_printed_or_saved(s3, capsys, caplog, tmp_path, tmp_pat
     root = make_bucket("secrets") + "/run"
     toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=2), tmp_path_factory.mktemp("start"))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("trainer.checkpoint.bucket._MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
     use_s3(monkeypatch, f"http://user:{SECRET}@127.0.0.1:9")
     status, printed = run(capsys, "verify", f"{root}/global_step_1")
     assert status == 2 and "the object store fails" in printed
@@ -90,8 +90,8 @@ def test_no_credential_is_printed_or_saved(s3, capsys, caplog, tmp_path, tmp_pat
 def test_no_credential_is_in_the_store(s3, tmp_path, tmp_path_factory):
     root = make_bucket("stored") + "/run"
     toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=1), tmp_path_factory.mktemp("start"))
-    bucket = bucket_of("s3")
-    contents = [bucket.read(path) for path in bucket.list("stored")]
+    storage = open_storage("s3://stored")
+    contents = [storage.get(key) for key in storage.list()]
     assert contents and not [data for data in contents if SECRET.encode() in data or KEY.encode() in data]
 
 

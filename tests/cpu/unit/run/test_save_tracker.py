@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint.manager import Outcome
+from trainer.checkpoint.manager import SaveResult
 from trainer.errors import UserError
 from trainer.run.save_tracker import SaveResults
 from trainer.run.schedule import SaveSchedule
@@ -14,12 +14,12 @@ def results(allowed: int) -> SaveResults:
     return SaveResults("/runs", allowed, SaveSchedule(1, -1, 240))
 
 
-def good(step: int, seconds: float = 1.0) -> Outcome:
-    return Outcome(step, f"/runs/global_step_{step}", seconds)
+def good(step: int, seconds: float = 1.0) -> SaveResult:
+    return SaveResult(step, f"/runs/global_step_{step}", seconds)
 
 
-def bad(step: int) -> Outcome:
-    return Outcome(step, f"/runs/global_step_{step}", 1.0, error="disk full")
+def bad(step: int) -> SaveResult:
+    return SaveResult(step, f"/runs/global_step_{step}", 1.0, error="disk full")
 
 
 def test_failures_with_a_good_save_between_them_are_not_in_a_row():

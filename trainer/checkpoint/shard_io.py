@@ -1,4 +1,4 @@
-"""Write and read sharded states in an object store with DCP: each rank its own objects, in parts, and its own bytes."""
+"""Write and read sharded states with DCP in any storage: each rank writes one file, and reads ranges of bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from trainer.checkpoint.object_store import ObjectFiles
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.safe_dcp import SafeReader
-from trainer.checkpoint.store import CheckpointFiles
+from trainer.checkpoint.storage import Storage
 
 _PARALLEL = 8
 _GAP_BYTES = 1 << 20
@@ -26,14 +26,14 @@ _RANGE_BYTES = 64 << 20
 """A range that reaches this size takes no other in."""
 
 
-class _Objects(FileSystemBase):
+class _FileSystem(FileSystemBase):
     """What DCP needs of a file system. It writes `.metadata` under another name and renames it: here it is put once."""
 
-    def __init__(self, files: Any):
+    def __init__(self, files: CheckpointFiles):
         self._files = files
         self._unnamed: dict[str, bytes] = {}
         self.fetched: IO[bytes] | None = None
-        """The bytes that the next stream reads; None: the whole object."""
+        """The bytes that the next stream reads; None: the whole file."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
@@ -45,7 +45,7 @@ class _Objects(FileSystemBase):
             yield buffer
             self._unnamed[name] = buffer.getvalue()
         else:
-            with self._files.stream(name) as stream:
+            with self._files.open_writer(name) as stream:
                 yield stream
 
     def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
@@ -65,69 +65,63 @@ class _Objects(FileSystemBase):
         return True
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # a draft is new
+        return False  # a staging area is new
 
     def rm_file(self, path: str | os.PathLike) -> None:
         raise NotImplementedError
 
 
-class ObjectWriter(FileSystemWriter):
-    """Writes one object a rank below a folder of `files`."""
+class ShardWriter(FileSystemWriter):
+    """Writes one file a rank to a folder of `files`, which makes it durable."""
 
-    def __init__(self, files: ObjectFiles, folder: str):
+    def __init__(self, files: CheckpointFiles, folder: str):
         super().__init__(folder, single_file_per_rank=True, sync_files=False)
-        self.fs, self.path = _Objects(files), folder  # type: ignore[assignment]
+        self.fs, self.path = _FileSystem(files), folder  # type: ignore[assignment]
 
 
 class RangeReader(SafeReader):
-    """Reads ranges of bytes that the reader of `files` has fetched."""
-
-    def __init__(self, files: CheckpointFiles, folder: str):
-        super().__init__(folder)
-        self.fs, self.path = _Objects(files), folder  # type: ignore[assignment]
-
-    def place(self, wanted: ByteRange, data: bytes, planner: LoadPlanner) -> None:
-        """Fill the tensors of a range from its bytes."""
-        self.fs.fetched = _At(data, wanted.start)  # type: ignore[attr-defined]
-        super().read_data(LoadPlan(wanted.items), planner)
-
-    def ranges(self, items: list[ReadItem]) -> Iterator[ByteRange]:
-        """Yield ranges of bytes that cover these items; neighbours are joined."""
-        places = [(self.storage_data[item.storage_index], item) for item in items]
-        open_range: ByteRange | None = None
-        for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
-            end = place.offset + place.length
-            if open_range is not None and open_range.takes(place.relative_path, place.offset):
-                open_range.end = max(open_range.end, end)
-                open_range.items.append(item)
-            else:
-                if open_range is not None:
-                    yield open_range
-                open_range = ByteRange(place.relative_path, place.offset, end, [item])
-        if open_range is not None:
-            yield open_range
-
-
-class ObjectReader(RangeReader):
     """Reads the ranges of bytes that this rank needs, several at a time."""
 
-    def __init__(self, files: ObjectFiles, folder: str):
-        super().__init__(files, folder)
-        self._files = files
+    def __init__(self, storage: Storage, folder: str):
+        super().__init__(folder)
+        self._storage = storage
+        self.fs, self.path = _FileSystem(CheckpointFiles(storage)), folder  # type: ignore[assignment]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         ranges = list(self.ranges(plan.items))
         with ThreadPoolExecutor(_PARALLEL) as pool:
             for first in range(0, len(ranges), _PARALLEL):  # a batch at a time, to bound the memory
                 batch = ranges[first : first + _PARALLEL]
-                for wanted, data in zip(batch, pool.map(self._fetch, batch), strict=True):
-                    self.place(wanted, data, planner)
+                for wanted, data in zip(batch, pool.map(self.fetch, batch), strict=True):
+                    self.fill(wanted, data, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _fetch(self, wanted: ByteRange) -> bytes:
-        return self._files.read_range(f"{self.path}/{wanted.name}", wanted.start, wanted.end)
+    def fetch(self, wanted: ByteRange) -> bytes:
+        """Return the bytes of a range."""
+        return self._storage.get_range(f"{self.path}/{wanted.name}", wanted.start, wanted.end)
+
+    def fill(self, wanted: ByteRange, data: bytes, planner: LoadPlanner) -> None:
+        """Fill the tensors of a range from its bytes."""
+        self.fs.fetched = _At(data, wanted.start)  # type: ignore[attr-defined]
+        super().read_data(LoadPlan(wanted.items), planner)
+
+    def ranges(self, items: list[ReadItem]) -> Iterator[ByteRange]:
+        """Yield ranges of bytes that cover these items; neighbours are joined."""
+        stored = [(self.storage_data[item.storage_index], item) for item in items]
+        open_range: ByteRange | None = None
+        for info, item in sorted(stored, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
+            end = info.offset + info.length
+            if open_range is not None and open_range.takes(info.relative_path, info.offset):
+                open_range.end = max(open_range.end, end)
+                open_range.items.append(item)
+            else:
+                if open_range is not None:
+                    yield open_range
+                open_range = ByteRange(info.relative_path, info.offset, end, [item])
+        if open_range is not None:
+            yield open_range
 
 
 class ByteRange:
@@ -143,7 +137,7 @@ class ByteRange:
 
 
 class _At(io.BytesIO):
-    """Bytes of an object, at the positions that they have in the object."""
+    """Bytes of a file, at the positions that they have in the file."""
 
     def __init__(self, data: bytes, start: int):
         super().__init__(data)

@@ -1,0 +1,239 @@
+"""Storage for checkpoints: a directory, or a prefix in an object store, behind a few operations on keys.
+
+Everything else about checkpoints (commits, retention, locks, two tiers) is written once, on top of these operations. A
+key is a path relative to the root, with slashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from typing import IO, Protocol
+
+from trainer.errors import UserError
+from trainer.files.atomic_io import (
+    digest_bytes,
+    file_problem,
+    naming,
+    read_inside,
+    sync_directory,
+    sync_file,
+    sync_tree,
+    write_file,
+)
+from trainer.files.uris import is_url
+
+_GUARD_ATTEMPTS = 10
+
+
+class StoreError(UserError, OSError):
+    """The store does not answer, or refuses. This says nothing about whether an object is there, or is damaged."""
+
+
+class Storage(Protocol):
+    """A directory or a prefix. Every method raises OSError if the storage fails.
+
+    What has been put is durable when the call returns. A method that reads raises FileNotFoundError if the key is
+    missing.
+    """
+
+    root: str
+    """An absolute path or a URL, without a slash at its end."""
+    disk: LocalStorage | None
+    """The storage itself, if it is a disk, which knows directories, links and renames; None: it is none."""
+
+    def exists(self) -> bool: ...
+    def make(self) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def get_with_etag(self, key: str) -> tuple[bytes, str]: ...
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...
+    def put(self, key: str, data: bytes) -> None: ...
+    def put_if_absent(self, key: str, data: bytes) -> bool: ...
+    def put_if_match(self, key: str, data: bytes, etag: str) -> bool: ...
+    def open_writer(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+    def delete_if_match(self, key: str, etag: str) -> bool: ...
+    def size(self, key: str) -> int: ...
+    def list(self, prefix: str = "") -> dict[str, int]: ...
+    def names(self, prefix: str = "") -> list[str]: ...
+    def delete(self, key: str) -> None: ...
+    def delete_below(self, prefix: str) -> None: ...
+
+
+def open_storage(root: str) -> Storage:
+    """Return the storage in the directory, or at the URL, `root`. No other code asks which kind it is."""
+    if is_url(root):
+        from trainer.checkpoint.object_storage import ObjectStorage
+
+        return ObjectStorage(root)
+    return LocalStorage(root)
+
+
+class LocalStorage:
+    """A directory. A key is the path of a file below it.
+
+    Writes on a condition hold a lock on the file `<key>.guard`, so they exclude each other on all machines that see the
+    directory, as far as its file system knows `flock`.
+    """
+
+    def __init__(self, root: str):
+        self.root = os.path.abspath(root)
+
+    @property
+    def disk(self) -> LocalStorage:
+        return self
+
+    def exists(self) -> bool:
+        """Return whether the root is a directory."""
+        return os.path.isdir(self.root)
+
+    def make(self) -> None:
+        """Make the root, but no directory above it. It may be removed at any moment."""
+        if os.path.islink(self.root) and not os.path.exists(self.root):
+            raise FileExistsError(errno.EEXIST, "a link to a missing directory", self.root)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.root)
+
+    def path(self, key: str) -> str:
+        """Return the path of a key."""
+        return os.path.join(self.root, key) if key else self.root
+
+    def get(self, key: str) -> bytes:
+        """Return the content of a regular file. No component of the key may be a link."""
+        return read_inside(self.root, key)
+
+    def get_with_etag(self, key: str) -> tuple[bytes, str]:
+        """Return the content of a file, and a tag that changes when the file is written, replaced or touched."""
+        data, status = self.get(key), os.stat(self.path(key))
+        return data, f"{status.st_ino}-{status.st_mtime_ns}-{digest_bytes(data)}"
+
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes of a file from `start` to before `end`."""
+        path = self.path(key)
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        if len(data) != end - start:
+            raise OSError(errno.EIO, f"{path} ends after {start + len(data)} bytes")
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a small file atomically: after a crash it is complete or absent."""
+        path = self.path(key)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        write_file(path, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Write a file if there is none; return whether it was written."""
+        return self._put_if(key, data, None)
+
+    def put_if_match(self, key: str, data: bytes, etag: str) -> bool:
+        """Write a file if the present one has this tag; return whether it was written."""
+        return self._put_if(key, data, etag)
+
+    def delete_if_match(self, key: str, etag: str) -> bool:
+        """Delete a file and its guard if the file has this tag; return whether it was deleted."""
+        with self._guarded(key):
+            if self._etag(key) != etag:
+                return False
+            os.remove(self.path(key))
+            os.remove(f"{self.path(key)}.guard")
+            return True
+
+    @contextlib.contextmanager
+    def open_writer(self, key: str) -> Iterator[IO[bytes]]:
+        """Write a large file. It is durable after the block, except for its name (see `sync`)."""
+        path = self.path(key)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with naming(path), open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def size(self, key: str) -> int:
+        """Return the size of a regular file in bytes."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = os.stat(self.path(key))
+            if stat.S_ISREG(status.st_mode):
+                return status.st_size
+        raise FileNotFoundError(errno.ENOENT, "no such file", key)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Return the size in bytes of every regular file below a directory, by key."""
+        sizes = {}
+        for folder, _, names in os.walk(self.path(prefix)):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(OSError):  # a link to a missing file
+                    status = os.stat(path)
+                    if stat.S_ISREG(status.st_mode):
+                        sizes[os.path.relpath(path, self.root)] = status.st_size
+        return dict(sorted(sizes.items()))
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names in a directory; empty if there is no directory."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(self.path(prefix)))
+        return []
+
+    def delete(self, key: str) -> None:
+        """Delete a file, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.path(key))
+
+    def delete_below(self, prefix: str) -> None:
+        """Delete a directory with its content."""
+        shutil.rmtree(self.path(prefix))
+
+    # ---------------------------------------------------------------------------------------------------
+    # What only a disk can do
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a directory atomically and durably."""
+        os.rename(self.path(source), self.path(target))
+        sync_directory(self.root)
+
+    def sync(self, prefix: str, names: list[str] | None = None) -> None:
+        """Make files of a directory durable, first their content and then their names; None: everything below it."""
+        if names is None:
+            return sync_tree(self.path(prefix))
+        for name in names:
+            sync_file(os.path.join(self.path(prefix), name))
+        sync_directory(self.path(prefix))
+
+    def contains(self, key: str) -> bool:
+        """Return whether a key stays below the directory, links included, and names a regular file or nothing."""
+        root = os.path.realpath(self.root)
+        target = os.path.realpath(os.path.join(root, key))
+        return target.startswith(root + os.sep) and (not os.path.exists(target) or file_problem(target) is None)
+
+    def _etag(self, key: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self.get_with_etag(key)[1]
+        return None
+
+    def _put_if(self, key: str, data: bytes, etag: str | None) -> bool:
+        with self._guarded(key):
+            if self._etag(key) != etag:
+                return False
+            write_file(self.path(key), data)
+            return True
+
+    @contextlib.contextmanager
+    def _guarded(self, key: str) -> Iterator[None]:
+        """Let one process at a time run the block for this key."""
+        path = f"{self.path(key)}.guard"
+        for attempt in range(_GUARD_ATTEMPTS):
+            with open(path, "w") as guard:
+                with contextlib.suppress(OSError):  # a file system without flock: a race is possible but unlikely
+                    fcntl.flock(guard, fcntl.LOCK_EX)
+                # Another process may have removed the file that this process waited for. The number of attempts is
+                # bounded, because inode numbers are not stable on every file system.
+                current = os.path.samestat(os.fstat(guard.fileno()), os.stat(path))
+                if current or attempt == _GUARD_ATTEMPTS - 1:
+                    yield
+                    return
