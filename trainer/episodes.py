@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Episode:
     samples: list[Sample]
     """One, unless a later turn could not be written as the earlier ones with more tokens after them."""
     reward: float | None = 1.0
-    """None: it failed, and the episode is left out of losses, baselines and means of rewards."""
+    """None: it is not scored yet, or that failed: then losses, baselines and means of rewards leave the episode out."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"
@@ -46,3 +47,31 @@ class Episode:
     """Why the reward, or a part of it, or the environment failed. Empty: it did not."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What its environment, or its tools, have counted."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The whole conversation, prompt included. Empty: the episode has no text for people to read."""
+    turns: int = 1
+    """Replies of the policy: the last ones of the role `assistant` in `messages`."""
+    answer: str = ""
+    """The reference answer; empty if the data has none."""
+
+    @property
+    def number(self) -> int:
+        """Its number among the episodes of its group."""
+        return int(self.uid.rpartition(":")[2])
+
+    @property
+    def text(self) -> str:
+        """The last reply of the policy; empty if it gave none."""
+        replies = (message["content"] for message in reversed(self.messages) if message["role"] == "assistant")
+        return next(replies, "") if self.turns else ""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return int(sum((sample.mask > 0).sum() for sample in self.samples))
+
+    def split_messages(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """Return the messages before the policy's first reply, and the others."""
+        replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        first = replies[-self.turns] if self.turns else len(self.messages)  # a prompt may show example replies
+        return self.messages[:first], self.messages[first:]

@@ -32,9 +32,10 @@ from trainer.metrics.timing import Timer
 from trainer.models.export import export_target
 from trainer.models.files import load_config, resolve_model_path
 from trainer.models.parallel_checks import check_axes
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.process.startup import stage
 from trainer.reports.report import final_report
+from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.terms import RewardInput, components_of
@@ -43,7 +44,9 @@ from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
-from trainer.sources.rollouts import RolloutSource, prompt_ledger, read_prompts
+from trainer.sources.evaluation import LossEvaluator, RolloutEvaluator
+from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts
 from trainer.sources.supervised import SupervisedSource, loop_config
 from trainer.trainer import Trainer
 
@@ -122,8 +125,13 @@ def rollout_trainer(
     reading = learner.ranks.read_files(path)
     with stage("reading the data"):
         tokenizer = _load_tokenizer(cfg, path)
-        source = RolloutSource(cfg, fleet, path, tokenizer, timer, directory.check)
-        trainer = Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop)
+        cache = RewardCache(cfg.trainer.run_dir, directory.check)
+        runner = RolloutRunner(cfg, fleet, tokenizer, stop_token_ids(path, tokenizer), cache)
+        needs_baselines = cfg.algorithm.advantage_estimator == "remax"
+        source = SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), timer, needs_baselines)
+        val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
+        evaluator = RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
+        trainer = Trainer(cfg, directory, source, learner, path, tokenizer, timer, stop, evaluator)
         _check_resumed_data(trainer)
     with stage("starting ranks and engines, and reading the model's files"):
         with contextlib.suppress(WorkerError):  # if ranks have died, `Trainer.fit` notices, and starts new ones
@@ -144,9 +152,10 @@ def supervised_trainer(
         tokenizer = _load_tokenizer(cfg, path)
         vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
         parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
-        held_out = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
-        source = SupervisedSource(cfg.sft, parts, held_out, cfg.trainer.seed, learner.loss)
-        trainer = Trainer(loop, directory, source, learner, path, tokenizer, timer, stop)
+        val_examples = load_val(cfg.data, cfg.sft, tokenizer) if cfg.trainer.val_interval > 0 else []
+        source = SupervisedSource(cfg.sft, parts, cfg.trainer.seed)
+        evaluator = LossEvaluator(val_examples, learner.loss) if val_examples else None
+        trainer = Trainer(loop, directory, source, learner, path, tokenizer, timer, stop, evaluator)
         _check_resumed_data(trainer)
     return trainer
 
@@ -190,7 +199,7 @@ def _refused_inputs(cfg: Config, supervised: bool, checkpoint: Checkpoint, resto
         if supervised:
             vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
             parts = load_train(cfg.data, cfg.sft, tokenizer, vocab_size)
-            source = SupervisedSource(cfg.sft, parts, [], cfg.trainer.seed, lambda _: 0.0)
+            source = SupervisedSource(cfg.sft, parts, cfg.trainer.seed)
         else:
             source = prompt_ledger(cfg, read_prompts(cfg, "train", tokenizer).prompts)
         source.load_state_dict(read_object(checkpoint, "data.json"))

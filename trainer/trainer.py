@@ -47,7 +47,8 @@ from trainer.run.save_tracker import SaveResults
 from trainer.run.schedule import SaveSchedule
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
-from trainer.sources.base import EpisodeSource
+from trainer.sources.base import EpisodeSource, Evaluator
+from trainer.sources.transcripts import TranscriptLog
 
 LOG = logging.getLogger(__name__)
 _LAST_SAVE_TRIES = 4
@@ -89,6 +90,7 @@ class Trainer:
         directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
         source: of the episodes.
         model_path: the start weights, a local directory.
+        evaluator: None: there is no validation data.
     """
 
     def __init__(
@@ -101,12 +103,15 @@ class Trainer:
         tokenizer: Any,
         timer: Timer,
         stop: StopRequest,
+        evaluator: Evaluator | None = None,
     ):
         t = cfg.trainer
         self.cfg = cfg
         self.directory = directory
         self.checkpoints = directory.checkpoints
         self.source = source
+        self.evaluator = evaluator
+        self.transcripts = TranscriptLog(cfg, directory.check)
         self.learner = learner
         self.model_path = model_path
         self.tokenizer = tokenizer
@@ -170,8 +175,8 @@ class Trainer:
             self._begin_checks()
             self._announce()
             with stage("starting what generates and rewards"):
-                fresh = self.directory.resume is None and not self.recovery.restarted
-                self.source.start(version=self.state.step + 1, fresh=fresh)
+                is_initial = self.directory.resume is None and not self.recovery.restarted
+                self.source.start(version=self.state.step + 1, is_initial=is_initial)
             self.recovery.complete()
             with stage("evaluating the start weights"):
                 self._evaluate_start_weights()
@@ -209,20 +214,22 @@ class Trainer:
         t, state = self.cfg.trainer, self.state
         samples = [sample for episode in episodes for sample in episode.samples]
         tokens = sum(len(sample.token_ids) for sample in samples)
+        metrics = self.source.add_metrics(step, metrics)
         self.source.commit(step)
+        self.transcripts.add_step(step, episodes)
         state.step = step
         state.prompts += len({episode.group for episode in episodes})
         state.samples += len(samples)
         state.tokens += tokens
         times = self.timer.take()
-        metrics = self.source.describe(metrics) | times | self.learner.speed(len(samples), tokens, times["time/step"])
+        metrics |= times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
         if (lag := self.checkpoints.store.upload_lag_s()) is not None:
             metrics["time/upload_lag"] = lag
         last = step == t.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
-            metrics |= self.source.evaluate(step)
+            metrics |= self._evaluate(step)
         problem = self.audit.check(step, metrics) if self.audit else None
         if problem is not None and not self._accept_mismatch(problem):
             return metrics
@@ -442,12 +449,20 @@ class Trainer:
     def _evaluate_start_weights(self) -> None:
         t = self.cfg.trainer
         if self.state.step == 0 and t.val_before_train and t.val_interval > 0:
-            self._log(0, self.source.evaluate(0))
+            self._log(0, self._evaluate(0))
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of the validation data under the current policy."""
+        if self.evaluator is None:
+            return {}
+        evaluation = self.evaluator.evaluate(step)
+        self.transcripts.add_evaluation(step, evaluation)
+        return evaluation.metrics
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         t = self.cfg.trainer
         self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
-        self.tracker.log(step, metrics, self.source.samples())
+        self.tracker.log(step, metrics, self.transcripts.pop(step))
         self.progress.update(step, metrics)
         self.recovery.end_step(metrics, self.learner.ranks.speeds)
         for sentence in self.health.update(step, metrics):

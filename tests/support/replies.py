@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.runs import configured
-from trainer.config import DataConfig, RewardConfig
+from trainer.config import Config, DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.metrics.timing import Timer
-from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.rollouts import RolloutSource
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.rewards.cache import RewardCache
+from trainer.sources.evaluation import RolloutEvaluator
+from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.sampling import SamplingSource, read_prompts
 
 
 class Replies:
@@ -37,25 +40,40 @@ class Replies:
         pass
 
 
+def sampling_source(cfg: Config, engines: Any, model: str, needs_baselines: bool = False) -> SamplingSource:
+    """The source that `cfg` describes, with these engines."""
+    tokenizer = load_tokenizer(model)
+    cache = RewardCache(cfg.trainer.run_dir, lambda: None)
+    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), cache)
+    return SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), Timer(), needs_baselines)
+
+
+def evaluator_beside(source: SamplingSource, model: str) -> RolloutEvaluator:
+    """The evaluator of the same run."""
+    return RolloutEvaluator(source.cfg, source.runner, read_prompts(source.cfg, "val", load_tokenizer(model)).prompts)
+
+
 @contextlib.contextmanager
 def source_of(
-    root: Path, model: str, reply: Callable[[str, int, Sampling], str], held_out: int = 0
-) -> Iterator[RolloutSource]:
+    root: Path,
+    model: str,
+    reply: Callable[[str, int, Sampling], str],
+    validation: int = 0,
+    needs_baselines: bool = False,
+) -> Iterator[SamplingSource]:
     """A source of the prompts `p0` to `p11`, whose reward is the length of a completion.
 
     Args:
-        held_out: number of held-out prompts, from `p0` on.
+        validation: number of validation prompts, from `p0` on.
     """
     root.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)]
     (root / "prompts.jsonl").write_text("\n".join(lines))
-    (root / "held_out.jsonl").write_text("\n".join(lines[:held_out]))
-    cfg = configured(root / "run", val_interval=1 if held_out else -1)
+    (root / "validation.jsonl").write_text("\n".join(lines[:validation]))
+    cfg = configured(root / "run", val_interval=1 if validation else -1)
     cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
-    cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")], val_files=[str(root / "held_out.jsonl")])
+    cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")], val_files=[str(root / "validation.jsonl")])
     cfg.reward = RewardConfig(name="tests.support.named_rewards:length", num_processes=1)
     cfg.logger.samples_interval = 0
-    tokenizer = load_tokenizer(model)
-    engines: Any = Replies(tokenizer, reply)
-    with RolloutSource(cfg, engines, model, tokenizer, Timer(), lambda: None) as source:
+    with sampling_source(cfg, Replies(load_tokenizer(model), reply), model, needs_baselines) as source:
         yield source

@@ -127,7 +127,7 @@ def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopReq
         build_tiny(cfg.model.tiny, str(model))
     tokenizer = load_tokenizer(str(model), None, False)
     examples = [Sample(np.full(4, i), np.ones(4, np.float32)) for i in range(10)]
-    source = SupervisedSource(SFTConfig(batch_size=1, max_length=12), [examples], [], cfg.trainer.seed, lambda _: 0.0)
+    source = SupervisedSource(SFTConfig(batch_size=1, max_length=12), [examples], cfg.trainer.seed)
     learner: Any = ToyLearner()
     return Trainer(cfg, directory, source, learner, str(model), tokenizer, Timer(), stop or StopRequest(None))
 

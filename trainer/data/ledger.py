@@ -28,14 +28,13 @@ it: what it returns must depend on its arguments alone."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One row, as one epoch draws it."""
+class SampleIndex:
+    """Names one row, as one epoch draws it."""
 
-    part: int
-    """The data set."""
+    dataset: int
     epoch: int
-    row: int
-    """Its place in the data set."""
+    index: int
+    """Of the row in the data set."""
 
 
 class Ledger:
@@ -90,15 +89,15 @@ class Ledger:
             return epoch + (position / len(self._order(0, epoch)) if position else 0)
         return sum(self._drawn(self._places)) / sum(len(part) for part in self._parts)
 
-    def ahead(self, skip: int = 0) -> Iterator[Draw]:
+    def ahead(self, skip: int = 0) -> Iterator[SampleIndex]:
         """The rows to draw next, without end, after the `skip` next ones. Changes nothing."""
         return (draw for draw, _ in islice(self._walk(), skip, None))
 
-    def take(self, count: int, skip: int = 0) -> list[Draw]:
+    def peek(self, count: int, skip: int = 0) -> list[SampleIndex]:
         """The next `count` rows, after the `skip` next ones. Changes nothing."""
         return list(islice(self.ahead(skip), count))
 
-    def commit(self, draws: Sequence[Draw], rewards: Sequence[float | None] = ()) -> None:
+    def commit(self, draws: Sequence[SampleIndex], rewards: Sequence[float | None] = ()) -> None:
         """Record that these rows, the next ones, have been trained on.
 
         Args:
@@ -109,12 +108,12 @@ class Ledger:
             self._places = places
         if self._curriculum is not None:
             known = zip(draws, rewards, strict=True)
-            self._rewards |= {draw.row: reward for draw, reward in known if reward is not None}
+            self._rewards |= {draw.index: reward for draw, reward in known if reward is not None}
         # An epoch that has begun keeps its order; the curriculum may order those ahead in another way now.
         begun = {(part, epoch) for part, (epoch, position) in enumerate(self._places) if position}
         self._orders = {name: order for name, order in self._orders.items() if name in begun}
 
-    def _walk(self) -> Iterator[tuple[Draw, list[tuple[int, int]]]]:
+    def _walk(self) -> Iterator[tuple[SampleIndex, list[tuple[int, int]]]]:
         """Each next row, and the places after it."""
         places = list(self._places)
         while True:
@@ -123,7 +122,7 @@ class Ledger:
             order = self._order(part, epoch)
             end = position + 1 == len(order)
             places = [*places[:part], (epoch + 1, 0) if end else (epoch, position + 1), *places[part + 1 :]]
-            yield Draw(part, epoch, order[position]), places
+            yield SampleIndex(part, epoch, order[position]), places
 
     def _next_part(self, places: Sequence[tuple[int, int]]) -> int:
         if len(places) == 1:

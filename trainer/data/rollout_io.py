@@ -9,7 +9,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.data.datasets import Prompt, read_rows
+import numpy as np
+
+from trainer.data.datasets import read_rows
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
@@ -18,66 +20,47 @@ _IDS = ("prompt_ids", "completion_ids")
 
 
 def write_rollouts(
-    run_dir: str,
-    step: int,
-    prompts: Sequence[Prompt],
-    episodes: Sequence[Episode],
-    texts: Sequence[str],
-    fence: Callable[[], None] = lambda: None,
+    run_dir: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line an episode.
+    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line for each episode of a single turn.
 
     Prompt and completion are lists of messages, as in the files of validations and in chats to learn from. A step that
     is replayed after a kill writes the same file again.
 
     Args:
-        episodes: as many for each prompt, those of one prompt together.
-        texts: of the completions, as the reward saw them.
         fence: raises when this process no longer holds the run directory; then nothing is written there.
     """
-    fence()
-    directory = os.path.join(run_dir, "rollouts")
-    os.makedirs(directory, exist_ok=True)
-    n = len(episodes) // len(prompts)
     lines = []
-    for i, (episode, text) in enumerate(zip(episodes, texts, strict=True)):
-        prompt, (sample,) = prompts[i // n], episode.samples
-        start = len(prompt.token_ids)
-        line = {
-            "step": step,
-            "uid": episode.group,
-            "prompt": list(prompt.messages),
-            "answer": prompt.answer,
-            "completion": [{"role": "assistant", "content": text}],
-            "reward": episode.reward,
-            "rewards": dict(episode.rewards),
-            "finish_reason": episode.status,
-            "failure": episode.failure or None,
-            "prompt_ids": list(prompt.token_ids),
-            "completion_ids": sample.token_ids[start:].tolist(),
-            "logprobs": sample.logprobs[start:].tolist(),
-        }
-        lines.append(json.dumps(line) + "\n")
-    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
+    for episode in episodes:
+        (sample,) = episode.samples
+        start = int(np.append(sample.mask, 1).argmax())  # the completion follows the prompt
+        assert sample.logprobs is not None
+        lines.append(
+            {
+                "step": step,
+                "uid": episode.group,
+                "prompt": list(episode.messages[:-1]),
+                "answer": episode.answer,
+                "completion": [episode.messages[-1]],
+                "reward": episode.reward,
+                "rewards": dict(episode.rewards),
+                "finish_reason": episode.status,
+                "failure": episode.failure or None,
+                "prompt_ids": sample.token_ids[:start].tolist(),
+                "completion_ids": sample.token_ids[start:].tolist(),
+                "logprobs": sample.logprobs[start:].tolist(),
+            }
+        )
+    _write(run_dir, step, lines, fence)
 
 
 def write_conversations(
-    run_dir: str,
-    step: int,
-    episodes: Sequence[Episode],
-    chats: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]],
-    fence: Callable[[], None] = lambda: None,
+    run_dir: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the episodes of a step as `write_rollouts` does: their turns, and the tokens of their samples.
-
-    Args:
-        chats: of each episode, the messages before the first reply, and those from it on.
-    """
-    fence()
-    directory = os.path.join(run_dir, "rollouts")
-    os.makedirs(directory, exist_ok=True)
+    """Write the episodes of a step as `write_rollouts` does: their turns, and the tokens of their samples."""
     lines = []
-    for episode, (prompt, completion) in zip(episodes, chats, strict=True):
+    for episode in episodes:
+        prompt, completion = episode.split_messages()
         samples = [
             {
                 "token_ids": sample.token_ids.tolist(),
@@ -86,20 +69,29 @@ def write_conversations(
             }
             for sample in episode.samples
         ]
-        line = {
-            "step": step,
-            "uid": episode.group,
-            "prompt": list(prompt),
-            "completion": list(completion),
-            "reward": episode.reward,
-            "rewards": dict(episode.rewards),
-            "metrics": dict(episode.metrics),
-            "finish_reason": episode.status,
-            "failure": episode.failure or None,
-            "samples": samples,
-        }
-        lines.append(json.dumps(line) + "\n")
-    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(lines), fence)
+        lines.append(
+            {
+                "step": step,
+                "uid": episode.group,
+                "prompt": list(prompt),
+                "completion": list(completion),
+                "reward": episode.reward,
+                "rewards": dict(episode.rewards),
+                "metrics": dict(episode.metrics),
+                "finish_reason": episode.status,
+                "failure": episode.failure or None,
+                "samples": samples,
+            }
+        )
+    _write(run_dir, step, lines, fence)
+
+
+def _write(run_dir: str, step: int, lines: Sequence[Mapping[str, Any]], fence: Callable[[], None]) -> None:
+    fence()
+    directory = os.path.join(run_dir, "rollouts")
+    os.makedirs(directory, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), text, fence)
 
 
 def read_rollouts(

@@ -1,22 +1,22 @@
-"""Play episodes: the policy and an environment take turns, all episodes of a step at the same time."""
+"""Run episodes: the policy and an environment take turns, all episodes of a step at the same time."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
 
 from trainer.config import Config
+from trainer.data.datasets import Prompt
 from trainer.data.limits import TextTooLong, most_characters
-from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
 from trainer.environments.sessions import EnvironmentPool, Session
-from trainer.episodes import Sample
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.rewards.scores import OUTCOMES
@@ -25,56 +25,35 @@ from trainer.seeding import environment_seed, request_seed
 LOG = logging.getLogger(__name__)
 
 Generate = Callable[[Sequence[Request]], Iterator[dict[int, Completion]]]
-"""Yields all completions, by the places of their requests, as they are complete."""
-Clock = Callable[[str], AbstractContextManager[None]]
+"""Yields all completions, by the indices of their requests, as they are complete."""
+PhaseTimer = Callable[[str], AbstractContextManager[None]]
 """Times a block as a phase of the step."""
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One episode to play."""
+class RolloutRequest:
+    """One episode to run."""
 
-    row: Mapping[str, Any]
-    prompt_token_ids: Sequence[int]
-    """The prompt. An environment makes its own."""
-    uid: str
-    """Of the prompt. With the next two, it names every random draw."""
+    prompt: Prompt
+    """With an environment, its row: the environment writes the messages."""
+    group: str
+    """Names the prompt in this epoch. With the next two, it keys every random draw."""
     step: int
     number: int
-
-
-@dataclass(frozen=True)
-class Played:
-    """What has become of an attempt."""
-
-    samples: list[Sample]
-    status: str
-    """See `trainer.episodes.Episode.status`."""
-    text: str
-    """The last reply."""
-    turns: int = 1
-    reward: float | None = None
-    """None: reward functions judge it."""
-    messages: Sequence[Message] = ()
-    """The whole conversation. Empty: a prompt and a completion."""
-    failure: str = ""
-    """Why its environment has failed."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """The named terms of `reward`."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What its environment, or its tools, have counted."""
+    """Of the episode, among those of the group."""
 
     @property
-    def length(self) -> int:
-        """Tokens that the policy has sampled."""
-        return int(sum((sample.mask > 0).sum() for sample in self.samples))
+    def uid(self) -> str:
+        return f"{self.group}:{self.number}"
 
 
-class Player(Protocol):
-    """Plays episodes. A context manager."""
+class EpisodeRunner(Protocol):
+    """Runs episodes. A context manager."""
 
-    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> Iterator[dict[int, Played]]:
-        """Yield what has become of all attempts, by their places, as they end."""
+    def run(
+        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
+    ) -> Iterator[dict[int, Episode]]:
+        """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -82,58 +61,58 @@ class Player(Protocol):
     def __exit__(self, *exception: Any) -> None: ...
 
 
-class SingleTurn(contextlib.AbstractContextManager["SingleTurn"]):
-    """An episode is one prompt and one completion."""
+class SingleTurnRunner(contextlib.AbstractContextManager["SingleTurnRunner"]):
+    """An episode is one prompt and one completion. Its reward is None: reward functions compute it."""
 
     def __init__(self, cfg: Config, tokenizer: Any):
         self._seed = cfg.trainer.seed
         self._tokenizer = tokenizer
 
-    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> Iterator[dict[int, Played]]:
-        # One array for all attempts at a prompt: it is pickled once.
-        prompts = {attempt.uid: np.asarray(attempt.prompt_token_ids, np.int32) for attempt in attempts}
-        requests = [_request(attempt, prompts[attempt.uid], self._seed) for attempt in attempts]
-        for part in generate(requests):
-            tokens = [completion.token_ids.tolist() for completion in part.values()]
+    def run(
+        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
+    ) -> Iterator[dict[int, Episode]]:
+        # One array for all requests of a prompt: it is pickled once.
+        prompts = {request.group: np.asarray(request.prompt.token_ids, np.int32) for request in requests}
+        to_generate = [_request(request, prompts[request.group], self._seed) for request in requests]
+        for chunk in generate(to_generate):
+            tokens = [completion.token_ids.tolist() for completion in chunk.values()]
             texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
             yield {
-                place: Played([_sample(requests[place].prompt_token_ids, completion)], completion.finish_reason, text)
-                for (place, completion), text in zip(part.items(), texts, strict=True)
+                index: _single_turn(requests[index], prompts[requests[index].group], completion, text)
+                for (index, completion), text in zip(chunk.items(), texts, strict=True)
             }
 
     def __exit__(self, *exception: Any) -> None:
         pass
 
 
-class _Playing:
-    """An episode with an environment, while it is played."""
+class _RunningEpisode:
+    """An episode with an environment, while it runs."""
 
-    def __init__(self, attempt: Attempt, session: Session):
-        self.attempt = attempt
+    def __init__(self, request: RolloutRequest, session: Session):
+        self.request = request
         self.session = session
         self.conversation: Conversation | None = None
         self.status = ""
-        self.text = ""
 
     def take_reply(self, completion: Completion) -> None:
         assert self.conversation is not None
-        reply = self.conversation.add_reply(completion)
-        self.text = reply["content"]
-        self.session.replies.append(reply)
+        self.session.replies.append(self.conversation.add_reply(completion))
 
     def end(self, status: str) -> None:
         self.status, self.session.ended = status, True
 
 
-class EnvironmentPlayer:
-    """The policy and an environment take turns.
+class EnvironmentRunner:
+    """Runs episodes in which the policy and an environment take turns. The environment gives the reward.
 
-    All episodes get their next reply together, then all environments answer; who is done leaves. So a round is one
-    batch for the engines.
+    All episodes get their next reply together, as one batch for the engines. Then all environments step; finished
+    episodes drop out.
     """
 
     def __init__(self, cfg: Config, tokenizer: Any):
         self._config = cfg.environment
+        self._answer_key = cfg.data.answer_key
         self._seed = cfg.trainer.seed
         self._longest = cfg.rollout.max_prompt_tokens
         self._tokenizer = tokenizer
@@ -147,16 +126,18 @@ class EnvironmentPlayer:
     def __exit__(self, *exception: Any) -> None:
         self._pool.__exit__(*exception)
 
-    def play(self, attempts: Sequence[Attempt], generate: Generate, clock: Clock) -> Iterator[dict[int, Played]]:
-        """Yield what has become of all attempts, by their places, when all have ended.
+    def run(
+        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
+    ) -> Iterator[dict[int, Episode]]:
+        """Yield all episodes when all have ended.
 
         Raises:
             UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
-        sessions = [Session(attempt.row, environment_seed(self._seed, attempt.uid)) for attempt in attempts]
-        episodes = [_Playing(attempt, session) for attempt, session in zip(attempts, sessions, strict=True)]
-        step = attempts[0].step
-        with clock("environment"):
+        sessions = [Session(r.prompt.row, environment_seed(self._seed, r.group)) for r in requests]
+        episodes = [_RunningEpisode(request, session) for request, session in zip(requests, sessions, strict=True)]
+        step = requests[0].step
+        with timer("environment"):
             self._pool.advance(sessions)
             for episode in episodes:
                 self._begin(episode)
@@ -165,23 +146,23 @@ class EnvironmentPlayer:
             active = [episode for episode in episodes if not episode.status]
             if not active:
                 break
-            requests = [
-                _request(e.attempt, e.conversation.token_ids, self._seed, turn) for e in active if e.conversation
+            prompts = [
+                _request(e.request, e.conversation.token_ids, self._seed, turn) for e in active if e.conversation
             ]
-            replies = {place: reply for part in generate(requests) for place, reply in part.items()}
-            completions = [replies[place] for place in range(len(requests))]
-            with clock("environment"):
+            replies = {index: reply for chunk in generate(prompts) for index, reply in chunk.items()}
+            completions = [replies[index] for index in range(len(prompts))]
+            with timer("environment"):
                 for episode, completion in zip(active, completions, strict=True):
                     episode.take_reply(completion)
                 self._pool.advance(sessions)
                 for episode, completion in zip(active, completions, strict=True):
                     self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
-        with clock("environment"):
+        with timer("environment"):
             self._pool.advance(sessions)  # closes what is left
         self._check_failures(sessions, step)
-        yield dict(enumerate(map(self._played, episodes)))
+        yield dict(enumerate(map(self._ended, episodes)))
 
-    def _begin(self, episode: _Playing) -> None:
+    def _begin(self, episode: _RunningEpisode) -> None:
         session = episode.session
         if not session.failure:
             try:
@@ -195,7 +176,7 @@ class EnvironmentPlayer:
         if session.failure:
             episode.end(session.status)
 
-    def _continue(self, episode: _Playing, completion: Completion, last: bool) -> None:
+    def _continue(self, episode: _RunningEpisode, completion: Completion, last: bool) -> None:
         """Add what the environment has answered, and end the episode if it is over."""
         session, conversation = episode.session, episode.conversation
         assert conversation is not None
@@ -218,38 +199,58 @@ class EnvironmentPlayer:
                 f"{self._config.max_error_rate:g} allows; the first: {failures[0]}"
             )
 
-    def _played(self, episode: _Playing) -> Played:
-        session, conversation = episode.session, episode.conversation
-        given: dict[str, Any] = {"reward": 0.0, "failure": session.failure}
+    def _ended(self, episode: _RunningEpisode) -> Episode:
+        request, session, conversation = episode.request, episode.session, episode.conversation
+        answer = request.prompt.row.get(self._answer_key)
+        fields: dict[str, Any] = {
+            "status": episode.status,
+            "answer": "" if answer is None else str(answer),
+            "failure": session.failure,
+            "reward": 0.0,
+        }
         if not session.failure:
-            given = {"reward": session.reward, "rewards": session.total("rewards"), "metrics": session.total("metrics")}
+            fields["reward"] = session.reward
+            fields |= {"rewards": session.total("rewards"), "metrics": session.total("metrics")}
         if conversation is None:  # it has no token, and a sample must have one
             empty = np.zeros(1, np.float32)
             samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))]
-            return Played(samples, episode.status, "", 0, **given)
-        given |= {"turns": len(session.replies), "messages": conversation.messages}
-        return Played(conversation.samples(), episode.status, episode.text, **given)
+            return Episode(request.uid, request.group, samples, turns=0, **fields)
+        fields |= {"turns": len(session.replies), "messages": conversation.messages}
+        return Episode(request.uid, request.group, conversation.samples(), **fields)
 
 
-def report_failures(played: Sequence[Played], on_failure: str, purpose: str) -> int:
+def report_failures(episodes: Sequence[Episode], on_failure: str, purpose: str) -> int:
     """Return the number of episodes whose environment has failed; log it with the first reason.
 
     Args:
         on_failure: `environment.on_failure`.
         purpose: names what the episodes are for.
     """
-    failures = [episode.failure for episode in played if episode.failure]
+    failures = [episode.failure for episode in episodes if episode.failure]
     if failures:
-        share, outcome = len(failures) / len(played), OUTCOMES[on_failure]
+        share, outcome = len(failures) / len(episodes), OUTCOMES[on_failure]
         LOG.warning(
-            f"{len(failures)} of {len(played)} environments of {purpose} ({share:.1%}) failed and their episodes "
+            f"{len(failures)} of {len(episodes)} environments of {purpose} ({share:.1%}) failed and their episodes "
             f"{outcome}; the first: {failures[0]}"
         )
     return len(failures)
 
 
-def _request(attempt: Attempt, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:
-    return Request(token_ids, request_seed(run_seed, attempt.step, attempt.uid, attempt.number, turn))
+def _request(request: RolloutRequest, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:
+    return Request(token_ids, request_seed(run_seed, request.step, request.group, request.number, turn))
+
+
+def _single_turn(request: RolloutRequest, prompt: np.ndarray, completion: Completion, text: str) -> Episode:
+    messages = [*request.prompt.messages, {"role": "assistant", "content": text}]
+    return Episode(
+        request.uid,
+        request.group,
+        [_sample(prompt, completion)],
+        reward=None,
+        status=completion.finish_reason,
+        messages=messages,
+        answer=request.prompt.answer,
+    )
 
 
 def _sample(prompt: np.ndarray, completion: Completion) -> Sample:

@@ -91,13 +91,6 @@ def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
     return sorted(permutation(size, seed, "sample", split, step)[:count].tolist())
 
 
-def split_conversation(messages: Sequence[Message], replies: int) -> tuple[Sequence[Message], Sequence[Message]]:
-    """Return the messages before the policy's first reply, and the others. It gave the last `replies` replies."""
-    of_assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    first = of_assistant[-replies] if replies else len(messages)  # a prompt may show example replies
-    return messages[:first], messages[first:]
-
-
 def write_validation(
     run_dir: str, step: int, transcripts: Sequence[Transcript], fence: Callable[[], None] = lambda: None
 ) -> None:

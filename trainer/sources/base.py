@@ -1,18 +1,18 @@
-"""What a source of episodes is to the trainer."""
+"""What a source of episodes, and an evaluator, are to the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from trainer.episodes import Episode
-from trainer.metrics.samples import Transcript
 
 
 class EpisodeSource(Protocol):
-    """Gives each step its episodes, and remembers which data has been trained on.
+    """Returns the episodes of each step, and remembers which data has been trained on.
 
-    A context manager: what it needs (engines, reward processes) is there inside, and gone afterwards.
+    A context manager: the processes that it needs (engines, reward processes) run inside, and have ended afterwards.
     """
 
     @property
@@ -20,37 +20,29 @@ class EpisodeSource(Protocol):
         """Epochs of the data that committed steps have trained on, with the fraction of the current one."""
         ...
 
-    def start(self, version: int, fresh: bool) -> None:
+    def start(self, version: int, is_initial: bool) -> None:
         """Wait until episodes can be made, with the policy's weights.
 
         Args:
             version: of these weights: the step that they will sample.
-            fresh: the policy has the start weights of the run.
+            is_initial: these are the initial weights of the run.
         """
         ...
 
     def next(self, step: int) -> list[Episode]:
-        """The episodes of `step`, those of one group together. Changes nothing that is saved."""
+        """Return the episodes of `step`, those of one group together. Changes nothing that is saved."""
         ...
 
-    def describe(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The step's `metrics` under the names of this kind of training, and metrics of its episodes."""
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of `step` with those of its episodes. Called before `commit`."""
         ...
 
     def publish(self, version: int) -> None:
-        """The policy has new weights."""
+        """Sample with the policy's new weights from now on."""
         ...
 
     def commit(self, step: int) -> None:
-        """The episodes of `step` have been trained on."""
-        ...
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of held-out data under the current policy."""
-        ...
-
-    def samples(self) -> Mapping[str, Sequence[Transcript]]:
-        """Episodes of the last step and its evaluation for people to read, by the kind of data."""
+        """Record that the episodes of `step` have been trained on."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -60,3 +52,20 @@ class EpisodeSource(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one evaluation."""
+
+    metrics: dict[str, float]
+    greedy: Sequence[Episode] = ()
+    """One episode for each prompt, decoded greedily. Empty: nothing was generated."""
+    sampled: Sequence[Episode] = ()
+    """Episodes for pass@k."""
+
+
+class Evaluator(Protocol):
+    """Measures the current policy on validation data."""
+
+    def evaluate(self, step: int) -> Evaluation: ...

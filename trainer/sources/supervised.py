@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import xxhash
 
 from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
-from trainer.data.ledger import Draw, Ledger
+from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
 from trainer.metrics.best import compared_by
-from trainer.metrics.samples import Transcript
 from trainer.seeding import permutation
 
 _NAMES = {"policy/loss": "sft/loss", "policy/kl": "sft/kl", "policy/clip_frac": "sft/clip_frac"}
@@ -59,26 +58,16 @@ class SupervisedSource:
 
     Args:
         parts: the data sets.
-        held_out: examples for `evaluate`.
         seed: of the run.
-        loss: returns the mean loss of samples under the current policy.
     """
 
-    def __init__(
-        self,
-        sft: SFTConfig,
-        parts: Sequence[Sequence[Sample]],
-        held_out: Sequence[Sample],
-        seed: int,
-        loss: Callable[[Sequence[Sample]], float],
-    ):
+    def __init__(self, sft: SFTConfig, parts: Sequence[Sequence[Sample]], seed: int):
         self.sft = sft
         self._parts = parts
-        self._held_out = held_out
         self._seed = seed
-        self._loss = loss
         self.ledger = Ledger(parts, seed, "examples", self._fingerprint, sft.weights)
-        self._draws: list[Draw] = []
+        self._steps: dict[int, list[SampleIndex]] = {}
+        """Rows of the steps that are not committed."""
 
     def __str__(self) -> str:
         return f"{sum(map(len, self._parts)):,} examples"
@@ -93,7 +82,7 @@ class SupervisedSource:
     def epoch(self) -> float:
         return self.ledger.epoch
 
-    def start(self, version: int, fresh: bool) -> None:
+    def start(self, version: int, is_initial: bool) -> None:
         """Examples need no policy."""
 
     def publish(self, version: int) -> None:
@@ -102,44 +91,38 @@ class SupervisedSource:
     def next(self, step: int) -> list[Episode]:
         """Return the next examples: they fill rows in order, until the next one does not fit into the last row."""
         rows, width = self.sft.batch_size, self.sft.max_length
-        self._draws = []
+        draws: list[SampleIndex] = []
         episodes: list[Episode] = []
         row, used = 1, 0
         for draw in self.ledger.ahead():
-            sample = self._parts[draw.part][draw.row]
+            sample = self._parts[draw.dataset][draw.index]
             if used + len(sample.token_ids) > width:
                 row, used = row + 1, 0
                 if row > rows:
                     break
             used += len(sample.token_ids)
-            self._draws.append(draw)
-            uid = f"{draw.epoch}:{draw.row}:{draw.part}"
+            draws.append(draw)
+            uid = f"{draw.epoch}:{draw.index}:{draw.dataset}"
             episodes.append(Episode(uid, uid, [sample]))
+        self._steps[step] = draws
         return episodes
 
-    def describe(self, metrics: dict[str, float]) -> dict[str, float]:
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         return {_NAMES.get(name, name): value for name, value in metrics.items()}
 
     def commit(self, step: int) -> None:
-        self.ledger.commit(self._draws)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Cross-entropy of the held-out examples, nats a token."""
-        return {"val/loss": self._loss(self._held_out)} if self._held_out else {}
+        self.ledger.commit(self._steps.pop(step))
 
     def some_examples(self, count: int) -> list[Sample]:
         """Return at most `count` of the examples, drawn by the seed of the run."""
         examples = [example for part in self._parts for example in part]
         return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
 
-    def samples(self) -> Mapping[str, Sequence[Transcript]]:
-        """Nothing is sampled."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps.clear()
         self.ledger.load_state_dict(state)
 
     def _fingerprint(self) -> str:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.config_keys import ALLOWED, LEDGER
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.datasets import Prompt, load_prompts
-from trainer.data.ledger import Draw, Ledger
+from trainer.data.datasets import load_prompts
+from trainer.data.ledger import Ledger, SampleIndex
 from trainer.data.rollout_io import write_rollouts
 from trainer.data.sft_dataset import load_train
 from trainer.episodes import Episode, Sample
@@ -29,8 +29,8 @@ def ledger(count: int, seed: int = 1, curriculum=None, name: str = "", content: 
     )
 
 
-def train(source: Ledger, batch: int) -> list[Draw]:
-    drawn = source.take(batch)
+def train(source: Ledger, batch: int) -> list[SampleIndex]:
+    drawn = source.peek(batch)
     source.commit(drawn)
     return drawn
 
@@ -43,39 +43,39 @@ def train(source: Ledger, batch: int) -> list[Draw]:
 )
 def test_none_is_skipped_and_none_repeated_over_kills(size, seed, steps):
     source = ledger(size, seed)
-    seen: list[Draw] = []
+    seen: list[SampleIndex] = []
     for batch, killed, ahead in steps:
         saved = json.dumps(source.state_dict())
-        source.take(batch * ahead)  # looking ahead changes nothing
+        source.peek(batch * ahead)  # looking ahead changes nothing
         if killed:  # during the step: what was taken is not trained on, and comes again
-            in_flight = source.take(batch)
+            in_flight = source.peek(batch)
             source = ledger(size, seed)
             source.load_state_dict(json.loads(saved))
-            assert source.take(batch) == in_flight
+            assert source.peek(batch) == in_flight
         seen += train(source, batch)
     uninterrupted = ledger(size, seed)
-    assert seen == uninterrupted.take(len(seen))
+    assert seen == uninterrupted.peek(len(seen))
     assert len(set(seen)) == len(seen)
     for epoch in range(len(seen) // size):
         draws = seen[epoch * size : (epoch + 1) * size]
-        assert {draw.epoch for draw in draws} == {epoch} and sorted(draw.row for draw in draws) == list(range(size))
+        assert {draw.epoch for draw in draws} == {epoch} and sorted(draw.index for draw in draws) == list(range(size))
     assert source.epoch == pytest.approx(len(seen) / size)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = {tuple(d.row for d in ledger(20, seed).take(60)[at : at + 20]) for seed in (0, 1) for at in (0, 20, 40)}
+    orders = {tuple(d.index for d in ledger(20, seed).peek(60)[at : at + 20]) for seed in (0, 1) for at in (0, 20, 40)}
     assert len(orders) == 6
 
 
 def test_the_order_does_not_change():
     """Checkpoints stand on it: a run resumed with another version would skip and repeat prompts."""
-    assert [d.row for d in ledger(8, 1).take(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
+    assert [d.index for d in ledger(8, 1).peek(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
 
 
 def test_only_what_was_taken_can_be_committed():
     source = ledger(5, 1)
     with pytest.raises(AssertionError):
-        source.commit(source.take(3)[1:])
+        source.commit(source.peek(3)[1:])
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_a_place_saved_in_the_first_format_is_read():
     prompts = ledger(5)
     old = {"format": 1, "seed": 1, "num_prompts": 5, "fingerprint": "rows 5", "epoch": 2, "position": 3}
     prompts.load_state_dict(old)
-    assert prompts.take(4) == ledger(5).take(4, skip=13)
+    assert prompts.peek(4) == ledger(5).peek(4, skip=13)
     with pytest.raises(UserError, match="data: the checkpoint's place in the data is damaged"):
         prompts.load_state_dict({**old, "position": 5})
 
     def examples() -> Ledger:
         return Ledger([range(4), range(6)], 1, "examples", lambda: "both", weights=[2, 1])
 
-    drawn = examples().take(20)
-    consumed = [sum(draw.part == part for draw in drawn[:11]) for part in (0, 1)]
+    drawn = examples().peek(20)
+    consumed = [sum(draw.dataset == part for draw in drawn[:11]) for part in (0, 1)]
     resumed = examples()
     resumed.load_state_dict({"format": 1, "seed": 1, "fingerprint": "both", "consumed": consumed})
-    assert resumed.take(9) == drawn[11:]
+    assert resumed.peek(9) == drawn[11:]
     with pytest.raises(UserError, match="damaged .it has 1 data sets instead of 2"):
         examples().load_state_dict({"format": 1, "seed": 1, "fingerprint": "both", "consumed": [3]})
 
@@ -153,15 +153,15 @@ def worst_first(prompts, epoch: int, rewards) -> list[int]:
 def test_a_curriculum_that_goes_by_rewards_is_the_same_over_kills(size, batch, steps, kills, every, ahead):
     """Also if a step looks further ahead than it commits, as dynamic sampling does."""
 
-    def reward(draw: Draw) -> float:
-        return (draw.row * 31 + draw.epoch * 17) % 8 / 8
+    def reward(draw: SampleIndex) -> float:
+        return (draw.index * 31 + draw.epoch * 17) % 8 / 8
 
-    def run(kills: set[int]) -> list[list[Draw]]:
+    def run(kills: set[int]) -> list[list[SampleIndex]]:
         source = ledger(size, 1, worst_first)
         saved, committed, done = json.dumps(source.state_dict()), [], 0
         while len(committed) < steps:
-            drawn = source.take(batch)
-            source.take(batch, skip=batch * ahead)
+            drawn = source.peek(batch)
+            source.peek(batch, skip=batch * ahead)
             if len(committed) in kills:
                 kills = kills - {len(committed)}
                 source = ledger(size, 1, worst_first)
@@ -178,7 +178,7 @@ def test_a_curriculum_that_goes_by_rewards_is_the_same_over_kills(size, batch, s
     assert run(kills) == whole
     draws = [draw for step in whole for draw in step]
     assert len(set(draws)) == len(draws)
-    first = [draw.row for draw in draws if draw.epoch == 0]
+    first = [draw.index for draw in draws if draw.epoch == 0]
     assert first == worst_first(range(size), 0, {})[: len(first)]
 
 
@@ -186,14 +186,14 @@ def test_a_place_that_is_loaded_takes_nothing_of_what_was_drawn_before():
     """A run that goes back after its ranks have died uses the same ledger; its curriculum has other rewards now."""
     trained = ledger(4, 1, worst_first)
     for _ in range(4):
-        draws = trained.take(1)
-        trained.commit(draws, [draws[0].row / 8])
+        draws = trained.peek(1)
+        trained.commit(draws, [draws[0].index / 8])
     state = trained.state_dict()
     used, fresh = ledger(4, 1, worst_first), ledger(4, 1, worst_first)
-    used.take(12)
+    used.peek(12)
     for source in (used, fresh):
         source.load_state_dict(state)
-    assert used.take(8) == fresh.take(8) != ledger(4, 1, worst_first).take(12)[4:]
+    assert used.peek(8) == fresh.peek(8) != ledger(4, 1, worst_first).peek(12)[4:]
 
 
 def test_a_mixture_draws_from_the_data_set_that_is_furthest_behind():
@@ -201,7 +201,7 @@ def test_a_mixture_draws_from_the_data_set_that_is_furthest_behind():
 
     def parts(*weights: float) -> list[int]:
         mixture = Ledger([range(3), range(4), range(5)][: len(weights)], 1, "examples", str, weights=weights)
-        return [draw.part for draw in mixture.take(8)]
+        return [draw.dataset for draw in mixture.peek(8)]
 
     assert parts(3, 1) == [0, 0, 1, 0] * 2
     assert parts(1, 1) == [0, 1] * 4
@@ -211,15 +211,15 @@ def test_a_mixture_draws_from_the_data_set_that_is_furthest_behind():
 
 def test_a_curriculum_has_an_effect_and_bounds():
     source = ledger(4, 1, lambda prompts, epoch, rewards: [3, 1] if not rewards else [max(rewards)])
-    assert source.take(2) == [Draw(0, 0, 3), Draw(0, 0, 1)]
-    source.commit(source.take(2), [0.5, 1.0])
+    assert source.peek(2) == [SampleIndex(0, 0, 3), SampleIndex(0, 0, 1)]
+    source.commit(source.peek(2), [0.5, 1.0])
     assert source.epoch == 1
-    assert source.take(2) == [Draw(0, 1, 3), Draw(0, 2, 3)]
+    assert source.peek(2) == [SampleIndex(0, 1, 3), SampleIndex(0, 2, 3)]
     for wrong in ([], [4], [-1], [1, 1]):
         with pytest.raises(UserError, match=r"data.curriculum: for epoch 0 it gave \d places.*from 0 to 3"):
-            ledger(4, 1, lambda *_, wrong=wrong: wrong).take(1)
+            ledger(4, 1, lambda *_, wrong=wrong: wrong).peek(1)
     with pytest.raises(UserError, match="data.curriculum=mine: failed for epoch 0 .ZeroDivisionError"):
-        ledger(4, 1, lambda *_: [1 // 0], "mine").take(1)
+        ledger(4, 1, lambda *_: [1 // 0], "mine").peek(1)
 
 
 @pytest.mark.parametrize("before, now", [(None, "a:f"), ("a:f", None), ("a:f", "a:g")])
@@ -261,13 +261,14 @@ def files(tmp_path_factory) -> dict[str, str]:
         lines = [json.dumps({"prompt": word * (i + 1), "answer": word[::-1]}) for i, word in enumerate(words)]
         (root / f"{name}.jsonl").write_text("\n".join(lines))
     tokenizer = load_tokenizer(str(root / "model"), None, False)
-    episodes, texts = [], []
+    episodes = []
     for number, (tokens, reward) in enumerate((([65, 66], 1.0), ([67], 0.0))):
         ids = np.asarray([1, 2, *tokens])
         sample = Sample(ids, (np.arange(len(ids)) > 1).astype(np.float32), -np.arange(len(ids), dtype=np.float32))
-        episodes.append(Episode(f"0:0:{number}", "0:0", [sample], reward))
-        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    write_rollouts(str(root), 1, [Prompt(0, (1, 2), "p", "a")], episodes, texts)
+        reply = {"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)}
+        messages = [{"role": "user", "content": "p"}, reply]
+        episodes.append(Episode(f"0:0:{number}", "0:0", [sample], reward, messages=messages))
+    write_rollouts(str(root), 1, episodes)
     rollouts = str(root / "rollouts/step_1.jsonl")
     return {
         "model": str(root / "model"),
@@ -313,7 +314,7 @@ def source_of(files: dict[str, str], before: Settings, key: str, value: Any = No
         return Ledger([prompts], 1, "prompts", lambda: repr(prompts))
     sft = SFTConfig(**{**settings, **changed})
     parts = load_train(data, sft, tokenizer)
-    return SupervisedSource(sft, parts, [], 1, lambda _: 0.0)
+    return SupervisedSource(sft, parts, 1)
 
 
 @pytest.mark.parametrize("key, value, before, accepted", LEDGER_CHANGES)
@@ -323,7 +324,7 @@ def test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger(files, key, 
         old.next(1)
         old.commit(1)
     else:
-        old.commit(old.take(1))
+        old.commit(old.peek(1))
     state = json.loads(json.dumps(old.state_dict()))
     if not accepted:
         with pytest.raises(UserError, match="data: the .* is not that of the checkpoint"):

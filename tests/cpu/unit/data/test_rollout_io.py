@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.runs import OpenRun, settings
 from trainer.config import TinyConfig
-from trainer.data.datasets import Prompt
 from trainer.data.rollout_io import read_rollouts, write_conversations, write_rollouts
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
@@ -20,11 +19,10 @@ from trainer.models.tokenizer import load_tokenizer
 
 def test_a_job_that_lost_its_run_directory_publishes_no_rollouts(tmp_path):
     with OpenRun(settings(tmp_path)) as run:
-        prompts = [Prompt(0, (1,), "a", "b")]
-        write_rollouts(str(tmp_path), 1, prompts, [], [], run.directory.check)
+        write_rollouts(str(tmp_path), 1, [], run.directory.check)
         (tmp_path / ".lock").unlink()
         with pytest.raises(UserError, match="lost the run directory"):
-            write_rollouts(str(tmp_path), 2, prompts, [], [], run.directory.check)
+            write_rollouts(str(tmp_path), 2, [], run.directory.check)
     assert os.listdir(tmp_path / "rollouts") == ["step_1.jsonl"]
 
 
@@ -32,7 +30,7 @@ def test_episodes_of_several_turns_are_written_with_their_turns_and_tokens(tmp_p
     mask, logprobs = np.array([0, 1], np.float32), np.array([0, -0.5], np.float32)
     samples = [Sample(np.array([7, 8]), mask, logprobs, (1, 1)), Sample(np.array([9, 10]), mask, logprobs, (1, 1))]
     chat = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
-    write_conversations(str(tmp_path), 3, [Episode("0:1:0", "0:1", samples, 0.5, {}, "turns")], [(chat[:1], chat[1:])])
+    write_conversations(str(tmp_path), 3, [Episode("0:1:0", "0:1", samples, 0.5, {}, "turns", messages=chat)])
     tokens = [{"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5]} for ids in ([7, 8], [9, 10])]
     assert json.loads((tmp_path / "rollouts/step_3.jsonl").read_text()) == {
         "step": 3, "uid": "0:1", "prompt": chat[:1], "completion": chat[1:], "reward": 0.5, "rewards": {},
@@ -46,7 +44,11 @@ def test_a_reward_that_failed_reaches_no_limit(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     sample = Sample(np.array([1, 65]), np.array([0, 1], np.float32), np.array([0, -0.5], np.float32), (1, 1))
     rewards = [(None, "is nan"), (0.0, "is nan"), (0.0, "")]
-    made = [Episode(f"0:0:{i}", "0:0", [sample], r, failure=reason) for i, (r, reason) in enumerate(rewards)]
-    write_rollouts(str(tmp_path), 1, [Prompt(0, (1,), "p", "a")], made, [tokenizer.decode([65])] * 3)
+    chat = [{"role": "user", "content": "p"}, {"role": "assistant", "content": tokenizer.decode([65])}]
+    made = [
+        Episode(f"0:0:{i}", "0:0", [sample], reward, failure=reason, messages=chat)
+        for i, (reward, reason) in enumerate(rewards)
+    ]
+    write_rollouts(str(tmp_path), 1, made)
     file = str(tmp_path / "rollouts/step_1.jsonl")
     assert len(read_rollouts(file, tokenizer, None)) == 3 and len(read_rollouts(file, tokenizer, -1.0)) == 1

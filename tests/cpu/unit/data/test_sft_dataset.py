@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.datasets import Prompt
 from trainer.data.rollout_io import write_conversations, write_rollouts
 from trainer.data.sft_dataset import encode, load_train, load_val
 from trainer.episodes import Episode, Sample
@@ -163,12 +162,20 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab"},
             {"role": "user", "content": "?"}, {"role": "assistant", "content": "ba"}]  # fmt: skip
     episodes = [
-        Episode("0:1:0", "0:1", [sample(*two)], 1.0),
-        Episode("0:1:1", "0:1", [sample(*two[:2]), sample(*rendered_again)], 0.5, {}, "turns"),
-        Episode("0:1:2", "0:1", [sample(("<|end|>", False))], 0.0, {}, "failed"),
+        Episode("0:1:0", "0:1", [sample(*two)], 1.0, messages=chat, turns=2),
+        Episode(
+            "0:1:1",
+            "0:1",
+            [sample(*two[:2]), sample(*rendered_again)],
+            0.5,
+            {},
+            "turns",
+            messages=[*chat[:3], {"role": "assistant", "content": "b"}],
+            turns=2,
+        ),
+        Episode("0:1:2", "0:1", [sample(("<|end|>", False))], 0.0, {}, "failed", messages=chat[:1], turns=0),
     ]
-    chats = [(chat[:1], chat[1:]), (chat[:1], [*chat[1:3], {"role": "assistant", "content": "b"}]), (chat[:1], [])]
-    write_conversations(str(tmp_path), 5, episodes, chats)
+    write_conversations(str(tmp_path), 5, episodes)
     file = tmp_path / "rollouts/step_5.jsonl"
     data = DataConfig(train_files=[str(file)])
     [part] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
@@ -198,22 +205,23 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
 
 def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     chat = [{"role": "user", "content": "ab"}]
-    prompt = Prompt(7, tuple(tokenizer.encode("<|user|>ab<|assistant|>")), "ab", "ba", {}, chat)
+    prompt = tokenizer.encode("<|user|>ab<|assistant|>")
     texts = ["ba", "ab"]
-    start = len(prompt.token_ids)
+    start = len(prompt)
     episodes = []
     for number, (text, reward) in enumerate(zip(texts, [1.0, 0.0], strict=True)):
-        tokens = [*prompt.token_ids, *tokenizer.encode(text), tokenizer.eos_token_id]
+        tokens = [*prompt, *tokenizer.encode(text), tokenizer.eos_token_id]
         mask, logprobs = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32)
         mask[start:], logprobs[start:] = 1, [-0.5, -0.25, -0.125]
         sample = Sample(np.asarray(tokens), mask, logprobs, (3, 3))
-        episodes.append(Episode(f"0:7:{number}", "0:7", [sample], reward))
-    write_rollouts(str(tmp_path), 5, [prompt], episodes, texts)
+        messages = [*chat, {"role": "assistant", "content": text}]
+        episodes.append(Episode(f"0:7:{number}", "0:7", [sample], reward, messages=messages, answer="ba"))
+    write_rollouts(str(tmp_path), 5, episodes)
     file = str(tmp_path / "rollouts/step_5.jsonl")
     data = DataConfig(train_files=[file])
     [both] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
     assert learnt(both[0], tokenizer) == ["ba<|end|>"] and len(both) == 2
-    assert both[0].logprobs.tolist() == [0.0] * len(prompt.token_ids) + [-0.5, -0.25, -0.125]
+    assert both[0].logprobs.tolist() == [0.0] * len(prompt) + [-0.5, -0.25, -0.125]
     [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert [(e.token_ids.tolist(), e.logprobs) for e in right] == [(both[0].token_ids.tolist(), None)]
     assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"

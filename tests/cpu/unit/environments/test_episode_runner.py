@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.bad_rewards import BAD, NUMBERS
 from trainer.config import Config, EnvironmentConfig, TinyConfig
-from trainer.environments.episode_runner import Attempt, EnvironmentPlayer, Played, SingleTurn, report_failures
+from trainer.data.datasets import Prompt
+from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner, report_failures
 from trainer.environments.retry import RetryEnv
+from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.models.tiny import build_tiny
@@ -46,34 +48,40 @@ class Policy:
             yield {place: Completion(tokens, [-1.0] * len(tokens), reason, 7)}
 
 
-def attempts(*rows: dict[str, Any], n: int = 1) -> list[Attempt]:
-    return [Attempt(row, (), f"0:{i}", 5, number) for i, row in enumerate(rows) for number in range(n)]
+def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(Prompt(i, (), "", "", row), f"0:{i}", 5, number)
+        for i, row in enumerate(rows)
+        for number in range(n)
+    ]
 
 
 @pytest.fixture(scope="module")
-def player(tokenizer) -> Iterator[EnvironmentPlayer]:
-    with player_of(tokenizer) as player:
-        yield player
+def runner(tokenizer) -> Iterator[EnvironmentRunner]:
+    with runner_of(tokenizer) as runner:
+        yield runner
 
 
-def player_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentPlayer:
+def runner_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentRunner:
     cfg = Config()
     cfg.trainer.seed = 3
     cfg.rollout.max_prompt_tokens = max_prompt_tokens
     name = config.pop("name", "tests.support.environments:Echo")
     cfg.environment = EnvironmentConfig(name=name, **{"timeout_s": 20.0, "max_turns": 3, "num_processes": 2, **config})
-    return EnvironmentPlayer(cfg, tokenizer)
+    return EnvironmentRunner(cfg, tokenizer)
 
 
-def play(player: Any, policy: Policy, tried: list[Attempt]) -> list[Played]:
-    played = {place: one for part in player.play(tried, policy, contextlib.nullcontext) for place, one in part.items()}
-    return [played[place] for place in range(len(tried))]
+def run(runner: Any, policy: Policy, requests: list[RolloutRequest]) -> list[Episode]:
+    episodes = {
+        place: one for part in runner.run(requests, policy, contextlib.nullcontext) for place, one in part.items()
+    }
+    return [episodes[place] for place in range(len(requests))]
 
 
-def test_policy_and_environment_take_turns(player, tokenizer):
+def test_policy_and_environment_take_turns(runner, tokenizer):
     """All episodes in one batch a turn, until each is done; each keeps its tokens, and adds up its rewards."""
     policy = Policy(tokenizer, "a", "bb", "ccc")
-    short, long, endless = play(player, policy, attempts({"prompt": "x", "turns": 1}, {"prompt": "y"}, {"turns": 9}))
+    short, long, endless = run(runner, policy, requests_of({"prompt": "x", "turns": 1}, {"prompt": "y"}, {"turns": 9}))
     assert policy.asked == [
         ["<|user|>x<|assistant|>", "<|user|>y<|assistant|>", "<|user|><|assistant|>"],
         [
@@ -90,45 +98,49 @@ def test_policy_and_environment_take_turns(player, tokenizer):
     assert [message["content"] for message in endless.messages] == ["", "a", "1:a", "bb", "2:bb", "ccc", "3:ccc"]
 
 
-def test_every_draw_is_keyed_by_its_turn(player, tokenizer):
+def test_every_draw_is_keyed_by_its_turn(runner, tokenizer):
     """In the first turn as in an episode of a single turn. Episodes of one prompt share the seed of the environment."""
     policy = Policy(tokenizer, "a", "b")
-    played = play(player, policy, attempts({"shows_seed": True}, n=2))
+    episodes = run(runner, policy, requests_of({"shows_seed": True}, n=2))
     assert policy.seeds == [[request_seed(3, 5, "0:0", j, turn) for j in range(2)] for turn in range(2)]
     assert len({seed for seeds in policy.seeds for seed in seeds}) == 4
     single = Policy(tokenizer, "a")
     cfg = Config()
     cfg.trainer.seed = 3
-    play(SingleTurn(cfg, tokenizer), single, [Attempt({}, (65,), "0:0", 5, j) for j in range(2)])
+    run(
+        SingleTurnRunner(cfg, tokenizer),
+        single,
+        [RolloutRequest(Prompt(0, (65,), "", ""), "0:0", 5, j) for j in range(2)],
+    )
     assert single.seeds[0] == policy.seeds[0]
-    assert [one.messages[0]["content"] for one in played] == [str(environment_seed(3, "0:0"))] * 2
+    assert [one.messages[0]["content"] for one in episodes] == [str(environment_seed(3, "0:0"))] * 2
 
 
-def test_a_reply_that_is_cut_is_the_last_one(player, tokenizer):
-    (one,) = play(player, Policy(tokenizer, "a", "bb…"), attempts({"turns": 9}))
+def test_a_reply_that_is_cut_is_the_last_one(runner, tokenizer):
+    (one,) = run(runner, Policy(tokenizer, "a", "bb…"), requests_of({"turns": 9}))
     assert (one.status, one.turns, one.reward) == ("length", 2, 3.0)
 
 
 @pytest.mark.parametrize("reply, turns, status", [("a…", 1, "stop"), ("a…", 9, "length"), ("a", 1, "stop")])
-def test_an_episode_that_is_done_has_stopped_however_its_last_reply_ended(player, tokenizer, reply, turns, status):
-    (one,) = play(player, Policy(tokenizer, reply), attempts({"turns": turns}))
+def test_an_episode_that_is_done_has_stopped_however_its_last_reply_ended(runner, tokenizer, reply, turns, status):
+    (one,) = run(runner, Policy(tokenizer, reply), requests_of({"turns": turns}))
     assert (one.status, one.turns, one.reward) == (status, 1, 1.0)
 
 
 @pytest.mark.parametrize("reply, turns, status", [("ccc", 3, "stop"), ("ccc…", 9, "length"), ("ccc", 9, "turns")])
-def test_the_last_turn_has_the_status_of_what_ended_it(player, tokenizer, reply, turns, status):
-    (one,) = play(player, Policy(tokenizer, "a", "bb", reply), attempts({"turns": turns}))
+def test_the_last_turn_has_the_status_of_what_ended_it(runner, tokenizer, reply, turns, status):
+    (one,) = run(runner, Policy(tokenizer, "a", "bb", reply), requests_of({"turns": turns}))
     assert (one.status, one.turns, one.reward) == (status, 3, 6.0)
 
 
 def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer):
-    with player_of(tokenizer, max_prompt_tokens=15) as player:
+    with runner_of(tokenizer, max_prompt_tokens=15) as runner:
         policy = Policy(tokenizer, "abc", "defgh")
-        (one,) = play(player, policy, attempts({"turns": 9}))
+        (one,) = run(runner, policy, requests_of({"turns": 9}))
         assert (one.status, one.turns, one.reward, one.text) == ("length", 2, 8.0, "defgh")
         assert max(len(tokenizer.encode(text)) for asked in policy.asked for text in asked) <= 15
         with pytest.raises(UserError, match="has first messages of 22 tokens; rollout.max_prompt_tokens is 15"):
-            play(player, Policy(tokenizer), attempts({"prompt": "x" * 20}))
+            run(runner, Policy(tokenizer), requests_of({"prompt": "x" * 20}))
 
 
 class NeverLong:
@@ -148,20 +160,20 @@ class NeverLong:
 def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
     """30 MB of text would take 5 GB, in a call that no signal interrupts."""
     long, name = "x" * 30_000_000, "tests.support.environments:Wrong"
-    with player_of(NeverLong(tokenizer), name=name) as player:
+    with runner_of(NeverLong(tokenizer), name=name) as runner:
         row = {"start": [{"role": "user", "content": "x"}], "step": {"messages": [{"role": "tool", "content": long}]}}
-        (one,) = play(player, Policy(tokenizer, "a"), attempts(row))
+        (one,) = run(runner, Policy(tokenizer, "a"), requests_of(row))
         assert (one.status, one.turns, len(one.samples[0].token_ids)) == ("length", 1, one.length + 3)
         with pytest.raises(
             UserError, match="has first messages of 65,5.. characters; rollout.max_prompt_tokens is 100"
         ):
-            play(player, Policy(tokenizer), attempts({"start": [{"role": "user", "content": long}]}))
+            run(runner, Policy(tokenizer), requests_of({"start": [{"role": "user", "content": long}]}))
 
 
 @pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2), (2, 2, 5)])
-def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, tokenizer, caplog, at, turns, length):
+def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(runner, tokenizer, caplog, at, turns, length):
     policy = Policy(tokenizer, "a", "bb")
-    failed, good = play(player, policy, attempts({"do": "raise", "at": at}, {"prompt": "y"}))
+    failed, good = run(runner, policy, requests_of({"do": "raise", "at": at}, {"prompt": "y"}))
     assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
     assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
     assert (good.status, good.reward) == ("stop", 3.0)
@@ -170,9 +182,9 @@ def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(player, 
     assert said in caplog.text
 
 
-def test_a_lost_environment_leaves_no_trace_in_its_episode(player, tokenizer, tmp_path):
-    lost = play(player, Policy(tokenizer, "a", "bb"), attempts({"do": "die", "at": 1, "once": f"{tmp_path}/x"}))
-    plain = play(player, Policy(tokenizer, "a", "bb"), attempts({}))
+def test_a_lost_environment_leaves_no_trace_in_its_episode(runner, tokenizer, tmp_path):
+    lost = run(runner, Policy(tokenizer, "a", "bb"), requests_of({"do": "die", "at": 1, "once": f"{tmp_path}/x"}))
+    plain = run(runner, Policy(tokenizer, "a", "bb"), requests_of({}))
     assert (tmp_path / "x").exists()
     assert [(p.reward, p.status, p.messages, p.samples[0].token_ids.tolist()) for p in lost] == [
         (p.reward, p.status, p.messages, p.samples[0].token_ids.tolist()) for p in plain
@@ -181,40 +193,40 @@ def test_a_lost_environment_leaves_no_trace_in_its_episode(player, tokenizer, tm
 
 def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
     bad, good = {"do": "raise", "at": 1}, {"turns": 1}
-    with player_of(tokenizer, max_error_rate=0.5) as player:
-        play(player, Policy(tokenizer, "a"), attempts(bad, good))
+    with runner_of(tokenizer, max_error_rate=0.5) as runner:
+        run(runner, Policy(tokenizer, "a"), requests_of(bad, good))
         with pytest.raises(
             UserError, match=r"environment.name=.*Echo: 2 of 3 episodes of step 5 \(66.7%\) have failed, more than "
             r"environment.max_error_rate=0.5 allows; the first: step raised RuntimeError: it broke"
         ):  # fmt: skip
-            play(player, Policy(tokenizer, "a"), attempts(bad, good, bad))
+            run(runner, Policy(tokenizer, "a"), requests_of(bad, good, bad))
 
 
 def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tokenizer):
     bad = {"do": "raise", "at": 0}
-    with player_of(tokenizer, max_error_rate=0.5) as player:
+    with runner_of(tokenizer, max_error_rate=0.5) as runner:
         policy = Policy(tokenizer)
         with pytest.raises(UserError, match="2 of 3 episodes of step 5 .* have failed"):
-            play(player, policy, attempts(bad, {}, bad))
+            run(runner, policy, requests_of(bad, {}, bad))
         assert policy.asked == []
 
 
-def test_every_environment_is_closed_however_its_episode_has_ended(player, tokenizer, tmp_path):
+def test_every_environment_is_closed_however_its_episode_has_ended(runner, tokenizer, tmp_path):
     rows = [{"turns": 1}, {"turns": 9}, {"turns": 3}, {"do": "raise", "at": 2, "turns": 9}]
     rows = [{**row, "closed": f"{tmp_path}/{i}"} for i, row in enumerate(rows)]
-    played = play(player, Policy(tokenizer, "a", "bb", "c…"), attempts(*rows))
-    assert [one.status for one in played] == ["stop", "length", "stop", "failed"]
+    episodes = run(runner, Policy(tokenizer, "a", "bb", "c…"), requests_of(*rows))
+    assert [one.status for one in episodes] == ["stop", "length", "stop", "failed"]
     closed = {path.name for path in tmp_path.iterdir()}
     assert {"0", "1", "2"} <= closed
 
 
 def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
     rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
-    with player_of(tokenizer, name="trainer.environments.retry:RetryEnv", kwargs={"tries": 2}) as player:
-        right, wrong = play(player, Policy(tokenizer, "bx", "cba"), attempts(*rows[:1], rows[1]))
+    with runner_of(tokenizer, name="trainer.environments.retry:RetryEnv", kwargs={"tries": 2}) as runner:
+        right, wrong = run(runner, Policy(tokenizer, "bx", "cba"), requests_of(*rows[:1], rows[1]))
         assert (right.status, right.turns, right.reward) == ("stop", 2, 1.0)
         assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)
-        (worse,) = play(player, Policy(tokenizer, "cb", ""), attempts(rows[0]))
+        (worse,) = run(runner, Policy(tokenizer, "cb", ""), requests_of(rows[0]))
         assert (worse.turns, worse.reward) == (2, pytest.approx(0.8))
 
 
@@ -227,11 +239,11 @@ def test_progress_is_paid_once():
     assert [step.done for step in steps] == [False, False, False, True]
 
 
-def valued(tokenizer: Any, *rows: list[dict[str, Any]], **config: Any) -> list[Played]:
+def valued(tokenizer: Any, *rows: list[dict[str, Any]], **config: Any) -> list[Episode]:
     """Episodes of environments that give these steps."""
     settings = {"name": "tests.support.environments:Valued", "max_error_rate": 1.0, "num_processes": 1, **config}
-    with player_of(tokenizer, **settings) as player:
-        return play(player, Policy(tokenizer, "a", "b", "c"), attempts(*({"steps": row} for row in rows)))
+    with runner_of(tokenizer, **settings) as runner:
+        return run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*({"steps": row} for row in rows)))
 
 
 def test_an_episode_adds_up_its_named_rewards_and_metrics(tokenizer):

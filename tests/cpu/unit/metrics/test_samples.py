@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from trainer.metrics.samples import Transcript, draw, printable, split_conversation, write_validation
+from trainer.episodes import Episode
+from trainer.metrics.samples import Transcript, draw, printable, write_validation
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 
@@ -63,9 +64,9 @@ def test_the_turns_of_a_conversation_have_their_roles():
     chat = [*PROMPT, shown[1], shown[0]]
     played = [{"role": "assistant", "content": "5"}, {"role": "user", "content": "Again."},
               {"role": "assistant", "content": "4"}, {"role": "user", "content": "Right."}]  # fmt: skip
-    prompt, completion = split_conversation([*chat, *played], replies=2)
+    prompt, completion = Episode("0:1:2", "0:1", [], messages=[*chat, *played], turns=2).split_messages()
     assert (prompt, completion) == (chat, played)
-    assert split_conversation([*chat, *played], replies=0) == ([*chat, *played], [])
+    assert Episode("0:1:2", "0:1", [], messages=chat, turns=0).split_messages() == (chat, [])
     block = Transcript("0:1", 2, prompt, completion, "4", 1.0).block()
     assert block.split("\n")[:4] == [
         "prompt      user: 1+1?",

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.replies import evaluator_beside, sampling_source
 from tests.support.runs import configured
 from trainer.config import DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.metrics.samples import Transcript
-from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.rollouts import RolloutSource, choose_groups
+from trainer.sources.dynamic_sampling import choose_groups
+from trainer.sources.transcripts import TranscriptLog
 
 REWARD = """
 def half(completion):
@@ -64,17 +65,19 @@ class Step:
             cfg.reward = RewardConfig(name="failing_rewards:half", **{"max_error_rate": 1.0, **reward})
         (root / "failing_rewards.py").write_text(f"FAILS = {list(fails)}\n" + REWARD)
         (root / "failing_world.py").write_text(WORLD)
-        tokenizer = load_tokenizer(model)
-        with RolloutSource(cfg, Engines(tokenizer), model, tokenizer, Timer(), lambda: None) as source:
+        log = TranscriptLog(cfg, lambda: None)
+        with sampling_source(cfg, Engines(load_tokenizer(model)), model, estimator == "remax") as source:
             self.episodes: list[Episode] = source.next(1)
-            self.metrics = source.describe({})
+            self.metrics = source.add_metrics(1, {})
+            self.row_rewards = [group.mean_reward for group in source._steps[1].used]
             source.commit(1)
-            self.shown = [one.block() for one in source.samples().get("training", [])]
-            last = source._last
-            assert last is not None
-            self.row_rewards = last.rewards
+            log.add_step(1, self.episodes)
+            self.shown = [sample.block() for sample in log.pop(1).get("training", [])]
+            evaluator = evaluator_beside(source, model)
             for _ in range(2):
-                self.validation = source.evaluate(1)
+                evaluation = evaluator.evaluate(1)
+                log.add_evaluation(1, evaluation)
+        self.validation = evaluation.metrics
         self.lines, self.held_out = (
             [json.loads(line) for line in (root / "run" / folder / "step_1.jsonl").read_text().splitlines()]
             for folder in ("rollouts", "validation")

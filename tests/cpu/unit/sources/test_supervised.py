@@ -25,9 +25,9 @@ def examples_of(*lengths: int) -> list[Sample]:
     ]
 
 
-def source_of(parts, rows: int = 3, seed: int = 1, weights=(), held_out=(), loss=None) -> SupervisedSource:
+def source_of(parts, rows: int = 3, seed: int = 1, weights=()) -> SupervisedSource:
     sft = SFTConfig(batch_size=rows, max_length=WIDTH, weights=list(weights))
-    return SupervisedSource(sft, parts, held_out, seed, loss)
+    return SupervisedSource(sft, parts, seed)
 
 
 def names(episodes) -> list[int]:
@@ -105,13 +105,6 @@ def test_other_seeds_and_examples_are_refused():
         source_of([changed]).load_state_dict(source.state_dict())
     with pytest.raises(UserError, match="format None"):
         source.load_state_dict({})
-
-
-def test_held_out_examples_are_evaluated_under_the_current_policy():
-    held_out = examples_of(5, 3)
-    source = source_of([examples_of(4)], held_out=held_out, loss=lambda samples: float(len(samples)))
-    assert source.evaluate(3) == {"val/loss": 2.0}
-    assert source_of([examples_of(4)]).evaluate(3) == {}
 
 
 def test_the_loop_of_a_supervised_run_takes_one_optimizer_step_with_its_own_optimizer():

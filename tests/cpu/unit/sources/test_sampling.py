@@ -14,16 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.replies import source_of
+from tests.support.replies import sampling_source, source_of
 from tests.support.runs import configured
 from trainer.config import DataConfig, RewardConfig, TinyConfig
-from trainer.data.ledger import Draw
+from trainer.data.ledger import SampleIndex
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.seeding import request_seed
-from trainer.sources.rollouts import RolloutSource, choose_groups, prompt_ledger
+from trainer.sources.dynamic_sampling import choose_groups
+from trainer.sources.sampling import SamplingSource, prompt_ledger
+from trainer.sources.transcripts import TranscriptLog
 
 
 def test_the_first_groups_that_teach_something_are_chosen():
@@ -83,11 +84,10 @@ def rewards(tmp_path: Path, model: str, order: Sequence[int], before_last: int =
     cfg.rollout.n = 2
     cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 9}, train_size=3, val_size=1)
     cfg.reward = RewardConfig(name=["streamed_rewards:group", "streamed_rewards:plain"], num_processes=2)
-    tokenizer = load_tokenizer(model)
-    engines = Engines(tokenizer, order, seen, before_last)
-    with RolloutSource(cfg, engines, model, tokenizer, Timer(), lambda: None) as source:
+    engines = Engines(load_tokenizer(model), order, seen, before_last)
+    with sampling_source(cfg, engines, model) as source:
         episodes = source.next(1)
-        source.fleet.shutdown = lambda: None
+        engines.shutdown = lambda: None
     assert sorted(path.name for path in seen.iterdir()) == ["00", "02", "04"], "a group is judged once, as a whole"
     return [(episode.uid, episode.reward) for episode in episodes]
 
@@ -118,17 +118,17 @@ def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path
             return "a" * {"p0": 8, "p1": 7}.get(prompt, 2)
         return "ab"
 
-    with source_of(tmp_path, model, reply) as source:
+    with source_of(tmp_path, model, reply, needs_baselines=True) as source:
         source.cfg.trainer.train_batch_size = 12
         a = source.cfg.algorithm
-        a.advantage_estimator, a.overlong_buffer, a.overlong_factor = "remax", 2, 3.0
+        a.overlong_buffer, a.overlong_factor = 2, 3.0
         episodes = source.next(1)
-        assert len(set(source.fleet.seeds)) == 3 * 12, "the greedy episodes have seeds of their own"
+        assert len(set(source.runner.engines.seeds)) == 3 * 12, "the greedy episodes have seeds of their own"
         assert {episode.reward for episode in episodes} == {2.0}
         row = {episode.group: source.prompts[int(episode.group.split(":")[1])].text for episode in episodes}
         baselines = {row[episode.group]: episode.baseline for episode in episodes}
         assert baselines == {f"p{i}": {0: 8 - 3.0, 1: 7 - 1.5}.get(i, 2.0) for i in range(12)}
-        a.advantage_estimator = "grpo"
+    with source_of(tmp_path, model, reply) as source:
         assert {episode.baseline for episode in source.next(1)} == {None}
 
 
@@ -139,10 +139,10 @@ def test_each_prompt_has_its_own_baseline_when_others_are_left_out(tmp_path, mod
         place = int(prompt[1:])
         return "a" * (1 + place % 7 if sampling.temperature == 0.0 else 1 + number * (place % 2))
 
-    with source_of(tmp_path, model, reply) as source:
+    with source_of(tmp_path, model, reply, needs_baselines=True) as source:
         source.cfg.trainer.train_batch_size = 4
         a = source.cfg.algorithm
-        a.advantage_estimator, a.dynamic_sampling, a.max_gen_batches = "remax", True, 3
+        a.dynamic_sampling, a.max_gen_batches = True, 3
         episodes = source.next(1)
         rows = [int(episode.group.split(":")[1]) for episode in episodes]
         assert len(set(rows)) == 4 and all(row % 2 for row in rows)
@@ -162,10 +162,12 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
         cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 3
         cfg.data.curriculum = "tests.support.curriculum:hardest_first"
         source.ledger = prompt_ledger(cfg, source.prompts)
-        order = [draw.row for draw in source.ledger.take(12)]
-        rows = list(dict.fromkeys(int(episode.group.split(":")[1]) for episode in source.next(1)))
+        order = [draw.index for draw in source.ledger.peek(12)]
+        episodes = source.next(1)
+        rows = list(dict.fromkeys(int(episode.group.split(":")[1]) for episode in episodes))
         assert rows == [row for row in order if row % 2][:4]
         source.commit(1)
+        TranscriptLog(cfg, lambda: None).add_step(1, episodes)
         used = order[: order.index(rows[-1]) + 1]
         assert used != rows
         told = [1.0 + row % 2 / 2 if row in used else None for row in range(12)]
@@ -177,7 +179,7 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
 
 
 @pytest.fixture(scope="module")
-def shared_source(tmp_path_factory, model) -> Iterator[tuple[RolloutSource, set[str]]]:
+def shared_source(tmp_path_factory, model) -> Iterator[tuple[SamplingSource, set[str]]]:
     """A source, and the prompts of which all completions are equal."""
     dull: set[str] = set()
     root = tmp_path_factory.mktemp("shared")
@@ -213,24 +215,24 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
     def run(kills: set[int]) -> list[list[tuple[str, float, int]]]:
         committed: list[list[tuple[str, float, int]]] = []
         saved, saved_steps, moment = begin(), 0, 0
-        before = source.ledger.take(200)
+        before = source.ledger.peek(200)
         while len(committed) < steps:
             moment += 1
-            source.fleet.seeds.clear()
+            source.runner.engines.seeds.clear()
             episodes = source.next(len(committed) + 1)
             if moment in kills:  # dies before the commit; comes back from the last checkpoint
                 begin()
                 source.load_state_dict(json.loads(json.dumps(saved)))
                 del committed[saved_steps:]
-                before = source.ledger.take(200)
+                before = source.ledger.peek(200)
                 continue
-            assert source.ledger.take(200) == before, "drawing has moved the ledger"
+            assert source.ledger.peek(200) == before, "drawing has moved the ledger"
             source.commit(len(committed) + 1)
-            after = source.ledger.take(200)
+            after = source.ledger.peek(200)
             used = before[: next(n for n in range(len(before)) if before[n:] == after[: len(before) - n])]
             check_step(source, used, episodes, dull, wanted, batches if is_dynamic else 1, is_dynamic)
             before = after
-            sampled = sorted(source.fleet.seeds)
+            sampled = sorted(source.runner.engines.seeds)
             committed.append([(e.uid, e.reward, seed) for e, seed in zip(episodes, sampled, strict=False)])
             if len(committed) % 2 == 0:
                 saved, saved_steps = source.state_dict(), len(committed)
@@ -240,8 +242,8 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
 
 
 def check_step(
-    source: RolloutSource,
-    used: list[Draw],
+    source: SamplingSource,
+    used: list[SampleIndex],
     episodes: Sequence[Any],
     dull: set[int],
     wanted: int,
@@ -250,9 +252,9 @@ def check_step(
 ) -> None:
     """The step trains on the first prompts of those it has used up that teach something, as far as there are enough."""
     trained = list(dict.fromkeys(episode.group for episode in episodes))
-    names = [f"{draw.epoch}:{draw.row}" for draw in used]
+    names = [f"{draw.epoch}:{draw.index}" for draw in used]
     assert len(trained) == wanted and [name for name in names if name in set(trained)] == trained
-    telling = [name for name, draw in zip(names, used, strict=True) if draw.row not in dull or not is_dynamic]
+    telling = [name for name, draw in zip(names, used, strict=True) if draw.index not in dull or not is_dynamic]
     if len(telling) >= wanted:
         assert trained == telling[:wanted] and names[-1] == trained[-1], "no more is used up than was needed"
     else:
@@ -263,13 +265,13 @@ def test_every_step_prompt_and_completion_has_a_seed_of_its_own(tmp_path, model)
     """A resumed run draws the same numbers, and no step those of another."""
     with source_of(tmp_path, model, lambda *_: "ab") as source:
         source.cfg.trainer.train_batch_size = 3
-        draws = source.ledger.take(3)
+        draws = source.ledger.peek(3)
         for step in (4, 5):  # the same prompts again: nothing was committed
             source.next(step)
-        assert source.fleet.seeds == [
-            request_seed(source.cfg.trainer.seed, step, f"{draw.epoch}:{draw.row}", number)
+        assert source.runner.engines.seeds == [
+            request_seed(source.cfg.trainer.seed, step, f"{draw.epoch}:{draw.index}", number)
             for step in (4, 5)
             for draw in draws
             for number in range(2)
         ]
-        assert len(set(source.fleet.seeds)) == 12
+        assert len(set(source.runner.engines.seeds)) == 12

@@ -1,0 +1,252 @@
+"""On-policy episodes: the current policy answers prompts, and reward functions or environments score the answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+import xxhash
+
+from trainer.algorithms import shape_rewards
+from trainer.config import Config
+from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
+from trainer.data.ledger import Ledger, SampleIndex
+from trainer.data.row_digest import digest_rows
+from trainer.environments.episode_runner import RolloutRequest
+from trainer.episodes import Episode
+from trainer.import_utils import import_function
+from trainer.metrics.timing import Timer
+from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
+from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The episodes of one prompt."""
+
+    index: SampleIndex
+    episodes: list[Episode]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """None: all rewards failed."""
+        known = [episode.reward for episode in self.episodes if episode.reward is not None]
+        return float(np.asarray(known).mean()) if known else None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The rows that a step uses up: those it trains on, and those that dynamic sampling filtered out before them."""
+
+    used: list[_Group]
+    metrics: dict[str, float]
+
+
+def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
+    """Return the prompts of `train` or `val`; with an environment, the rows that it makes prompts of."""
+    if cfg.environment.name:
+        return load_rows(cfg.data, split)
+    return load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
+
+
+def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger:
+    """Return the ledger of a run that samples from `prompts`."""
+
+    def fingerprint() -> str:
+        digest = xxhash.xxh3_128()
+        for prompt in prompts:
+            row = prompt.row if cfg.environment.name else None  # then there is nothing else
+            content = (prompt.index, prompt.token_ids, prompt.answer)
+            digest.update(
+                repr(content).encode() if row is None else json.dumps([prompt.index, row], default=str).encode()
+            )
+        return digest.hexdigest()
+
+    def row_fingerprint() -> str:
+        """Return a digest of all that rewards, environments and curricula can read."""
+        system_prompt = None if cfg.environment.name else cfg.data.system_prompt  # a template may leave it out
+        return digest_rows((prompt.row for prompt in prompts), system_prompt)
+
+    name = cfg.data.curriculum
+    curriculum = import_function(name, "data.curriculum") if name else None
+    return Ledger(
+        [prompts],
+        cfg.trainer.seed,
+        "prompts",
+        fingerprint,
+        curriculum=curriculum,
+        curriculum_name=name or "",
+        row_fingerprint=row_fingerprint,
+    )
+
+
+class SamplingSource:
+    """Samples `rollout.n` episodes for each of `trainer.train_batch_size` prompts a step.
+
+    Args:
+        needs_baselines: each group also gets the reward of a greedy episode, as its baseline.
+    """
+
+    def __init__(
+        self, cfg: Config, runner: RolloutRunner, train: PromptSet, timer: Timer, needs_baselines: bool = False
+    ):
+        self.cfg = cfg
+        self.runner = runner
+        self.prompts = train.prompts
+        self.ledger = prompt_ledger(cfg, train.prompts)
+        self._engines = runner.engines
+        self._dropped = train.dropped
+        self._timer = timer
+        self._needs_baselines = needs_baselines
+        self._steps: dict[int, _Step] = {}
+        """Steps that are sampled and not committed."""
+        self._sync_speed: dict[str, float] = {}
+
+    def __str__(self) -> str:
+        r = self.cfg.rollout
+        return f"{len(self.prompts):,} prompts, {r.num_engines} {r.engine} engine(s)"
+
+    def __enter__(self) -> Self:
+        self.runner.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        self.runner.__exit__(kind, *exception)
+        if kind is None:
+            self._engines.shutdown()
+
+    @property
+    def epoch(self) -> float:
+        return self.ledger.epoch
+
+    def start(self, version: int, is_initial: bool) -> None:
+        """Wait for the engines, and bring them to the policy's weights unless these are the ones they started with."""
+        if self._dropped:
+            LOG.info(
+                "%d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
+                self._dropped,
+                self.cfg.rollout.max_prompt_tokens,
+            )
+        self._engines.start(version, is_initial)
+
+    def publish(self, version: int) -> None:
+        started = time.monotonic()
+        self._engines.sync_weights(version)
+        self._sync_speed = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (time.monotonic() - started)}
+
+    # ---------------------------------------------------------------------------------------------------
+    # A step
+
+    def next(self, step: int) -> list[Episode]:
+        """Return the step's episodes, with their rewards.
+
+        Dynamic sampling replaces prompts whose completions all have the same reward by the next prompts. Prompts that
+        the step samples but does not need are sampled again in the next step.
+        """
+        with self._engines.awake():
+            sampled, chosen, used, metrics = self._sample_groups(step)
+            trained = [sampled[i] for i in chosen]
+            if self._needs_baselines:
+                trained = self._with_baselines(trained, step)
+        episodes = [episode for group in trained for episode in group.episodes]
+        metrics |= means("reward", reward_terms(episodes))
+        if self.cfg.environment.name:
+            metrics |= means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
+            metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
+            metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
+        self._steps[step] = _Step(sampled[:used], metrics)
+        return episodes
+
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        return metrics | self._steps[step].metrics | self._sync_speed
+
+    def commit(self, step: int) -> None:
+        """Record that the rows that the step has used up are trained."""
+        used = self._steps.pop(step).used
+        self.ledger.commit([group.index for group in used], [group.mean_reward for group in used])
+
+    def _sample_groups(self, step: int) -> tuple[list[_Group], list[int], int, dict[str, float]]:
+        """Sample batches of groups until there are enough to train on.
+
+        Returns:
+            the groups, the indices of those to train on, how many are used up, and metrics.
+        """
+        a, wanted = self.cfg.algorithm, self.cfg.trainer.train_batch_size
+        most = a.max_gen_batches if a.dynamic_sampling else 1
+        groups: list[_Group] = []
+        batch, choice = 0, None
+        while choice is None:
+            batch += 1
+            groups += self._sample(self.ledger.peek(wanted, skip=len(groups)), step)
+            rewards = _reward_table(groups)
+            if a.dynamic_sampling:
+                choice = choose_groups(rewards, wanted, complete=batch == most)
+            else:
+                choice = list(range(wanted)), wanted
+        chosen, used = choice
+        failures = sum(bool(episode.failure) for group in groups for episode in group.episodes)
+        metrics = {f"{'environment' if self.cfg.environment.name else 'reward'}/failures": float(failures)}
+        if a.dynamic_sampling:
+            metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(chosen))}
+            uninformative = int((~have_different_rewards(rewards[chosen])).sum())
+            if uninformative:
+                LOG.warning(
+                    "in %d batches, %d of the %d prompts that step %d needs had completions of different rewards; the "
+                    "others teach nothing",
+                    batch,
+                    wanted - uninformative,
+                    wanted,
+                    step,
+                )
+        return groups, chosen, used, metrics
+
+    def _sample(self, indices: Sequence[SampleIndex], step: int) -> list[_Group]:
+        """Run `rollout.n` episodes for each prompt, those of one prompt together."""
+        r, n = self.cfg.rollout, self.cfg.rollout.n
+        requests = [self._request(index, step, number) for index in indices for number in range(n)]
+        sampling = self.runner.sampling(r.temperature, r.top_p, r.top_k)
+        episodes = self.runner.run(requests, sampling, f"step {step}", self._timer)
+        return [_Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
+
+    def _with_baselines(self, groups: Sequence[_Group], step: int) -> list[_Group]:
+        """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
+        requests = [self._request(group.index, step, -1) for group in groups]
+        greedy = self.runner.run(requests, self.runner.greedy(), f"the baselines of step {step}", self._timer)
+        a, lengths = self.cfg.algorithm, torch.tensor([episode.length for episode in greedy])
+        rewards = torch.tensor([episode.reward or 0.0 for episode in greedy], dtype=torch.float64)
+        limit = self.cfg.rollout.max_response_tokens
+        shaped = shape_rewards(rewards, lengths, limit, a.overlong_buffer, a.overlong_factor).tolist()
+        baselines = [None if episode.reward is None else reward for episode, reward in zip(greedy, shaped, strict=True)]
+        return [
+            replace(group, episodes=[replace(episode, baseline=baseline) for episode in group.episodes])
+            for group, baseline in zip(groups, baselines, strict=True)
+        ]
+
+    def _request(self, index: SampleIndex, step: int, number: int) -> RolloutRequest:
+        prompt = self.prompts[index.index]
+        return RolloutRequest(prompt, f"{index.epoch}:{prompt.index}", step, number)
+
+    # ---------------------------------------------------------------------------------------------------
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ledger.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps.clear()
+        self.ledger.load_state_dict(state)
+
+
+def _reward_table(groups: Sequence[_Group]) -> np.ndarray:
+    """Return the rewards of groups, `(P, n)`, NaN where a reward failed."""
+    return np.asarray(
+        [[np.nan if episode.reward is None else episode.reward for episode in group.episodes] for group in groups]
+    )

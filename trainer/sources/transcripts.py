@@ -1,0 +1,84 @@
+"""Transcripts of episodes: samples for the terminal, W&B and TensorBoard, and files of the run directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from trainer.config import Config
+from trainer.data.rollout_io import write_conversations, write_rollouts
+from trainer.episodes import Episode
+from trainer.metrics.samples import Transcript, draw, write_validation
+from trainer.sources.base import Evaluation
+
+LOG = logging.getLogger(__name__)
+
+
+class TranscriptLog:
+    """Writes the episodes of steps and evaluations, and samples some of them for people to read.
+
+    Episodes without messages have no transcript.
+
+    Args:
+        fence: raises when this process no longer holds the run directory.
+    """
+
+    def __init__(self, cfg: Config, fence: Callable[[], None]):
+        self.cfg = cfg
+        self._fence = fence
+        self._samples: dict[int, dict[str, list[Transcript]]] = {}
+
+    def add_step(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Sample from the episodes that `step` has trained on; with `logger.save_rollouts`, write them all."""
+        logger, trainer = self.cfg.logger, self.cfg.trainer
+        if not any(episode.messages for episode in episodes):
+            return
+        if logger.samples_interval > 0 and step % logger.samples_interval == 0:
+            self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
+        if logger.save_rollouts:
+            write = write_conversations if self.cfg.environment.name else write_rollouts
+            write(trainer.run_dir, step, episodes, self._fence)
+
+    def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Sample from the greedy episodes of an evaluation; with `logger.validation`, write all of its episodes."""
+        if not evaluation.greedy:
+            return
+        if self.cfg.logger.validation:
+            written = [transcript(episode) for episode in [*evaluation.greedy, *evaluation.sampled]]
+            write_validation(self.cfg.trainer.run_dir, step, written, self._fence)
+        self._sample("validation", step, evaluation.greedy, shown=True)
+
+    def pop(self, step: int) -> Mapping[str, Sequence[Transcript]]:
+        """Return the samples of `step` by `training` and `validation`, and forget them."""
+        return self._samples.pop(step, {})
+
+    def _sample(self, split: str, step: int, episodes: Sequence[Episode], shown: bool) -> None:
+        """Keep `logger.samples` of the episodes.
+
+        Args:
+            shown: print them, too.
+        """
+        indices = draw(len(episodes), self.cfg.logger.samples, self.cfg.trainer.seed, split, step)
+        chosen = [transcript(episodes[i]) for i in indices]
+        if chosen:
+            self._samples.setdefault(step, {})[split] = chosen
+        for number, sample in enumerate(chosen if shown else [], start=1):
+            block = sample.block(brief=True).replace("\n", "\n  ")
+            LOG.info("%s of step %d, sample %d of %d: %s\n  %s", split, step, number, len(chosen), sample.name, block)
+
+
+def transcript(episode: Episode) -> Transcript:
+    """Return an episode as text."""
+    prompt, completion = episode.split_messages()
+    return Transcript(
+        episode.group,
+        episode.number,
+        prompt,
+        completion,
+        episode.answer,
+        episode.reward,
+        episode.rewards,
+        episode.status,
+        episode.failure,
+        episode.metrics,
+    )
