@@ -1,9 +1,9 @@
-"""Which rows of the data a step draws, and which have been trained on. One ledger for prompts and examples."""
+"""Which rows of the data come next, and which have been trained on. One ledger for prompts and examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from itertools import islice
 from types import NoneType
@@ -15,16 +15,18 @@ from trainer.import_utils import user_code
 from trainer.seeding import permutation
 
 _FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
+_FORMAT_WITH_GAPS = 3  # also has rows behind the next one; versions that cannot read them must refuse it
 _STATE: dict[Any, Shape] = {
     "places": [{"epoch": is_count, "position": is_count}],
+    "trained_ahead": [{"dataset": is_count, "epoch": is_count, "index": is_count}],
     "curriculum": (NoneType, {"name": str, "order": (NoneType, [is_count]), "rewards": [(is_number, NoneType)]}),
 }
 
 Curriculum = Callable[[Sequence[Any], int, Mapping[int, float]], Sequence[int]]
-"""(prompts, epoch, rewards) -> places in `prompts`, in the order in which the epoch draws them, none twice; those left
-out are not drawn. `rewards` has, by place, the mean reward of a prompt's completions when it was last trained on, of
-steps that are committed. It is called when the run comes to the epoch, and again after a restart from a step before
-it: what it returns must depend on its arguments alone."""
+"""(prompts, epoch, rewards) -> the indices of `prompts` that the epoch samples, in their order, none twice. `rewards`
+has, by index, the mean reward of a prompt's completions in the last committed step that trained on it. The function is
+called when the run comes to the epoch, and again after a restart from a step before it: its result must depend on its
+arguments alone."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,20 @@ class SampleIndex:
 
 
 class Ledger:
-    """Draws rows in epochs, each a permutation keyed by seed, data set and epoch, or the curriculum's order.
+    """Orders rows in epochs, each a permutation keyed by seed, data set and epoch, or the curriculum's order.
 
-    With several data sets, the next row comes from the one that is furthest behind its weight. `ahead` draws from
-    the committed place and changes nothing; `commit` moves that place once the step that trained on the rows is done.
-    So a row in flight when a run dies comes again, and none is skipped or trained twice.
+    With several data sets, the next row comes from the one that is furthest behind its weight. All rows before the
+    position are trained. Steps may finish in any order: a trained row behind a gap is remembered by name, and the
+    position passes it when the gap is closed. `ahead` changes nothing; `commit` records rows once the step that trained
+    on them is done. So a row in flight when a run dies comes again, and none is skipped or trained twice.
 
     Args:
         parts: the data sets.
         seed: of the run.
-        kind: `prompts` or `examples`: names the draws, and the rows in messages.
+        kind: `prompts` or `examples`: keys the permutations, and names the rows in messages.
         fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load.
         row_fingerprint: returns a digest of all that the rows hold; None: there is no more than that.
-        weights: how often rows of each data set are drawn, relative to the others; empty for one data set.
+        weights: how often rows of each data set come, relative to the others; empty for one data set.
         curriculum: chooses and orders the rows of an epoch; for one data set.
         curriculum_name: its import path. A run continues with no other.
     """
@@ -77,64 +80,91 @@ class Ledger:
         self._shares = [weight / total for weight in weights] or [1.0]
         self._curriculum = curriculum
         self._name = curriculum_name
-        self._places = [(0, 0)] * len(parts)  # epoch, and position in it, of each data set's next row
+        self._positions = [(0, 0)] * len(parts)  # epoch, and index in its order, of each data set's next row
+        self._trained_ahead: set[SampleIndex] = set()  # rows behind a gap
         self._orders: dict[tuple[int, int], list[int]] = {}
         self._rewards: dict[int, float] = {}
 
     @property
     def epoch(self) -> float:
         """Epochs trained, with the fraction of the current one."""
+        ahead = len(self._trained_ahead)
         if self._kind == "prompts":
-            epoch, position = self._places[0]
-            return epoch + (position / len(self._order(0, epoch)) if position else 0)
-        return sum(self._drawn(self._places)) / sum(len(part) for part in self._parts)
+            epoch, position = self._positions[0]
+            return epoch + ((position + ahead) / len(self._order(0, epoch)) if position + ahead else 0)
+        return (sum(self._counts(self._positions)) + ahead) / sum(len(part) for part in self._parts)
 
-    def ahead(self, skip: int = 0) -> Iterator[SampleIndex]:
-        """The rows to draw next, without end, after the `skip` next ones. Changes nothing."""
-        return (draw for draw, _ in islice(self._walk(), skip, None))
-
-    def peek(self, count: int, skip: int = 0) -> list[SampleIndex]:
-        """The next `count` rows, after the `skip` next ones. Changes nothing."""
-        return list(islice(self.ahead(skip), count))
-
-    def commit(self, draws: Sequence[SampleIndex], rewards: Sequence[float | None] = ()) -> None:
-        """Record that these rows, the next ones, have been trained on.
+    def ahead(self, in_flight: Collection[SampleIndex] = ()) -> Iterator[SampleIndex]:
+        """Yield the rows to train on next, without end. Changes nothing.
 
         Args:
+            in_flight: rows that steps under way will train on. They are left out.
+        """
+        left_out = self._trained_ahead.union(in_flight)
+        return (index for index, _ in self._walk() if index not in left_out)
+
+    def peek(self, count: int, in_flight: Collection[SampleIndex] = ()) -> list[SampleIndex]:
+        """Return the next `count` rows (see `ahead`). Changes nothing."""
+        return list(islice(self.ahead(in_flight), count))
+
+    def commit(self, indices: Sequence[SampleIndex], rewards: Sequence[float | None] = ()) -> None:
+        """Record that these rows have been trained on.
+
+        Args:
+            indices: in any order, and with gaps.
             rewards: of each, the mean over its completions, for the curriculum. None: all of them failed.
         """
-        for draw, (own, places) in zip(draws, self._walk(), strict=False):
-            assert draw == own, "commit what was drawn, in order"
-            self._places = places
+        assert len(set(indices)) == len(indices) and self._trained_ahead.isdisjoint(indices), "a row is trained twice"
+        self._trained_ahead.update(indices)
+        self._advance()
+        for index in self._trained_ahead.intersection(indices):
+            epoch, position = self._positions[index.dataset]
+            passed = self._order(index.dataset, epoch)[:position] if position and index.epoch == epoch else ()
+            assert index.index not in passed, "a row is trained twice"
+            assert index.epoch >= epoch or self._curriculum is not None, "a row is trained twice"
+        # A curriculum may have left out rows of an epoch that it has ordered again after they had been sampled.
+        self._trained_ahead = {row for row in self._trained_ahead if row.epoch >= self._positions[row.dataset][0]}
         if self._curriculum is not None:
-            known = zip(draws, rewards, strict=True)
-            self._rewards |= {draw.index: reward for draw, reward in known if reward is not None}
+            known = zip(indices, rewards, strict=True)
+            self._rewards |= {index.index: reward for index, reward in known if reward is not None}
         # An epoch that has begun keeps its order; the curriculum may order those ahead in another way now.
-        begun = {(part, epoch) for part, (epoch, position) in enumerate(self._places) if position}
+        has_gap = bool(self._trained_ahead)
+        begun = {(part, epoch) for part, (epoch, position) in enumerate(self._positions) if position or has_gap}
         self._orders = {name: order for name, order in self._orders.items() if name in begun}
 
+    def _advance(self) -> None:
+        """Move the position to the first row that is not trained."""
+        walk = self._walk()
+        while self._trained_ahead:
+            index, positions = next(walk)
+            if index not in self._trained_ahead:
+                break
+            self._trained_ahead.remove(index)
+            self._positions = positions
+
     def _walk(self) -> Iterator[tuple[SampleIndex, list[tuple[int, int]]]]:
-        """Each next row, and the places after it."""
-        places = list(self._places)
+        """Yield each row from the position on, and the position after it."""
+        positions = list(self._positions)
         while True:
-            part = self._next_part(places)
-            epoch, position = places[part]
+            part = self._next_part(positions)
+            epoch, position = positions[part]
             order = self._order(part, epoch)
             end = position + 1 == len(order)
-            places = [*places[:part], (epoch + 1, 0) if end else (epoch, position + 1), *places[part + 1 :]]
-            yield SampleIndex(part, epoch, order[position]), places
+            after = (epoch + 1, 0) if end else (epoch, position + 1)
+            positions = [*positions[:part], after, *positions[part + 1 :]]
+            yield SampleIndex(part, epoch, order[position]), positions
 
-    def _next_part(self, places: Sequence[tuple[int, int]]) -> int:
-        if len(places) == 1:
+    def _next_part(self, positions: Sequence[tuple[int, int]]) -> int:
+        if len(positions) == 1:
             return 0
-        drawn = self._drawn(places)
-        count = sum(drawn) + 1
-        behind = [share * count - own for share, own in zip(self._shares, drawn, strict=True)]
+        counts = self._counts(positions)
+        total = sum(counts) + 1
+        behind = [share * total - count for share, count in zip(self._shares, counts, strict=True)]
         return behind.index(max(behind))
 
-    def _drawn(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """Rows drawn of each data set, without a curriculum."""
-        return [epoch * len(part) + at for (epoch, at), part in zip(places, self._parts, strict=True)]
+    def _counts(self, positions: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the rows of each data set that come before `positions`, without a curriculum."""
+        return [epoch * len(part) + at for (epoch, at), part in zip(positions, self._parts, strict=True)]
 
     def _order(self, part: int, epoch: int) -> list[int]:
         if (part, epoch) not in self._orders:
@@ -155,8 +185,8 @@ class Ledger:
             order = [int(row) for row in self._curriculum(rows, epoch, dict(self._rewards))]
         if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(rows):
             raise UserError(
-                f"data.curriculum: for epoch {epoch} it gave {len(order)} places; it must give at least one, each "
-                f"once, from 0 to {len(rows) - 1}"
+                f"data.curriculum: for epoch {epoch} it returned {len(order)} indices; it must return at least one, "
+                f"each once, from 0 to {len(rows) - 1}"
             )
         return order
 
@@ -165,19 +195,22 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "format": _FORMAT,
+            "format": _FORMAT_WITH_GAPS if self._trained_ahead else _FORMAT,
             "seed": self._seed,
             "rows": [len(part) for part in self._parts],
             "fingerprint": self._fingerprint,
-            "places": [{"epoch": epoch, "position": position} for epoch, position in self._places],
+            "places": [{"epoch": epoch, "position": position} for epoch, position in self._positions],
         }
+        if self._trained_ahead:
+            ahead = sorted(self._trained_ahead, key=astuple)
+            state["trained_ahead"] = [asdict(index) for index in ahead]
         if self._row_fingerprint is not None:
             state["row_fingerprint"] = self._row_fingerprint
         if self._curriculum is not None:
-            epoch, position = self._places[0]
+            epoch, position = self._positions[0]
             state["curriculum"] = {
                 "name": self._name,
-                "order": self._order(0, epoch) if position else None,
+                "order": self._order(0, epoch) if position or self._trained_ahead else None,
                 "rewards": [self._rewards.get(row) for row in range(len(self._parts[0]))],
             }
         return state
@@ -192,36 +225,41 @@ class Ledger:
         self._check_data(state)
         problem = self._problem(state)
         if problem is not None:
-            raise UserError(f"data: the checkpoint's place in the data is damaged ({problem}); use another checkpoint")
+            raise UserError(
+                f"data: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
+            )
         saved = state.get("curriculum")
         before, now = saved and saved["name"], None if self._curriculum is None else self._name
         if before != now:
             raise UserError(
-                f"data.curriculum={now}: the run was saved with {before}, and its place in the data means nothing "
+                f"data.curriculum={now}: the run was saved with {before}, and its position in the data means nothing "
                 "otherwise; restore the key"
             )
-        self._places = [(place["epoch"], place["position"]) for place in state["places"]]
+        self._positions = [(place["epoch"], place["position"]) for place in state["places"]]
+        self._trained_ahead = set(_saved_indices(state))
         self._orders = {}
         if saved is not None:
             self._rewards = {row: reward for row, reward in enumerate(saved["rewards"]) if reward is not None}
             if saved["order"] is not None:
-                self._orders = {(0, self._places[0][0]): saved["order"]}
+                self._orders = {(0, self._positions[0][0]): saved["order"]}
 
     def _upgraded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` of format 1 in this format."""
+        """Return `state` of format 1 in this format."""
         if state.get("format") != 1:
             return state
         shape: dict[Any, Shape] = {"consumed": [is_count]} if self._kind == "examples" else _STATE["places"][0]  # type: ignore[index]
         problem = mismatch(state, shape)
         if problem is not None:
-            raise UserError(f"data: the checkpoint's place in the data is damaged ({problem}); use another checkpoint")
+            raise UserError(
+                f"data: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
+            )
         if self._kind == "prompts":
             places = [{"epoch": state["epoch"], "position": state["position"]}]
             return {**state, "format": _FORMAT, "rows": [state.get("num_prompts")], "places": places}
         if len(state["consumed"]) != len(self._parts):
             found = len(state["consumed"])
             raise UserError(
-                f"data: the checkpoint's place in the data is damaged (it has {found} data sets instead of "
+                f"data: the checkpoint's position in the data is corrupt (it has {found} data sets instead of "
                 f"{len(self._parts)}); use another checkpoint"
             )
         rows = [len(part) for part in self._parts]
@@ -233,10 +271,10 @@ class Ledger:
 
     def _check_data(self, state: dict[str, Any]) -> None:
         """Check that `state` was saved with this seed and these rows."""
-        if state.get("format") != _FORMAT:
+        if state.get("format") not in (_FORMAT, _FORMAT_WITH_GAPS):
             raise UserError(
-                f"data: the checkpoint's place in the data has format {state.get('format')}, this version reads "
-                f"{_FORMAT}; resume with the version that wrote it"
+                f"data: the checkpoint's position in the data has format {state.get('format')}, this version reads "
+                f"up to {_FORMAT_WITH_GAPS}; resume with the version that wrote it"
             )
         compared = [
             ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
@@ -255,8 +293,8 @@ class Ledger:
                 )
 
     def _problem(self, state: dict[str, Any]) -> str | None:
-        """Say why `state` cannot be a place in these rows; None: it can."""
-        problem = mismatch({"curriculum": None, **state}, _STATE)
+        """Return why `state` cannot be a position in these rows; None: it can."""
+        problem = mismatch({"curriculum": None, "trained_ahead": [], **state}, _STATE)
         if problem is not None:
             return problem
         if len(state["places"]) != len(self._parts):
@@ -274,7 +312,13 @@ class Ledger:
         for place, order in zip(state["places"], orders, strict=True):
             if place["position"] >= len(order):
                 return f"position is {place['position']}"
-        return None
+        ahead = _saved_indices(state)
+        for index in ahead:
+            if index.dataset >= len(self._parts) or index.index >= len(self._parts[index.dataset]):
+                return f"trained_ahead has {index}"
+            if index.epoch < state["places"][index.dataset]["epoch"]:
+                return f"trained_ahead has {index} of an epoch that is over"
+        return None if len(set(ahead)) == len(ahead) else "trained_ahead has a row twice"
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -283,3 +327,8 @@ class Ledger:
     @cached_property
     def _row_fingerprint(self) -> str | None:
         return None if self._compute_row_fingerprint is None else self._compute_row_fingerprint()
+
+
+def _saved_indices(state: Mapping[str, Any]) -> list[SampleIndex]:
+    saved = state.get("trained_ahead", [])
+    return [SampleIndex(index["dataset"], index["epoch"], index["index"]) for index in saved]

@@ -185,7 +185,7 @@ class SamplingSource:
         batch, choice = 0, None
         while choice is None:
             batch += 1
-            groups += self._sample(self.ledger.peek(wanted, skip=len(groups)), step)
+            groups += self._sample(self.ledger.peek(wanted, in_flight=[group.index for group in groups]), step)
             rewards = _reward_table(groups)
             if a.dynamic_sampling:
                 choice = choose_groups(rewards, wanted, complete=batch == most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,128 @@ def test_the_order_does_not_change():
     assert [d.index for d in ledger(8, 1).peek(10)] == [2, 0, 7, 5, 6, 4, 3, 1, 4, 6]
 
 
-def test_only_what_was_taken_can_be_committed():
+def test_no_row_can_be_committed_twice():
     source = ledger(5, 1)
-    with pytest.raises(AssertionError):
-        source.commit(source.peek(3)[1:])
+    rows = source.peek(4)
+    source.commit([rows[0], rows[2]])
+    for trained in (rows[0], rows[2]):
+        with pytest.raises(AssertionError, match="trained twice"):
+            source.commit([trained])
+    source = ledger(1, 1)
+    source.commit(source.peek(2))
+    with pytest.raises(AssertionError, match="trained twice"):
+        source.commit([SampleIndex(0, 0, 0)])
+
+
+def test_a_run_that_commits_in_order_saves_what_earlier_versions_saved():
+    """A state with gaps has a format of its own, which earlier versions refuse."""
+    source = ledger(5, 1)
+    first, second, third = source.peek(3)
+    source.commit([second])
+    assert source.state_dict()["format"] == 3
+    assert source.state_dict()["trained_ahead"] == [{"dataset": 0, "epoch": 0, "index": second.index}]
+    assert source.peek(2) == [first, third] and source.epoch == pytest.approx(1 / 5)
+    source.commit([first])
+    in_order = ledger(5, 1)
+    in_order.commit([first, second])
+    assert source.state_dict() == in_order.state_dict()
+    assert source.state_dict() == {
+        "format": 2,
+        "seed": 1,
+        "rows": [5],
+        "fingerprint": "rows 5",
+        "places": [{"epoch": 0, "position": 2}],
+    }
+
+
+class AsyncRun:
+    """Steps that are begun in order and finish in any order. A crash goes back to the last saved state."""
+
+    def __init__(self, make: Callable[[], Ledger]):
+        self._make = make
+        self.ledger = make()
+        self.steps: list[list[SampleIndex]] = []
+        self.trained: list[SampleIndex] = []
+        self._saved, self._trained_then = json.dumps(self.ledger.state_dict()), 0
+
+    def begin(self, size: int) -> None:
+        in_flight = [index for step in self.steps for index in step]
+        self.steps.append(self.ledger.peek(size, in_flight))
+
+    def finish(self, which: int) -> None:
+        if self.steps:
+            step = self.steps.pop(which % len(self.steps))
+            self.ledger.commit(step, [reward_of(index) for index in step])
+            self.trained += step
+
+    def save(self) -> None:
+        self._saved, self._trained_then = json.dumps(self.ledger.state_dict()), len(self.trained)
+
+    def crash(self) -> None:
+        self.ledger = self._make()
+        self.ledger.load_state_dict(json.loads(self._saved))
+        self.steps.clear()
+        del self.trained[self._trained_then :]
+
+
+def reward_of(index: SampleIndex) -> float:
+    return (index.index * 31 + index.epoch * 17) % 8 / 8
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(1, 9)),  # elastic: every step has a size of its own
+        st.tuples(st.just("finish"), st.integers(0, 5)),
+        st.tuples(st.just("save"), st.just(0)),
+        st.tuples(st.just("crash"), st.just(0)),
+    ),
+    max_size=30,
+)
+MIXTURES = st.sampled_from([([7], []), ([1], []), ([3, 5], [1.0, 2.0]), ([2, 4, 9], [3.0, 1.0, 1.0])])
+
+
+def play(run: AsyncRun, actions: list[tuple[str, int]]) -> None:
+    for action, number in actions:
+        getattr(run, action)(*([number] if action in ("begin", "finish") else []))
+        assert len(set(run.trained)) == len(run.trained), "trained twice"
+        in_flight = [index for step in run.steps for index in step]
+        assert not set(in_flight) & set(run.trained), "sampled again"
+    while run.steps:
+        run.finish(-1)
+
+
+@settings(deadline=None)
+@given(mixture=MIXTURES, actions=ACTIONS)
+def test_steps_may_finish_in_any_order_and_crash_anywhere(mixture, actions):
+    """The rows that are trained, and those that come next, are together those of an uninterrupted run."""
+    sizes, weights = mixture
+
+    def make() -> Ledger:
+        return Ledger([range(size) for size in sizes], 1, "examples", lambda: "rows", weights=weights)
+
+    run = AsyncRun(make)
+    play(run, actions)
+    following = run.ledger.peek(12)
+    uninterrupted = make().peek(len(run.trained) + 12)
+    assert set(run.trained) | set(following) == set(uninterrupted)
+    assert following == [index for index in uninterrupted if index not in set(run.trained)]
+    assert run.ledger.epoch == pytest.approx(len(run.trained) / sum(sizes))
+    again = make()
+    again.load_state_dict(json.loads(json.dumps(run.ledger.state_dict())))
+    assert again.state_dict() == run.ledger.state_dict() and again.peek(12) == following
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 9), actions=ACTIONS)
+def test_a_curriculum_trains_no_row_of_an_epoch_twice_whatever_the_order_of_steps(size, actions):
+    """It may order an epoch again while steps that have sampled from it are under way."""
+    run = AsyncRun(lambda: ledger(size, 1, worst_first))
+    play(run, actions)
+    first = [index.index for index in (*run.trained, *run.ledger.peek(size)) if index.epoch == 0]
+    assert set(first) >= set(worst_first(range(size), 0, {})), "the first epoch has one order"
+    again = ledger(size, 1, worst_first)
+    again.load_state_dict(json.loads(json.dumps(run.ledger.state_dict())))
+    assert again.peek(12) == run.ledger.peek(12)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +230,16 @@ def test_other_columns_are_refused_and_an_older_state_knows_of_none():
 
 def test_another_format_is_refused():
     source = ledger(5, 1)
-    with pytest.raises(UserError, match="data: .* has format 3, this version reads 2"):
-        source.load_state_dict({**source.state_dict(), "format": 3})
+    with pytest.raises(UserError, match="data: .* has format 4, this version reads up to 3"):
+        source.load_state_dict({**source.state_dict(), "format": 4})
 
 
 def test_a_place_saved_in_the_first_format_is_read():
     prompts = ledger(5)
     old = {"format": 1, "seed": 1, "num_prompts": 5, "fingerprint": "rows 5", "epoch": 2, "position": 3}
     prompts.load_state_dict(old)
-    assert prompts.peek(4) == ledger(5).peek(4, skip=13)
-    with pytest.raises(UserError, match="data: the checkpoint's place in the data is damaged"):
+    assert prompts.peek(4) == ledger(5).peek(17)[13:]
+    with pytest.raises(UserError, match="data: the checkpoint's position in the data is corrupt"):
         prompts.load_state_dict({**old, "position": 5})
 
     def examples() -> Ledger:
@@ -131,7 +250,7 @@ def test_a_place_saved_in_the_first_format_is_read():
     resumed = examples()
     resumed.load_state_dict({"format": 1, "seed": 1, "fingerprint": "both", "consumed": consumed})
     assert resumed.peek(9) == drawn[11:]
-    with pytest.raises(UserError, match="damaged .it has 1 data sets instead of 2"):
+    with pytest.raises(UserError, match="corrupt .it has 1 data sets instead of 2"):
         examples().load_state_dict({"format": 1, "seed": 1, "fingerprint": "both", "consumed": [3]})
 
 
@@ -161,7 +280,7 @@ def test_a_curriculum_that_goes_by_rewards_is_the_same_over_kills(size, batch, s
         saved, committed, done = json.dumps(source.state_dict()), [], 0
         while len(committed) < steps:
             drawn = source.peek(batch)
-            source.peek(batch, skip=batch * ahead)
+            source.peek(batch * (1 + ahead))
             if len(committed) in kills:
                 kills = kills - {len(committed)}
                 source = ledger(size, 1, worst_first)
@@ -216,7 +335,7 @@ def test_a_curriculum_has_an_effect_and_bounds():
     assert source.epoch == 1
     assert source.peek(2) == [SampleIndex(0, 1, 3), SampleIndex(0, 2, 3)]
     for wrong in ([], [4], [-1], [1, 1]):
-        with pytest.raises(UserError, match=r"data.curriculum: for epoch 0 it gave \d places.*from 0 to 3"):
+        with pytest.raises(UserError, match=r"data.curriculum: for epoch 0 it returned \d indices.*from 0 to 3"):
             ledger(4, 1, lambda *_, wrong=wrong: wrong).peek(1)
     with pytest.raises(UserError, match="data.curriculum=mine: failed for epoch 0 .ZeroDivisionError"):
         ledger(4, 1, lambda *_: [1 // 0], "mine").peek(1)
@@ -231,14 +350,27 @@ def test_a_run_goes_on_with_its_own_curriculum_alone(before, now):
 
 @pytest.mark.parametrize(
     "change",
-    [{"epoch": "1"}, {"position": -1}, {"position": 10**9}, {"position": None}, {"epoch": 2**70}, {"curriculum": 3}],
+    [
+        {"epoch": "1"},
+        {"position": -1},
+        {"position": 10**9},
+        {"position": None},
+        {"epoch": 2**70},
+        {"curriculum": 3},
+        {"trained_ahead": 3},
+        {"trained_ahead": [{"dataset": 0, "epoch": 0}]},
+        {"trained_ahead": [{"dataset": 0, "epoch": 0, "index": 4}]},
+        {"trained_ahead": [{"dataset": 1, "epoch": 0, "index": 1}]},
+        {"trained_ahead": [{"dataset": 0, "epoch": 0, "index": 1}] * 2},
+        {"trained_ahead": [{"dataset": 0, "epoch": 0, "index": 1}], "epoch": 1},
+    ],
 )
 def test_a_place_in_the_data_that_cannot_be_is_refused(change):
     ledger = Ledger([range(4)], 1, "prompts", lambda: "content")
     state = ledger.state_dict()
-    place = state["places"][0] | {name: value for name, value in change.items() if name != "curriculum"}
-    changed = {**state, "places": [place], **{name: value for name, value in change.items() if name == "curriculum"}}
-    with pytest.raises(UserError, match="place in the data is damaged|data.curriculum"):
+    place = {name: change.get(name, value) for name, value in state["places"][0].items()}
+    changed = {**state, "places": [place], **{name: value for name, value in change.items() if name not in place}}
+    with pytest.raises(UserError, match="position in the data is corrupt|data.curriculum"):
         ledger.load_state_dict(changed)
 
 
