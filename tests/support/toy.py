@@ -148,4 +148,4 @@ def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:
 def uninterrupted_run(root: Path, model: Path) -> tuple[Any, float]:
     """Train to the last step. Returns the metrics that can be compared, and the last number."""
     trainer = toy_run(toy_config(root), model)
-    return comparable(metrics(root)), trainer.learner.train_workers.number
+    return comparable(metrics(root)), trainer.learner.ranks.number

@@ -167,7 +167,7 @@ def test_the_source_of_episodes(tmp_path):
             trainer = toy_trainer(cfg, directory, tmp_path / "model")
             trainer.source = given["RecordedEpisodes"](episodes, size=3)
             trainer.fit()
-        return SimpleNamespace(number=trainer.learner.train_workers.number, source=trainer.source)
+        return SimpleNamespace(number=trainer.learner.ranks.number, source=trainer.source)
 
     whole = run(tmp_path / "whole", 5)
     run(tmp_path / "stopped", 2)

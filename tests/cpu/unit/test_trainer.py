@@ -75,13 +75,13 @@ def run_until(root: Path, model: Path, step: int, **settings) -> None:
 def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, step, interval):
     run_until(tmp_path, model, step, ckpt_interval=interval)
     trainer = toy_run(toy_config(tmp_path, ckpt_interval=interval), model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 def test_a_run_can_be_extended(tmp_path, model, whole):
     toy_run(toy_config(tmp_path, total_steps=2), model)
     trainer = toy_run(toy_config(tmp_path), model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, model, caplog):
@@ -109,7 +109,7 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, cap
     stop = StopRequest(None)
     with RunDirectory(cfg, supervised=True).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
-        trainer.learner.train_workers.fail_saves = [OSError("No space left on device"), OSError("Stale file handle")]
+        trainer.learner.ranks.fail_saves = [OSError("No space left on device"), OSError("Stale file handle")]
         if reason is None:
             trainer.fit()
         else:
@@ -127,7 +127,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
     cfg, stop = toy_config(tmp_path, ckpt_interval=100), StopRequest(None)
     with RunDirectory(cfg, supervised=True).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
-        trainer.learner.train_workers.fail_saves = [OSError("No space left on device")] * 9
+        trainer.learner.ranks.fail_saves = [OSError("No space left on device")] * 9
         if reason is not None:
             stop.ask(reason)
         step = 5 if reason is None else 2
@@ -145,7 +145,7 @@ def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
         def fail_from_step_2(experience, step):
             if step == 2:
                 trainer.checkpoints.wait()
-                trainer.learner.train_workers.fail_saves = [OSError("No space left on device")] * 9
+                trainer.learner.ranks.fail_saves = [OSError("No space left on device")] * 9
             return update(experience, step)
 
         trainer.learner.update = fail_from_step_2
@@ -166,14 +166,14 @@ def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, 
     trainer = toy_run(cfg, model)
     assert trainer.state.best["sft/loss"] == min(losses[3:]), "the best of the parent is not that of the fork"
     assert comparable(metrics(tmp_path / "fork")) == whole[0][3:]
-    assert trainer.learner.train_workers.number == whole[1]
+    assert trainer.learner.ranks.number == whole[1]
     manifest = json.loads((tmp_path / "fork/checkpoints/global_step_5/manifest.json").read_text())
     assert manifest["parent"]["forked_from"] == parent
     weights_alone = toy_config(tmp_path / "weights", resume_mode="from_path", resume_path=parent,
                                load_components=["weights"], total_steps=1)  # fmt: skip
     trainer = toy_run(weights_alone, model)
     assert [row["step"] for row in metrics(tmp_path / "weights")] == [1]
-    assert trainer.learner.train_workers.number != whole[0][0]["sft/loss"], "the weights are those of the parent"
+    assert trainer.learner.ranks.number != whole[0][0]["sft/loss"], "the weights are those of the parent"
 
 
 @pytest.mark.parametrize("choice", ["warn", "stop", "fallback"])
@@ -192,7 +192,7 @@ def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplo
         return
     caplog.set_level("INFO")
     trainer = toy_run(cfg, model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     went_back = any("going back to" in line and "global_step_2" in line for line in caplog.messages)
     assert went_back == (choice == "fallback")
 
@@ -228,7 +228,7 @@ def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, c
     with failing(tmp_path, model, failures, ckpt_interval=interval) as trainer:
         trainer.recovery.wait = lambda: None
         trainer.fit()
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     assert (tmp_path / "checkpoints/global_step_5/manifest.json").exists()
     incidents = read_incidents(str(tmp_path))
     assert [(one.step, one.cause, one.kind, one.action) for one in incidents] == [
@@ -252,7 +252,7 @@ def test_a_step_whose_checkpoint_was_damaged_when_the_ranks_died_is_saved_again(
         trainer.learner.close = damage
         trainer.fit()
     assert verify(str(tmp_path / "checkpoints/global_step_2")).step == 2
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 def test_a_restart_continues_a_fork_from_its_parent(tmp_path, model, whole):
@@ -262,7 +262,7 @@ def test_a_restart_continues_a_fork_from_its_parent(tmp_path, model, whole):
     with failing(tmp_path / "fork", model, {4: [lost()]}, **fork) as trainer:
         trainer.fit()
     assert comparable(metrics(tmp_path / "fork")) == whole[0][2:]
-    assert trainer.learner.train_workers.number == whole[1]
+    assert trainer.learner.ranks.number == whole[1]
 
 
 def test_too_many_restarts_end_the_run(tmp_path, model, caplog):
@@ -281,7 +281,7 @@ def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, m
             trainer.fit()
     assert [one.kind for one in read_incidents(str(tmp_path))] == [JOB] * 3
     trainer = toy_run(toy_config(tmp_path), model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 @pytest.mark.parametrize("error", [UserError("choose another"), lost("spent", "engine 0"), lost("cluster"), KeyError()])
@@ -303,7 +303,7 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
 
         trainer.learner.restart = die
         trainer.fit()
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     actions = [one.action for one in read_incidents(str(tmp_path))]
     assert actions == ["restarted the ranks, in vain", "restarted the ranks"]
 
@@ -312,7 +312,7 @@ def test_ranks_that_die_while_they_load_the_start_weights_are_started_again(tmp_
     with failing(tmp_path, model, {}) as trainer:
         trainer.learner.build = raises(lost("silent"))
         trainer.fit()
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"]
 
 
@@ -435,7 +435,7 @@ def test_on_another_number_of_ranks_the_first_replayed_step_alone_is_compared(tm
     cfg = toy_config(tmp_path, ckpt_interval=2)
     with RunDirectory(cfg, supervised=True).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
-        trainer.learner.train_workers.count = ranks
+        trainer.learner.ranks.count = ranks
         trainer.fit()
     (line,) = [line for line in caplog.messages if line.startswith("resume verified")]
     shown = {1: "2 replayed steps identical", 2: "1 replayed step equal to 0.001 (the first step alone"}
@@ -468,7 +468,7 @@ def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole)
     command = shlex.split(said.split("`")[1])
     assert command[:2] == ["trainer", "checkpoint"] and checkpoint_command(command[2:]) == 0
     trainer = toy_run(cfg, model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_path, model):

@@ -46,7 +46,7 @@ def test_the_last_step_is_saved_whatever_the_interval(tmp_path, model, whole, sc
     assert saved(tmp_path) == ["global_step_1", "global_step_3"]
     trainer = toy_run(toy_config(tmp_path, **schedule), model)
     assert saved(tmp_path) == ["global_step_1", "global_step_3", "global_step_5"]
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
     parent = str(tmp_path / "checkpoints/global_step_3")
     fork = toy_config(tmp_path / "fork", resume_mode="from_path", resume_path=parent, **schedule)
@@ -91,4 +91,4 @@ def test_metrics_that_are_deleted_during_a_run_are_complete_and_checked_by_a_res
         toy_run(toy_config(tmp_path), model)
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     trainer = toy_run(toy_config(tmp_path), model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.train_workers.number) == whole
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
