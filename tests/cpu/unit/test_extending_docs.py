@@ -110,7 +110,7 @@ def test_the_reward(module):
 def test_the_environment(module):
     module("guess", examples("An environment")[0])
     config = compose(overrides("An environment")).environment
-    assert set(config.options) <= set(options_of(import_function(config.name, "environment.name").__init__))
+    assert set(config.kwargs) <= set(options_of(import_function(config.name, "environment.name").__init__))
     with EnvironmentPool(config, 1000) as pool:
         session = Session({"below": 4}, seed=2)
         pool.advance([session])

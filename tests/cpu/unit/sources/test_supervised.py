@@ -125,4 +125,4 @@ def test_the_loss_of_rollouts_is_weighted_if_its_bound_is_set(weight, loss):
     cfg.sft.max_weight = weight
     algorithm = loop_config(cfg).algorithm
     assert (algorithm.policy_loss, algorithm.max_weight) == (loss, weight)
-    assert (algorithm.old_logprobs, algorithm.advantage_estimator) == ("sampler", "reward")
+    assert (algorithm.old_logprobs, algorithm.advantage_estimator) == ("rollout", "reward")
