@@ -7,7 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import Section, choice, number, open_section, option, refuse, rule_of
+from trainer.config.fields import (
+    ResumeRule,
+    SavedRun,
+    Section,
+    choice,
+    number,
+    open_section,
+    option,
+    refuse,
+    rule_of,
+    setting,
+)
 from trainer.config.functions import built_in_defaults, inputs_of
 from trainer.errors import UserError
 from trainer.import_utils import default_of, import_function, is_import_path, options_of, takes_any_option
@@ -25,7 +36,7 @@ ESTIMATOR, LOSS = "advantage_estimator", "policy_loss"
 
 @dataclass
 class AlgorithmConfig(Section):
-    advantage_estimator: str = "grpo"
+    advantage_estimator: str = setting("grpo", resume="update")
     """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
     `maxrl`, `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
     normalize_std: bool | None = option(ESTIMATOR)
@@ -37,7 +48,7 @@ class AlgorithmConfig(Section):
     """`gae`: lambda."""
     pass_k: int | None = option(ESTIMATOR, at_least=1)
     """`grpo_passk`: the k of pass@k."""
-    policy_loss: str = "clip"
+    policy_loss: str = setting("clip", resume="update")
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
     docs/algorithms.md), or an import path `package.module:function`."""
     clip_low: float | None = option(LOSS, at_least=0)
@@ -64,54 +75,56 @@ class AlgorithmConfig(Section):
     """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
     `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`). null: the
     default of the policy loss; `token_mean` for a function by import path that has none."""
-    options: dict[str, Any] = open_section()
+    options: dict[str, Any] = open_section(resume="update")
     """Further options of functions that are given by import path."""
-    old_logprobs: str = choice("recompute", ("recompute", "rollout"))
+    old_logprobs: str = choice("recompute", ("recompute", "rollout"), resume="update")
     """Log-probs of the old policy in the ratio: `recompute` (computed by the ranks: before the update, or for the first
     optimizer step in the update) or `rollout` (those of the engine that sampled; no pass before the update)."""
-    kl_coef: float = number(0.0, at_least=0)
+    kl_coef: float = number(0.0, at_least=0, resume="update")
     """Weight of the KL to the reference. 0: no KL, and no reference unless the policy loss reads `ref_logprobs`."""
-    kl_in: str = choice("loss", ("loss", "reward"))
+    kl_in: str = choice("loss", ("loss", "reward"), resume="update")
     """Where the KL is applied: `loss` (a term of the policy loss) or `reward` (subtracted from the reward of each
     token)."""
-    kl_estimator: str = choice("k3", KL_ESTIMATORS)
+    kl_estimator: str = choice("k3", KL_ESTIMATORS, resume="update")
     """Estimator of the KL: `k1`, `k2`, `k3` or `abs`; in the loss also `k1+` and `k3+`, which have the value of `k1` or
     `k3` and the gradient of `k2`."""
-    ref_sync_interval: int = number(-1, at_least=1, off=-1)
+    ref_sync_interval: int = number(
+        -1, at_least=1, off=-1, resume=ResumeRule("never", "it decides whether the checkpoint holds the reference")
+    )
     """Copy the policy into the reference every this many steps; the reference is then part of checkpoints. -1: the
     reference stays the start weights."""
-    kl_controller: str = choice("fixed", ("fixed", "adaptive"))
+    kl_controller: str = choice("fixed", ("fixed", "adaptive"), resume="update")
     """`fixed`: `kl_coef` stays as it is. `adaptive`: it is adjusted so that the KL approaches `kl_target`."""
-    kl_target: float = number(0.05, above=0)
+    kl_target: float = number(0.05, above=0, resume="update")
     """`kl_controller=adaptive`: the KL to reach, in nats per token."""
-    kl_horizon: float = number(10000, above=0)
+    kl_horizon: float = number(10000, above=0, resume="update")
     """`kl_controller=adaptive`: number of completions over which `kl_coef` may change by about a fifth."""
-    entropy_coef: float = number(0.0, at_least=0)
+    entropy_coef: float = number(0.0, at_least=0, resume="update")
     """Weight of the entropy bonus in the policy loss."""
-    value_clip: float = number(0.2, at_least=0)
+    value_clip: float = number(0.2, at_least=0, resume="update")
     """`gae`: in the value loss, new values are clipped to at most this distance from the old values."""
-    rollout_correction: str | None = choice(None, (None, *CORRECTIONS))
+    rollout_correction: str | None = choice(None, (None, *CORRECTIONS), resume="update")
     """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated) or `mis`
     (masked). null: no correction."""
-    rollout_correction_level: str = choice("token", CORRECTION_LEVELS)
+    rollout_correction_level: str = choice("token", CORRECTION_LEVELS, resume="update")
     """One ratio per `token`, or one per sequence: the `arithmetic` mean, the `geometric` mean or the `product` of the
     ratios of its tokens."""
-    rollout_correction_low: float = number(0.5, at_least=0)
+    rollout_correction_low: float = number(0.5, at_least=0, resume="update")
     """`rollout_correction=mis`: tokens with a ratio below this are not learnt from."""
-    rollout_correction_high: float = number(2.0, above=0)
+    rollout_correction_high: float = number(2.0, above=0, resume="update")
     """Ratios above this are set to it (`tis`), or their tokens are not learnt from (`mis`)."""
-    filter_zero_variance: bool = False
+    filter_zero_variance: bool = setting(False, resume="update")
     """Exclude prompts whose completions all got the same reward from the losses and from their denominators."""
-    overlong_buffer: int = number(0, at_least=0)
+    overlong_buffer: int = number(0, at_least=0, resume="update")
     """DAPO's soft punishment of long completions: a penalty that grows over this many last tokens before the limit. 0:
     no penalty."""
-    overlong_factor: float = number(1.0, at_least=0)
+    overlong_factor: float = number(1.0, at_least=0, resume="update")
     """Penalty at the limit, subtracted from the reward (with `overlong_buffer`)."""
-    overlong_masking: bool = False
+    overlong_masking: bool = setting(False, resume="update")
     """Exclude completions that were cut at the limit from the losses."""
-    dynamic_sampling: bool = False
+    dynamic_sampling: bool = setting(False, resume="rollouts")
     """Replace prompts whose completions all get the same reward by further prompts (DAPO, Yu et al., 2025)."""
-    max_gen_batches: int = number(10, at_least=1)
+    max_gen_batches: int = number(10, at_least=1, resume="rollouts")
     """`dynamic_sampling`: most batches of prompts that a step draws. If they hold too few prompts with different
     rewards, the step is filled up with the others."""
 
@@ -149,6 +162,15 @@ class AlgorithmConfig(Section):
         self._check_kl(config)
         if self.dynamic_sampling:
             check_group_size(config, "algorithm.dynamic_sampling")
+
+    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
+        rules = {}
+        if ("critic" in saved.roles) != ("critic" in {role.name for role in config.roles}):
+            rules["advantage_estimator"] = ResumeRule("never", "only one of the two has a critic")
+        if saved.config.get("algorithm", {}).get("kl_controller") == self.kl_controller == "adaptive":
+            reason = "the adaptive controller has steered the weight since"
+            rules["kl_coef"] = ResumeRule("never", reason, ("state",))
+        return rules
 
     def _check_kl(self, config: Config) -> None:
         if self.kl_in == "reward" and self.kl_estimator.endswith("+"):

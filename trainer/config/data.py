@@ -1,11 +1,11 @@
-"""`data.*`: prompts and answers."""
+"""`data.*`: prompts and answers. Any resume may change these keys, because the ledger compares the examples."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choice, number, open_section, refuse, value_of
+from trainer.config.fields import Section, choice, number, open_section, refuse, setting, value_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -16,29 +16,29 @@ GENERATORS: dict[str, tuple[str, ...]] = {"arithmetic": ("max_value",), "reverse
 
 @dataclass
 class DataConfig(Section):
-    train_files: list[str] = field(default_factory=list)
+    train_files: list[str] = setting(default_factory=list, resume="harmless")
     """Training prompts: `.jsonl` or `.parquet` files, or Hub datasets as
     `hf://OWNER/NAME?config=C&split=S&revision=COMMIT`. On the command line it implies `data=files`, unless a group or
     an experiment chooses the data."""
-    val_files: list[str] = field(default_factory=list)
+    val_files: list[str] = setting(default_factory=list, resume="validation")
     """Held-out prompts for validation, in the same formats as `train_files`."""
-    prompt_key: str = "prompt"
+    prompt_key: str = setting("prompt", resume="harmless")
     """Column of the prompt: a string, or a list of chat messages."""
-    answer_key: str = "answer"
+    answer_key: str = setting("answer", resume="harmless")
     """Column of the reference answer, which is passed to the reward."""
-    messages_key: str | None = None
+    messages_key: str | None = setting(None, resume="harmless")
     """Column of whole chats, used instead of `prompt_key` and `answer_key`: the last message is the answer."""
-    synthetic: str | None = choice(None, (None, *GENERATORS))
+    synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
     """Make prompts instead of reading files: `arithmetic` or `reverse_text`."""
-    synthetic_args: dict[str, int] = open_section()
+    synthetic_args: dict[str, int] = open_section(resume="harmless")
     """Options of the generator: `arithmetic` {max_value}; `reverse_text` {min_letters, max_letters}."""
-    train_size: int = number(-1, at_least=1, off=-1)
+    train_size: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Number of training examples to generate, or most examples to use from the files. -1: all."""
-    val_size: int = number(-1, at_least=1, off=-1)
+    val_size: int = number(-1, at_least=1, off=-1, resume="validation")
     """Number of validation examples to generate, or most examples to use from the files. -1: all."""
-    system_prompt: str | None = None
+    system_prompt: str | None = setting(None, resume="harmless")
     """System message that is put before every prompt."""
-    curriculum: str | None = None
+    curriculum: str | None = setting(None, resume="harmless")
     """Import path `package.module:function` of a function (prompts, epoch, rewards) that chooses the prompts of an
     epoch and their order (see `trainer.data.ledger.Curriculum`). null: all prompts, shuffled."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, open_section, refuse
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, open_section, refuse, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class EnvironmentConfig(Section):
-    name: str | None = None
+    name: str | None = setting(None, resume="rollouts")
     """Import path `package.module:Class` of an environment (see docs/environments.md), which gives the reward of an
     episode. null: an episode is one prompt and one completion, and `reward.name` gives its reward."""
-    kwargs: dict[str, Any] = open_section()
+    kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Arguments for the class, by name."""
-    max_turns: int = number(8, at_least=1)
+    max_turns: int = number(8, at_least=1, resume="rollouts")
     """Most replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens, and what comes
     before it, the messages and replies so far, at most `rollout.max_prompt_tokens`."""
-    timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
+    timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
     environment; then the episode counts as failed."""
-    num_processes: int = number(1, at_least=1)
+    num_processes: int = number(1, at_least=1, resume="harmless")
     """Number of processes that run environments. Each holds many of them."""
-    on_failure: str = choice("leave_out", ON_FAILURE)
+    on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
     """What becomes of an episode whose environment failed. `leave_out`: it is neither learnt from nor compared with
     the others of its row, and no metric of rewards counts it. If the algorithm compares episodes, a row with fewer than
     two others teaches nothing. `zero`: its reward is 0."""
-    max_error_rate: float = number(0.5, at_least=0, at_most=1)
+    max_error_rate: float = number(0.5, at_least=0, at_most=1, resume="harmless")
     """The run ends if a greater share of the episodes that are played together fails. 1: it never ends for that."""
 
     def check(self, config: Config, name: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import UserError
@@ -87,30 +87,87 @@ class Rule:
         return None
 
 
-ANY = Rule()
-_RULE = "rule"
+RESUME = {
+    "harmless": "any resume may change it; what is computed stays the same",
+    "rounding": "any resume may change it; what is computed stays the same but for rounding",
+    "validation": "any resume may change it; metrics of the validation mean something else after it",
+    "update": "with permission; acts from the update of the first step on",
+    "rollouts": "with permission; acts from the rollouts of the first step on",
+    "never": "no resume may change it",
+}
+"""What a resume may do with a key. Permission is `trainer.allow_config_change`."""
+FREE = ("harmless", "rounding", "validation")
+"""The keys that change without permission."""
+
+
+@dataclass(frozen=True)
+class ResumeRule:
+    """What it means that a key has another value than in the checkpoint that a run resumes from."""
+
+    change: str
+    """One of `RESUME`."""
+    reason: str = ""
+    """Why the key needs permission or cannot change, as the end of a sentence."""
+    state: tuple[str, ...] = ()
+    """The kinds of saved state (of `LOAD_COMPONENTS`) that belong to the value. A fork that restores none of them
+    changes the key freely."""
+
+    def __post_init__(self) -> None:
+        assert self.change in RESUME, self.change
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a resume changes the key without permission."""
+        return self.change in FREE
+
+
+HARMLESS = ResumeRule("harmless")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The run as a checkpoint has it."""
+
+    config: Mapping[str, Any]
+    """The nested config, under the names of today."""
+    roles: Collection[str]
+    """Names of the roles that the checkpoint holds."""
+
+
+_RULE, _RESUME = "rule", "resume"
+
+
+def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory: Any = MISSING) -> Any:
+    """A key without bounds.
+
+    Args:
+        resume: what a resume may do with the key, one of `RESUME`, or a rule with its reason. The same in all
+            functions below.
+    """
+    return _field(Rule(), resume, default=default, default_factory=default_factory)
 
 
 def number(
     default: Any,
     *,
+    resume: str | ResumeRule,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     off: float | None = None,
 ) -> Any:
     """A key with bounds."""
-    return _field(Rule(at_least, above, at_most, off), default=default)
+    return _field(Rule(at_least, above, at_most, off), resume, default=default)
 
 
-def choice(default: str | None, choices: Iterable[str | None]) -> Any:
+def choice(default: str | None, choices: Iterable[str | None], *, resume: str | ResumeRule) -> Any:
     """A key whose value is one of `choices`."""
-    return _field(Rule(choices=tuple(choices)), default=default)
+    return _field(Rule(choices=tuple(choices)), resume, default=default)
 
 
-def choices(names: Iterable[str]) -> Any:
+def choices(names: Iterable[str], *, resume: str | ResumeRule) -> Any:
     """A list, empty by default, of any of `names`."""
-    return _field(Rule(choices=tuple(names)), default_factory=list)
+    return _field(Rule(choices=tuple(names)), resume, default_factory=list)
 
 
 def option(
@@ -121,23 +178,43 @@ def option(
     at_most: float | None = None,
     choices: Iterable[str] = (),
 ) -> Any:
-    """An option of the function that `algorithm.<of>` chooses. null, the default: the function's own default."""
+    """An option of the function that `algorithm.<of>` chooses. null, the default: the function's own default.
+
+    Such functions are called in the update, so a changed option acts there.
+    """
     allowed = (None, *choices) if choices else ()
-    return _field(Rule(at_least, above, at_most, choices=allowed, option_of=of), default=None)
+    return _field(Rule(at_least, above, at_most, choices=allowed, option_of=of), "update", default=None)
 
 
-def open_section() -> Any:
+def open_section(*, resume: str | ResumeRule) -> Any:
     """A section whose keys are the user's choice."""
-    return _field(Rule(is_open=True), default_factory=dict)
+    return _field(Rule(is_open=True), resume, default_factory=dict)
+
+
+def subsection(factory: Callable[[], Any], *, resume: str | None = None) -> Any:
+    """A section of the config.
+
+    Args:
+        resume: replaces "rollouts" as the rule of the keys in the section: "update" for a role that does not sample.
+    """
+    return field(default_factory=factory, metadata={_RESUME: resume})
 
 
 def rule_of(key: dataclasses.Field[Any]) -> Rule:
     """The rule of a field of the schema."""
-    return key.metadata.get(_RULE, ANY)
+    return key.metadata[_RULE]
 
 
 class Section:
     """A section of the config. What must hold between keys is checked by the section that it concerns."""
+
+    def __init_subclass__(cls) -> None:
+        for name in cls.__dict__.get("__annotations__", {}):
+            if _RESUME not in getattr(cls.__dict__.get(name), "metadata", {}):
+                raise TypeError(
+                    f"{cls.__name__}.{name}: make the field with a function of `trainer.config.fields`, such as "
+                    "`setting`, and say what a resume may do with it"
+                )
 
     def check(self, config: Config, name: str) -> None:
         """Refuse values that contradict each other. Called when every single value is within its bounds.
@@ -149,6 +226,13 @@ class Section:
         Raises:
             UserError: one sentence that names the key, its value and what is valid.
         """
+
+    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
+        """Return the rules that follow from values, by the name of the key below this section.
+
+        They replace those of the fields. `saved` is the run to resume, `config` that of this start.
+        """
+        return {}
 
 
 def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -166,6 +250,28 @@ def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Rule]]:
         for f in dataclasses.fields(value):
             if not dataclasses.is_dataclass(item := getattr(value, f.name)):
                 yield _join(inner, f.name), item, rule_of(f)
+
+
+def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, ResumeRule]:
+    """Return what a resume may do with each key.
+
+    Args:
+        saved: the run to resume. None: only the rules of the fields.
+    """
+    rules = dict(_rules_of_fields(config))
+    for name, inner in walk_sections(config) if saved is not None else ():
+        rules |= {_join(name, key): rule for key, rule in inner.resume_rules(config, saved).items()}
+    return rules
+
+
+def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -> Iterator[tuple[str, ResumeRule]]:
+    for f in dataclasses.fields(section):
+        rule, value = f.metadata[_RESUME], getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _rules_of_fields(value, _join(name, f.name), rule or instead)
+        else:
+            is_replaced = instead is not None and rule.change == "rollouts"
+            yield _join(name, f.name), dataclasses.replace(rule, change=instead) if is_replaced else rule
 
 
 def changed_keys(section: Any, default: Any, name: str) -> list[str]:
@@ -187,8 +293,9 @@ def refuse(config: Any, key: str, problem: str) -> NoReturn:
     raise UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
 
 
-def _field(rule: Rule, **default: Any) -> Any:
-    return field(**default, metadata={_RULE: rule})
+def _field(rule: Rule, resume: str | ResumeRule, **default: Any) -> Any:
+    resume = ResumeRule(resume) if isinstance(resume, str) else resume
+    return field(**default, metadata={_RULE: rule, _RESUME: resume})
 
 
 def _join(section: str, name: str) -> str:

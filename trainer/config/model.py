@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import LARGEST_SEED, Section, choice, number, open_section, refuse
+from trainer.config.fields import (
+    LARGEST_SEED,
+    ResumeRule,
+    Section,
+    choice,
+    number,
+    open_section,
+    refuse,
+    setting,
+    subsection,
+)
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
 
 
+_OTHER_MODEL = ResumeRule("never", "the saved weights belong to another model", ("weights", "optimizer"))
+
+
 @dataclass
 class TinyConfig(Section):
-    hidden_size: int = number(128, at_least=1)
+    hidden_size: int = number(128, at_least=1, resume=_OTHER_MODEL)
     """Width."""
-    intermediate_size: int = number(384, at_least=1)
+    intermediate_size: int = number(384, at_least=1, resume=_OTHER_MODEL)
     """Width of the MLP."""
-    num_layers: int = number(2, at_least=1)
+    num_layers: int = number(2, at_least=1, resume=_OTHER_MODEL)
     """Number of blocks."""
-    num_heads: int = number(4, at_least=1)
+    num_heads: int = number(4, at_least=1, resume=_OTHER_MODEL)
     """Number of attention heads."""
-    num_kv_heads: int = number(2, at_least=1)
+    num_kv_heads: int = number(2, at_least=1, resume=_OTHER_MODEL)
     """Number of key and value heads."""
-    head_dim: int = number(32, at_least=1)
+    head_dim: int = number(32, at_least=1, resume=_OTHER_MODEL)
     """Width of a head. vLLM's CPU attention needs a multiple of 32."""
-    max_position_embeddings: int = number(4096, at_least=1)
+    max_position_embeddings: int = number(4096, at_least=1, resume=_OTHER_MODEL)
     """Longest sequence, in tokens."""
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = setting(True, resume=_OTHER_MODEL)
     """The output head shares the weights of the embedding."""
-    start_accuracy: float | None = number(0.7, above=0, at_most=1)
+    # A resume compares the initial weights where a checkpoint depends on them, so the key itself is harmless.
+    start_accuracy: float | None = number(0.7, above=0, at_most=1, resume="harmless")
     """The warm start ends when the model answers this share of 128 training prompts exactly, and at the latest after
     `sft.steps`: a model that knows its task leaves nothing to learn. null: always after `sft.steps`, as in versions
     without this key. A run that such a version began needs null to continue with a reference or adapters."""
-    seed: int = number(1, at_least=0, at_most=LARGEST_SEED)
+    seed: int = number(1, at_least=0, at_most=LARGEST_SEED, resume=_OTHER_MODEL)
     """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
     of several seeds start from one model."""
 
@@ -46,21 +60,23 @@ class TinyConfig(Section):
 
 @dataclass
 class ModelConfig(Section):
-    path: str | None = None
+    path: str | None = setting(
+        None, resume=ResumeRule("rollouts", "the saved weights belong to that model", ("weights", "optimizer"))
+    )
     """Hugging Face id or directory of a causal LM. null: build the embedded Qwen3 of `model.tiny`, warm it up with
     supervised steps (see `sft`) and cache it."""
-    tiny: TinyConfig = field(default_factory=TinyConfig)
+    tiny: TinyConfig = subsection(TinyConfig)
     """Shape of the embedded model."""
-    cache_dir: str = "${oc.env:TRAINER_CACHE,'~/.cache/trainer'}"
+    cache_dir: str = setting("${oc.env:TRAINER_CACHE,'~/.cache/trainer'}", resume="harmless")
     """Directory of the embedded models that were built and warmed up, one directory per configuration."""
-    attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"))
+    attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
     """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself. `flash_attention_2`:
     the package flash-attn. `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = setting(False, resume="rollouts")
     """Allow the model directory to run its own Python code."""
-    chat_template: str | None = None
+    chat_template: str | None = setting(None, resume="rollouts")
     """A Jinja file that replaces the tokenizer's chat template."""
-    chat_template_kwargs: dict[str, Any] = open_section()
+    chat_template_kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Variables of the chat template. Qwen3: `{enable_thinking: false}` lets the model answer without thinking first.
     Exported models keep them in their chat template."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from trainer.config.fields import rule_of, walk_sections
+from trainer.config.fields import RESUME, ResumeRule, resume_rules, rule_of, walk_sections
 from trainer.config.schema import Config
 
 _HEADER = [
@@ -16,20 +16,34 @@ _HEADER = [
     "Generated from `trainer/config/` by `make docs`. The default is that of the schema; a group "
     "(`conf/<group>/<name>.yaml`) may set another.",
     "",
+    "The column `resume` says what a resume may do with a key whose value differs from that in the checkpoint. "
+    "Permission is `trainer.allow_config_change=[KEY]`. A fork (`trainer.resume_mode=from_path`) changes all keys, but "
+    "not those of state that it restores.",
+    "",
+    *(f"- `{name}`: {meaning}" for name, meaning in RESUME.items()),
+    "",
 ]
 
 
 def page() -> str:
     """The text of `docs/config.md`."""
-    lines = list(_HEADER)
+    lines, rules = list(_HEADER), resume_rules(Config())
     for name, section in walk_sections(Config()):
         docs, rows = field_docs(type(section)), []
         for f in dataclasses.fields(section):
             value = getattr(section, f.name)
             if not dataclasses.is_dataclass(value):
-                rows.append(f"| `{name}.{f.name}` | {_type_of(f)} | `{_shown(value)}` | {docs[f.name]} |")
+                rule = _rule(rules[f"{name}.{f.name}"])
+                rows.append(f"| `{name}.{f.name}` | {_type_of(f)} | `{_shown(value)}` | {rule} | {docs[f.name]} |")
         if rows:
-            lines += [f"## {name}", "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+            lines += [
+                f"## {name}",
+                "",
+                "| key | type | default | resume | meaning |",
+                "|---|---|---|---|---|",
+                *rows,
+                "",
+            ]
     return "\n".join(lines)
 
 
@@ -48,6 +62,10 @@ def field_docs(cls: type) -> dict[str, str]:
 def _type_of(field: dataclasses.Field[Any]) -> str:
     kind, bounds = str(field.type).replace("|", "or"), rule_of(field).bounds()
     return f"{kind}, {bounds}" if bounds else kind
+
+
+def _rule(rule: ResumeRule) -> str:
+    return f"{rule.change}: {rule.reason}" if rule.reason else rule.change
 
 
 def _shown(value: object) -> object:

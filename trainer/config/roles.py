@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, changed_keys, choice, number, refuse
+from trainer.config.fields import (
+    HARMLESS,
+    ResumeRule,
+    SavedRun,
+    Section,
+    changed_keys,
+    choice,
+    number,
+    refuse,
+    setting,
+    subsection,
+    walk_keys,
+)
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -13,23 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class OptimizerConfig(Section):
-    lr: float = number(1e-6, at_least=0)
+    lr: float = number(1e-6, at_least=0, resume="update")
     """Peak learning rate of AdamW."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = setting(default_factory=lambda: [0.9, 0.999], resume="update")
     """AdamW's decay rates of the first and second moment."""
-    eps: float = number(1e-8, above=0)
+    eps: float = number(1e-8, above=0, resume="update")
     """AdamW's epsilon."""
-    weight_decay: float = number(0.0, at_least=0)
+    weight_decay: float = number(0.0, at_least=0, resume="update")
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = number(1.0, at_least=0)
+    max_grad_norm: float = number(1.0, at_least=0, resume="update")
     """Gradients are clipped to this global norm. 0: no clipping."""
-    scheduler: str = choice("constant", ("constant", "cosine"))
+    scheduler: str = choice("constant", ("constant", "cosine"), resume="update")
     """Learning rate after warm-up: `constant`, or `cosine` (decays to `min_lr_ratio` over `schedule_steps`)."""
-    warmup_steps: int = number(0, at_least=0)
+    warmup_steps: int = number(0, at_least=0, resume="update")
     """Optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: float = number(0.1, at_least=0, at_most=1)
+    min_lr_ratio: float = number(0.1, at_least=0, at_most=1, resume="update")
     """Learning rate at the end of `cosine`, as a share of `lr`."""
-    schedule_steps: int | None = number(None, at_least=1)
+    schedule_steps: int | None = number(
+        None,
+        at_least=1,
+        resume=ResumeRule(
+            "update", "the learning rate of every step goes by it (null: the number of steps of the run)"
+        ),
+    )
     """Steps of the run after which `cosine` has ended; later steps keep its last value. null: the steps of the run
     (`trainer.total_steps`, `sft.steps`). With a number, a run can be extended without changing the schedule."""
 
@@ -40,18 +58,18 @@ class OptimizerConfig(Section):
 
 @dataclass
 class ShardingConfig(Section):
-    param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
     or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = setting(True, resume="rounding")
     """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
-    cpu_offload: bool = False
+    cpu_offload: bool = setting(False, resume="rounding")
     """Keep parameters, gradients and optimizer state in host memory between uses."""
-    prefetch: int | None = number(None, at_least=0)
+    prefetch: int | None = number(None, at_least=0, resume="rounding")
     """Number of blocks whose parameters are gathered while the block before them computes. A higher number hides a
     slower network, and takes the memory of as many blocks. 0: torch decides, which gathers one block ahead, but in
     forward passes as late as it can. null: 1 on CUDA if the weights are sharded over several ranks, else 0."""
-    compile: bool | None = None
+    compile: bool | None = setting(None, resume="rounding")
     """Compile the blocks with `torch.compile`: faster passes, but the first ones wait for the compiler. null: on CUDA
     without `trainer.context_parallel_size` and `trainer.tensor_parallel_size`; not on CPU. With tensor parallelism
     true is refused."""
@@ -63,12 +81,12 @@ CHECKPOINTING_OF_BOOL = {"True": "full", "False": "none"}
 
 @dataclass
 class FSDPConfig(ShardingConfig):
-    reduce_dtype: str = choice("float32", ("float32", "bfloat16"))
+    reduce_dtype: str = choice("float32", ("float32", "bfloat16"), resume="rollouts")
     """Precision in which gradients are summed over ranks: `float32` or `bfloat16`."""
-    reduce_gradients: str = choice("micro_batch", ("micro_batch", "mini_batch"))
+    reduce_gradients: str = choice("micro_batch", ("micro_batch", "mini_batch"), resume="rounding")
     """When gradients are summed over ranks: after each `micro_batch`, or once per `mini_batch` (less communication, but
     each rank keeps all gradients in `reduce_dtype`, however many ranks there are)."""
-    activation_checkpointing: str = choice("none", ("none", "selective", "full"))
+    activation_checkpointing: str = choice("none", ("none", "selective", "full"), resume="rounding")
     """Which activations of a block the backward pass computes again instead of keeping them: `none`, `selective` (all
     but the results of matrix products and of attention: little work, about half of the memory) or `full` (all: about a
     third more work, least memory). true and false mean `full` and `none`."""
@@ -80,12 +98,17 @@ class FSDPConfig(ShardingConfig):
 
 @dataclass
 class LoraConfig(Section):
-    rank: int | None = number(None, at_least=1)
+    rank: int | None = number(
+        None, at_least=1, resume=ResumeRule("never", "the saved adapters have another shape", ("weights", "optimizer"))
+    )
     """Rank of the low-rank adapters that are trained while the weights stay frozen (LoRA, Hu et al., 2021). null:
     train all weights."""
-    alpha: float = number(32, above=0)
+    alpha: float = number(32, above=0, resume="rollouts")
     """Scale of the adapters: their product is multiplied by `alpha / rank`."""
-    target_modules: list[str] = field(default_factory=list)
+    target_modules: list[str] = setting(
+        default_factory=list,
+        resume=ResumeRule("never", "the saved adapters belong to other layers", ("weights", "optimizer")),
+    )
     """Names of the linear layers that get adapters, such as `q_proj`. Empty: all linear layers of the blocks."""
 
     def check(self, config: Config, name: str) -> None:
@@ -96,25 +119,25 @@ class LoraConfig(Section):
 
 @dataclass
 class PolicyConfig(Section):
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = subsection(OptimizerConfig)
     """Optimizer of the policy."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = subsection(LoraConfig)
     """Adapters of the policy."""
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp: FSDPConfig = subsection(FSDPConfig)
     """Sharding of the policy."""
 
 
 @dataclass
 class CriticConfig(Section):
-    path: str | None = None
+    path: str | None = setting(None, resume="update")
     """Start weights of the critic's backbone: a Hugging Face id or a directory. null: those of the policy."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
+    optimizer: OptimizerConfig = subsection(lambda: OptimizerConfig(lr=5e-6))
     """Optimizer of the critic."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = subsection(LoraConfig)
     """Adapters of the critic. Its value head is always trained in full."""
-    warmup_steps: int = number(0, at_least=0)
+    warmup_steps: int = number(0, at_least=0, resume="update")
     """First steps of the run in which only the critic is trained."""
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp: FSDPConfig = subsection(FSDPConfig)
     """Sharding of the critic."""
 
     def check(self, config: Config, name: str) -> None:
@@ -131,10 +154,15 @@ class CriticConfig(Section):
                     f"algorithm.advantage_estimator={estimator} has no critic; choose algorithm=ppo or drop the key",
                 )
 
+    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
+        if "critic" in saved.roles and any(role.name == "critic" for role in config.roles):
+            return {}
+        return {key: HARMLESS for key, *_ in walk_keys(self)}  # no critic is restored
+
 
 @dataclass
 class ReferenceConfig(Section):
-    fsdp: ShardingConfig = field(default_factory=ShardingConfig)
+    fsdp: ShardingConfig = subsection(ShardingConfig)
     """Sharding of the reference."""
 
     def check(self, config: Config, name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.engines import ENGINES, engines_with
-from trainer.config.fields import Section, choice, number, open_section, refuse
+from trainer.config.fields import Section, choice, number, open_section, refuse, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -16,48 +16,48 @@ _LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 
 @dataclass
 class RolloutConfig(Section):
-    engine: str = choice("vllm", ENGINES)
+    engine: str = choice("vllm", ENGINES, resume="rollouts")
     """Inference engine: `vllm` or `transformers`."""
-    num_engines: int = number(1, at_least=1)
+    num_engines: int = number(1, at_least=1, resume="rounding")
     """Number of engines. Prompts are spread over them."""
-    tensor_parallel_size: int = number(1, at_least=1)
+    tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
     """GPUs per engine (vLLM)."""
-    colocate: bool = False
+    colocate: bool = setting(False, resume="harmless")
     """Engines share the GPUs of the ranks and sleep while the ranks train. false: engines have GPUs of their own."""
-    n: int = number(8, at_least=1)
+    n: int = number(8, at_least=1, resume="rollouts")
     """Completions per prompt."""
-    max_prompt_tokens: int = number(512, at_least=1)
+    max_prompt_tokens: int = number(512, at_least=1, resume="rollouts")
     """Longest prompt, in tokens. Longer prompts are dropped, and counted, when the data is read."""
-    max_response_tokens: int = number(512, at_least=1)
+    max_response_tokens: int = number(512, at_least=1, resume="rollouts")
     """Longest completion, in tokens. Longer completions are cut."""
-    temperature: float = number(1.0, at_least=_LOWEST_TEMPERATURE, at_most=100, off=0)
+    temperature: float = number(1.0, at_least=_LOWEST_TEMPERATURE, at_most=100, off=0, resume="rollouts")
     """Sampling temperature of rollouts. The trainer divides its logits by it too. 0: greedy."""
-    top_p: float = number(1.0, above=0, at_most=1)
+    top_p: float = number(1.0, above=0, at_most=1, resume="rollouts")
     """Nucleus sampling: keep the smallest set of tokens with this probability. 1: all tokens."""
-    top_k: int = number(-1, at_least=1, off=-1)
+    top_k: int = number(-1, at_least=1, off=-1, resume="rollouts")
     """Keep this many of the most likely tokens. -1: all."""
-    val_n: int = number(0, at_least=0)
+    val_n: int = number(0, at_least=0, resume="validation")
     """Validation also samples this many completions per prompt for `val/pass@<k>`. 0: greedy completions only."""
-    dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
-    max_num_seqs: int = number(256, at_least=1)
+    max_num_seqs: int = number(256, at_least=1, resume="rounding")
     """Largest number of sequences that an engine runs at once."""
-    kv_cache_mb: int = number(128, at_least=1)
+    kv_cache_mb: int = number(128, at_least=1, resume="rounding")
     """KV cache of a vLLM engine on CPU, in MiB."""
-    gpu_memory_utilization: float = number(0.85, above=0, at_most=1)
+    gpu_memory_utilization: float = number(0.85, above=0, at_most=1, resume="rounding")
     """Share of a GPU's memory that a vLLM engine takes for weights and KV cache."""
-    enforce_eager: bool = False
+    enforce_eager: bool = setting(False, resume="rounding")
     """Run vLLM without CUDA graphs. On CPU it always runs without."""
-    weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast", "ipc"))
+    weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast", "ipc"), resume="rounding")
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
     over ranks and engines), `ipc` (from rank to engine within the GPU that they share) or `auto`: ipc on shared GPUs,
     broadcast across nodes and to engines with GPUs of their own, else shared memory."""
-    weight_sync_bucket_mb: int = number(256, at_least=1)
+    weight_sync_bucket_mb: int = number(256, at_least=1, resume="rounding")
     """Size of the parts, in MiB, in which weights travel by broadcast and ipc. Two of them are in memory at a time."""
-    lora_sync: str = choice("auto", ("auto", "merged", "adapter"))
+    lora_sync: str = choice("auto", ("auto", "merged", "adapter"), resume="rounding")
     """What engines get of a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the engine
     can serve it, else merged weights."""
-    engine_args: dict[str, Any] = open_section()
+    engine_args: dict[str, Any] = open_section(resume="rollouts")
     """Further arguments for `vllm.LLM`."""
 
     def check(self, config: Config, name: str) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig
 from trainer.config.engines import ENGINES
 from trainer.config.environment import EnvironmentConfig
-from trainer.config.fields import Section, refuse, walk_keys, walk_sections
+from trainer.config.fields import Section, refuse, subsection, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.renamed import successor_of, successor_of_value
@@ -28,15 +28,15 @@ from trainer.errors import UserError, did_you_mean
 
 @dataclass
 class Config(Section):
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    trainer: TrainerConfig = subsection(TrainerConfig)
+    algorithm: AlgorithmConfig = subsection(AlgorithmConfig)
+    model: ModelConfig = subsection(ModelConfig)
+    data: DataConfig = subsection(DataConfig)
+    reward: RewardConfig = subsection(RewardConfig)
+    environment: EnvironmentConfig = subsection(EnvironmentConfig)
+    rollout: RolloutConfig = subsection(RolloutConfig)
+    sft: SFTConfig = subsection(SFTConfig)
+    logger: LoggerConfig = subsection(LoggerConfig)
 
     @property
     def on_failure(self) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choice, number, refuse, value_of
+from trainer.config.fields import Section, choice, number, refuse, setting, subsection, value_of
 from trainer.config.roles import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class SFTConfig(Section):
-    steps: int = number(200, at_least=1)
+    steps: int = number(200, at_least=1, resume="rollouts")
     """Optimizer steps of supervised training. Most optimizer steps of the warm start of the embedded model (see
     `model.tiny.start_accuracy`)."""
-    batch_size: int = number(8, at_least=1)
+    batch_size: int = number(8, at_least=1, resume="rollouts")
     """An optimizer step learns as many whole examples as fill this many rows of `sft.max_length` tokens."""
-    max_length: int = number(256, at_least=1)
+    max_length: int = number(256, at_least=1, resume="rollouts")
     """Longest example in tokens. A longer one is cut."""
-    train_on: list[str] = field(default_factory=lambda: ["assistant"])
+    train_on: list[str] = setting(default_factory=lambda: ["assistant"], resume="rollouts")
     """Roles whose messages are learnt."""
-    weights: list[float] = field(default_factory=list)
+    weights: list[float] = setting(default_factory=list, resume="rollouts")
     """Relative frequency with which examples of each of `data.train_files` are drawn, one number per file. Empty:
     every example is drawn equally often."""
-    source: str = choice("examples", ("examples", "rollouts"))
+    source: str = choice("examples", ("examples", "rollouts"), resume="rollouts")
     """Content of `data.train_files`: `examples`, or `rollouts` as `logger.save_rollouts` writes them."""
-    min_reward: float | None = None
+    min_reward: float | None = setting(None, resume="rollouts")
     """`source=rollouts`: learn only completions with at least this reward (rejection sampling). null: all."""
-    max_weight: float | None = number(None, above=0)
+    max_weight: float | None = number(None, above=0, resume="rollouts")
     """`source=rollouts`: multiply the loss of each token by its importance weight, at most this (the loss
     `importance_weighted_ce`). The weight is the token's probability under the model divided by its probability under
     the policy that sampled it. null: plain cross-entropy (distillation)."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
+    optimizer: OptimizerConfig = subsection(lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
     """Optimizer of supervised training."""
 
     def check(self, config: Config, name: str) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from trainer.config.fields import (
     LARGEST_SEED,
     LONGEST_TIME,
+    ResumeRule,
     Section,
     choice,
     choices,
     number,
     open_section,
     refuse,
+    setting,
+    subsection,
     value_of,
 )
 from trainer.config.renamed import METRICS
@@ -35,173 +38,178 @@ _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 @dataclass
 class TrainerConfig(Section):
-    run_name: str = "default"
+    run_name: str = setting("default", resume="harmless")
     """Plain name of the run, without slashes. It is part of `run_dir` and of the name in W&B."""
-    run_dir: str = "outputs/${trainer.run_name}${sweep_suffix:}"
+    run_dir: str = setting("outputs/${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
-    seed: int = number(1, at_least=0, at_most=LARGEST_SEED)
+    seed: int = number(
+        1,
+        at_least=0,
+        at_most=LARGEST_SEED,
+        resume=ResumeRule("never", "every random draw of the run depends on it", ("data",)),
+    )
     """Seed of every random draw of the run."""
-    total_steps: int = number(140, at_least=1)
+    total_steps: int = number(140, at_least=1, resume="harmless")
     """Number of steps after which the run is finished."""
-    num_workers: int = number(1, at_least=1)
+    num_workers: int = number(1, at_least=1, resume="rounding")
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
-    min_world_size: int | None = number(None, at_least=1)
+    min_world_size: int | None = number(None, at_least=1, resume="harmless")
     """If the cluster of `ray_address` has no room for `num_workers` ranks, at the start or after the loss of a node,
     the job takes fewer ranks, but at least this number. null: it never takes fewer."""
-    excluded_nodes: list[str] = field(default_factory=list)
+    excluded_nodes: list[str] = setting(default_factory=list, resume="harmless")
     """Addresses of nodes of the cluster of `ray_address` that this run does not use."""
-    dp_replicate: int = number(1, at_least=1)
+    dp_replicate: int = number(1, at_least=1, resume="rounding")
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / dp_replicate` ranks."""
-    context_parallel_size: int = number(1, at_least=1)
+    context_parallel_size: int = number(1, at_least=1, resume="rounding")
     """Ranks that share the tokens of a micro-batch, for long sequences: each computes a part of the tokens and, in the
     attention, a part of the heads (Ulysses). It divides the number of attention heads."""
-    tensor_parallel_size: int = number(1, at_least=1)
+    tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
     """Ranks that share each matrix of a model, by the model's own Hugging Face plan. It divides the numbers of
     attention heads, of key and value heads, and of tokens in the vocabulary."""
-    device: str = choice("auto", ("auto", "cpu", "cuda"))
+    device: str = choice("auto", ("auto", "cpu", "cuda"), resume="rounding")
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has it and the installed vLLM can use it."""
-    colocate_roles: bool = True
+    colocate_roles: bool = setting(True, resume="rounding")
     """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
     `num_workers` ranks of its own."""
-    deterministic: bool = False
+    deterministic: bool = setting(False, resume="rounding")
     """Make runs on GPUs repeat to the last bit: ranks and engines use deterministic kernels, vLLM computes a sequence
     in the same way in any batch, and requests go to engines by plan, not by which engine is free first. It costs speed.
     Runs on CPU repeat without it."""
-    offload: str = choice("none", ("none", "optimizer", "all"))
+    offload: str = choice("none", ("none", "optimizer", "all"), resume="harmless")
     """What ranks move to host memory while engines on the same GPUs generate, to leave them room: nothing, the
     `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.colocate`."""
-    ray_address: str | None = None
+    ray_address: str | None = setting(None, resume="harmless")
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
-    placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME)
+    placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """The longest time, in seconds, that the job waits for room in the cluster of `ray_address`. Set it if nodes are
     added during the wait, because that can take minutes. null: 60 seconds, but a cluster that is too small ends the job
     at once."""
-    master_port: int = number(0, at_least=0, at_most=65535)
+    master_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
     """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
     broadcasts, meet. 0: any free ports."""
-    collective_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME)
+    collective_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one collective may take before the ranks give up."""
-    heartbeat_timeout_s: float = number(300.0, at_least=0.001)
+    heartbeat_timeout_s: float = number(300.0, at_least=0.001, resume="harmless")
     """Seconds without any sign of life from a rank or an engine after which it counts as dead. A stopped process, or a
     process on a frozen machine, is silent; a process that computes is not. While a process starts, at least 60."""
-    node_timeout_s: float = number(15.0, at_least=0.001)
+    node_timeout_s: float = number(15.0, at_least=0.001, resume="harmless")
     """Seconds without an answer from a node of the cluster of `ray_address` after which the node counts as lost, with
     all ranks and engines on it."""
-    rpc_timeout_s: float = number(14400.0, at_least=0.001)
+    rpc_timeout_s: float = number(14400.0, at_least=0.001, resume="harmless")
     """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
     update) before they count as dead."""
-    hang_timeout_s: float = number(600.0, at_least=0.001)
+    hang_timeout_s: float = number(600.0, at_least=0.001, resume="harmless")
     """Seconds after which a call of the ranks or engines that was made before counts as hanging, if it also takes ten
     times as long as the longest one before. The stacks of the processes are then written to `stacks` in the run
     directory, and the process counts as dead. A driver that hangs by the same rule ends the job with status 75, or is
     killed (137) if it is in a call of C that cannot be interrupted."""
-    max_restarts: int = number(3, at_least=0)
+    max_restarts: int = number(3, at_least=0, resume="harmless")
     """Number of times within `restart_window_minutes` that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the
     job."""
-    restart_window_minutes: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME)
+    restart_window_minutes: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Length of the time in which restarts count."""
-    divergence_limits: dict[str, float] = open_section()
+    divergence_limits: dict[str, float] = open_section(resume="harmless")
     """Metrics with limits, such as `+trainer.divergence_limits={policy/kl:1.0,policy/grad_norm:100}`. If a metric stays
     above its limit for `divergence_patience` steps in a row, the run has diverged: it ends with status 3, and its
     message says how to go back. Empty: never."""
-    divergence_patience: int = number(3, at_least=1)
+    divergence_patience: int = number(3, at_least=1, resume="harmless")
     """Number of steps in a row above a limit of `divergence_limits` after which the run ends."""
-    train_batch_size: int = number(64, at_least=1)
+    train_batch_size: int = number(64, at_least=1, resume="rollouts")
     """Prompts per step."""
-    mini_batch_size: int = number(32, at_least=1)
+    mini_batch_size: int = number(32, at_least=1, resume="update")
     """Prompts per optimizer step."""
-    update_epochs: int = number(1, at_least=1)
+    update_epochs: int = number(1, at_least=1, resume="update")
     """Passes over the experience of a step."""
-    max_tokens_per_micro_batch: int = number(16384, at_least=1)
+    max_tokens_per_micro_batch: int = number(16384, at_least=1, resume="rounding")
     """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and
     a prompt that several share (`share_prefixes`) counts once. A longer sequence is processed alone. Ranks along the
     axis of `context_parallel_size` take so many together for each of them."""
-    share_prefixes: bool = True
+    share_prefixes: bool = setting(True, resume="rounding")
     """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
     The result is the same but for rounding. It has no effect on models whose attention is not that of
     `model.attn_implementation=sdpa`, or that process one sequence at a time."""
-    val_interval: int = number(10, at_least=1, off=-1)
+    val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
     """Validate every this many steps and after the last step. -1: never."""
-    val_before_train: bool = True
+    val_before_train: bool = setting(True, resume="harmless")
     """Validate the start weights, as step 0."""
-    ckpt_path: str = "${trainer.run_dir}/checkpoints"
+    ckpt_path: str = setting("${trainer.run_dir}/checkpoints", resume="harmless")
     """Directory of the checkpoints, or a prefix in an object store: `s3://bucket/run` (needs the extra `s3`),
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
     read them."""
-    ckpt_cache_dir: str | None = None
+    ckpt_cache_dir: str | None = setting(None, resume="harmless")
     """With `ckpt_path` in an object store: a directory on the local disk, or in the memory (`/dev/shm/…`), of each
     node, where checkpoints are committed first. They are uploaded while training continues. null: checkpoints go
     straight to `ckpt_path`."""
-    ckpt_replicas: int = number(0, at_least=0)
+    ckpt_replicas: int = number(0, at_least=0, resume="harmless")
     """With `ckpt_cache_dir`: the number of other nodes whose local directories also get each rank's shards, as a part
     of every save. With 1, a lost node costs nothing that is committed. Each copy needs the room of the shards once
     more. 0: a lost node costs what had not been uploaded."""
-    ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME)
+    ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME, resume="harmless")
     """With `ckpt_cache_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
-    ckpt_interval: int | str = number(10, at_least=1, off=-1)
+    ckpt_interval: int | str = number(10, at_least=1, off=-1, resume="harmless")
     """Steps between checkpoints. -1: do not save by steps. `auto`: save by time, at the interval that loses least,
     given the measured cost of a save and `mean_time_between_failures` (Young, 1974; Daly, 2006). Whatever the value,
     the last step is saved, and the step after which the job is asked to stop."""
-    ckpt_interval_minutes: float = number(-1, at_least=0.001, at_most=LONGEST_TIME, off=-1)
+    ckpt_interval_minutes: float = number(-1, at_least=0.001, at_most=LONGEST_TIME, off=-1, resume="harmless")
     """Also save when this many minutes have passed since the last save. -1: save by steps only."""
-    mean_time_between_failures: float = number(240, at_least=0.001, at_most=LONGEST_TIME)
+    mean_time_between_failures: float = number(240, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Expected minutes between failures, for `ckpt_interval=auto`."""
-    ckpt_async: bool = True
+    ckpt_async: bool = setting(True, resume="harmless")
     """Write checkpoints while training continues. Needs host memory for one copy of each rank's shards."""
-    ckpt_failures_allowed: int = number(3, at_least=0)
+    ckpt_failures_allowed: int = number(3, at_least=0, resume="harmless")
     """Number of saves in a row that may fail before the run stops. Until then training continues, and the last
     committed checkpoint stays."""
-    max_ckpts_to_keep: int = number(-1, at_least=1, off=-1)
+    max_ckpts_to_keep: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Number of newest checkpoints to keep. -1: all. The newest checkpoint, and the one the run resumed from, are
     never deleted."""
-    keep_every: int = number(-1, at_least=1, off=-1)
+    keep_every: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Also keep checkpoints whose step is a multiple of this. -1: none."""
-    keep_best: int = number(0, at_least=0)
+    keep_best: int = number(0, at_least=0, resume="harmless")
     """Also keep this many checkpoints with the best `best_metric`."""
-    best_metric: str = "val/accuracy"
+    best_metric: str = setting("val/accuracy", resume="harmless")
     """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. While no
     held-out completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
     `val/accuracy`. In supervised training `val/accuracy` stands for the lowest `val/loss`."""
-    best_mode: str = choice("max", ("max", "min"))
+    best_mode: str = choice("max", ("max", "min"), resume="harmless")
     """`max`: a higher `best_metric` is better. `min`: a lower one is."""
-    resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"))
+    resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"), resume="harmless")
     """`latest`: resume from the newest valid checkpoint in `ckpt_path`, or start a new run if there is none (one
     command for the first start and every restart). `from_path`: fork from `resume_path`. `none` or null: start a new
     run."""
-    resume_path: str | None = None
+    resume_path: str | None = setting(None, resume="harmless")
     """With `resume_mode=from_path`: the `global_step_N` directory of another run to fork from. Restarted with
     the same command, the fork continues from its own newest checkpoint."""
-    load_components: list[str] = choices(LOAD_COMPONENTS)
+    load_components: list[str] = choices(LOAD_COMPONENTS, resume="harmless")
     """What a fork loads, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the position in the data)
     and `state` (step, counters, best metric). Empty: all."""
-    verify_checkpoint: str = choice("hash", ("hash", "size", "off"))
+    verify_checkpoint: str = choice("hash", ("hash", "size", "off"), resume="harmless")
     """How a checkpoint is checked before it is loaded: `hash` (every byte), `size` (of every file), or `off`."""
-    allow_config_change: list[str] = field(default_factory=list)
+    allow_config_change: list[str] = setting(default_factory=list, resume="harmless")
     """Keys, or sections, that may differ from the config of the checkpoint to resume from."""
-    on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"))
+    on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"), resume="harmless")
     """What to do if a replayed step differs from the metrics that the killed run logged: `warn`, `stop`, or `fallback`
     (resume from the checkpoint before)."""
-    resume_tolerance: float | None = number(None, at_least=0, at_most=1)
+    resume_tolerance: float | None = number(None, at_least=0, at_most=1, resume="harmless")
     """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, and on CUDA with
     `deterministic`. Else, on CUDA, one step alone is compared, and what was sampled may differ by chance."""
-    deadline: str | None = None
+    deadline: str | None = setting(None, resume="harmless")
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""
-    lock_lease_s: float = number(60, at_least=1, at_most=LONGEST_TIME)
+    lock_lease_s: float = number(60, at_least=1, at_most=LONGEST_TIME, resume="harmless")
     """Seconds without a sign of life after which a job on another machine loses its lock on the run directory."""
-    hf_save_interval: int = number(-1, at_least=1, off=-1)
+    hf_save_interval: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Steps between exports in Hugging Face format. -1: no exports."""
-    hf_save_lora: str = choice("merged", ("merged", "adapter"))
+    hf_save_lora: str = choice("merged", ("merged", "adapter"), resume="harmless")
     """What an export of a policy with adapters contains: `merged` weights, or the `adapter` alone, as peft reads it."""
-    export_path: str = "${trainer.run_dir}/exports"
+    export_path: str = setting("${trainer.run_dir}/exports", resume="harmless")
     """Directory of the exports, or a prefix in an object store; each is written to `global_step_N/policy` in it."""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    policy: PolicyConfig = subsection(PolicyConfig)
     """The policy."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticConfig = subsection(CriticConfig, resume="update")
     """The critic. Only if a function of `algorithm` reads `values`, as `gae` does."""
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: ReferenceConfig = subsection(ReferenceConfig)
     """The reference. Only with `algorithm.kl_coef` above 0, or if the policy loss reads `ref_logprobs`."""
 
     @property

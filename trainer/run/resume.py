@@ -18,6 +18,7 @@ from trainer.checkpoint.names import step_in
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
+from trainer.config.fields import SavedRun
 from trainer.errors import UserError
 from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
@@ -172,20 +173,11 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     # A new password is no change of the run. Earlier versions saved secrets.
     pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
     changes = compatibility.find_changes(*pair, dataclasses.asdict(Config()))
-    harmless = compatibility.ignored_keys(cfg, supervised)
-    saved_roles = checkpoint.manifest["roles"]
-    if not any(role.name == "critic" and role.name in saved_roles for role in cfg.roles):  # no critic is restored
-        harmless = (*harmless, "trainer.critic.*")
-    if not fork:
-        harmless = (*harmless, *movable_paths(checkpoint, cfg))
+    movable = () if fork else movable_paths(checkpoint, cfg)
+    rules = compatibility.resume_rules(cfg, supervised, SavedRun(saved, checkpoint.manifest["roles"]), movable)
+    allowed = cfg.trainer.allow_config_change
     try:
-        effective = compatibility.check(
-            changes,
-            cfg.trainer.allow_config_change,
-            harmless,
-            compatibility.impossible_changes(cfg, saved, saved_roles),
-            forked=restored if fork else None,
-        )
+        compatibility.check(changes, allowed, rules, forked=restored if fork else None)
     except compatibility.ConfigRefused as refused:
         refused.resume = (checkpoint, Restore(restored, fork))
         raise
@@ -193,7 +185,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     for change in changes:
         if not change.key.startswith(_NOT_SHOWN + (_NAMED_AFTER_RUN if renamed else ())):
             LOG.info("config changed since the checkpoint: %s", change)
-    altered, by = compatibility.altered_metrics(changes, effective)
+    altered, by = compatibility.altered_metrics(changes, rules)
     if by and not fork:
         LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(by))
     added_steps = {} if supervised else compatibility.added_steps(changes, cfg.trainer, checkpoint.step)
@@ -202,7 +194,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
         Restore(restored, fork, added_steps),
         # Another version of this package may sum in another order.
         same_rounding=checkpoint.manifest.get("trainer_version") == __version__
-        and not any(compatibility.matches(change.key, compatibility.ROUNDING) for change in changes),
+        and compatibility.same_rounding(changes, rules),
         altered=altered,
     )
 

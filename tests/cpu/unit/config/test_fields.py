@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.support.config import KEYS, refusal_of, refusal_of_value
 from trainer.config import OPEN_SECTIONS, Config, compose
 from trainer.config.fields import (
     LARGEST_INTEGER,
+    ResumeRule,
     Rule,
     Section,
     changed_keys,
@@ -21,7 +21,8 @@ from trainer.config.fields import (
     number,
     option,
     refuse,
-    rule_of,
+    resume_rules,
+    subsection,
     walk_keys,
     walk_sections,
 )
@@ -171,15 +172,15 @@ def test_bounds_are_those_that_runs_need(overrides, sentence):
 
 @dataclass
 class Inner(Section):
-    names: list[str] = choices(("a", "b"))
-    mode: str | None = choice(None, (None, "a"))
+    names: list[str] = choices(("a", "b"), resume="harmless")
+    mode: str | None = choice(None, (None, "a"), resume="rollouts")
 
 
 @dataclass
 class Outer(Section):
-    inner: Any = None
+    inner: Inner = subsection(Inner, resume="update")
     share: float | None = option("policy_loss", above=0, at_most=1)
-    every: int = number(3, at_least=2, off=-1)
+    every: int = number(3, at_least=2, off=-1, resume=ResumeRule("never", "it is fixed"))
 
 
 def test_metadata_holds_the_rule_of_each_helper():
@@ -193,10 +194,15 @@ def test_metadata_holds_the_rule_of_each_helper():
     }
     assert [name for name, _ in walk_sections(outer)] == ["", "inner"]
     assert (outer.share, outer.every, outer.inner.names, outer.inner.mode) == (None, 3, [], None)
-    assert {rule_of(f).bounds() for f in outer.__dataclass_fields__.values()} == {
-        "",
-        "above 0 and at most 1",
-        "at least 2, or -1",
+    assert [rule.bounds() for rule in rules.values()] == ["above 0 and at most 1", "at least 2, or -1", "", ""]
+
+
+def test_a_section_may_replace_rules_about_rollouts():
+    assert {key: rule.change for key, rule in resume_rules(Outer()).items()} == {
+        "share": "update",
+        "every": "never",
+        "inner.names": "harmless",
+        "inner.mode": "update",
     }
 
 

@@ -32,7 +32,7 @@ def test_the_page_shows_every_key_with_type_bounds_and_default():
     text = page()
     for key in KEYS:
         assert f"| `{key}` | " in text
-    assert "| `trainer.val_interval` | int, at least 1, or -1 | `10` | Validate every" in text
+    assert "| `trainer.val_interval` | int, at least 1, or -1 | `10` | harmless | Validate every" in text
     assert "| `algorithm.gamma` | float or None, at least 0 and at most 1 | `null` |" in text
 
 

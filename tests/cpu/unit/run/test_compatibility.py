@@ -5,15 +5,26 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from typing import Any
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.support.config_keys import ALLOWED, HARMLESS, PROOFS, REFUSED
-from trainer.config import OPEN_SECTIONS, Config, compose
+from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, compose
+from trainer.config.fields import RESUME, SavedRun, Section, number, resume_rules, walk_keys
 from trainer.errors import UserError
 from trainer.run import compatibility
 from trainer.run.compatibility import Change
+
+RULES = resume_rules(Config())
+WITH_PERMISSION = sorted(key for key, rule in RULES.items() if rule.change in ("update", "rollouts"))
+NEW_CRITIC = SavedRun({}, ["policy", "critic"])
+"""A run with a critic, which the default config has not."""
+
+
+def check(changes: Sequence[Change], allowed: Sequence[str], forked: Collection[str] | None = None) -> list[Change]:
+    rules = {f"algorithm.{key}": rule for key, rule in AlgorithmConfig().resume_rules(Config(), NEW_CRITIC).items()}
+    return compatibility.check(changes, allowed, RULES | rules, forked)
 
 
 def changed(*overrides: str) -> list[compatibility.Change]:
@@ -31,7 +42,7 @@ def test_harmless_changes_pass():
         "trainer.run_name=x",
     )
     assert {"trainer.num_workers", "trainer.run_dir", "rollout.num_engines"} <= {change.key for change in found}
-    compatibility.check(found, [])
+    check(found, [])
 
 
 @pytest.mark.parametrize(
@@ -53,20 +64,20 @@ def test_harmless_changes_pass():
 )
 def test_other_changes_are_refused_by_name(override, allow, sentence):
     with pytest.raises(UserError, match=sentence):
-        compatibility.check(changed(override), allow)
+        check(changed(override), allow)
 
 
 @pytest.mark.parametrize("allow", [["rollout.n"], ["rollout"]])
 def test_a_key_or_its_section_can_be_allowed(allow):
-    compatibility.check(changed("rollout.n=4"), allow)
+    check(changed("rollout.n=4"), allow)
     with pytest.raises(UserError, match="trainer.update_epochs=2"):
-        compatibility.check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
+        check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
 
 
 def test_all_refusals_are_listed_together():
     found = changed("rollout.n=4", "trainer.seed=2", "trainer.update_epochs=2", "trainer.num_workers=2")
     with pytest.raises(UserError) as refused:
-        compatibility.check(found, ["algorithm"])
+        check(found, ["algorithm"])
     headline, *lines = str(refused.value).splitlines()
     assert "cannot be used" in headline
     assert [line.split(":")[0] for line in lines] == [
@@ -82,14 +93,14 @@ def test_all_refusals_are_listed_together():
 ALL_STATE = ("weights", "optimizer", "rng", "data", "state")
 
 
-@pytest.mark.parametrize("key", sorted(ALLOWED))
+@pytest.mark.parametrize("key", WITH_PERMISSION)
 def test_a_fork_changes_what_a_resume_changes_with_permission(key):
     change = [Change(key, "before", "after")]
     if key == "model.path":
         with pytest.raises(UserError, match=r"belong to that model; .*allow_config_change=\[model.path\]"):
-            compatibility.check(change, [], forked=ALL_STATE)
-        change = compatibility.check(change, ["model.path"], forked=ALL_STATE)
-    assert compatibility.check(change, [], forked=("rng", "data", "state")) == change
+            check(change, [], forked=ALL_STATE)
+        change = check(change, ["model.path"], forked=ALL_STATE)
+    assert check(change, [], forked=("rng", "data", "state")) == change
 
 
 @pytest.mark.parametrize(
@@ -108,12 +119,12 @@ def test_a_fork_changes_what_a_resume_changes_with_permission(key):
 def test_a_fork_refuses_what_makes_the_restored_state_meaningless(key, restored, remedy):
     change = [Change(key, "before", "after")]
     if remedy is None:
-        assert compatibility.check(change, [], forked=restored) == change
+        assert check(change, [], forked=restored) == change
     else:
         with pytest.raises(
             UserError, match=f"{key}=after: .*saved with before, and .*; restore the value, or {remedy}"
         ):
-            compatibility.check(change, [key], forked=restored)
+            check(change, [key], forked=restored)
 
 
 def test_a_key_missing_from_an_old_config_counts_as_its_default():
@@ -193,56 +204,107 @@ def test_options_that_change_with_their_function_need_no_permission_of_their_own
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Every key has a decision
-
-
-def keys_of(section: Any, prefix: str = "") -> list[str]:
-    """Every key of the schema."""
-    keys = []
-    for f in dataclasses.fields(section):
-        value, key = getattr(section, f.name), f"{prefix}{f.name}"
-        keys += keys_of(value, f"{key}.") if dataclasses.is_dataclass(value) else [key]
-    return keys
+# Every key has a rule
 
 
 def passes(key: str, allowed: list[str]) -> bool:
     try:
-        compatibility.check([Change(key, "before", "after")], allowed)
+        compatibility.check([Change(key, "before", "after")], allowed, RULES)
     except UserError:
         return False
     return True
 
 
-def test_every_key_has_one_decision():
-    decided = [*HARMLESS, *ALLOWED, *REFUSED]
-    assert sorted(decided) == sorted(keys_of(Config())), "decide in config_keys.py what a resume may change"
+def test_every_key_has_a_rule():
+    assert set(RULES) == {key for key, *_ in walk_keys(Config())}
+    assert {rule.change for rule in RULES.values()} == set(RESUME)
+    assert set(OPEN_SECTIONS) <= set(RULES)
 
 
-@pytest.mark.parametrize("key", keys_of(Config()))
-def test_a_resume_may_change_what_the_written_list_says(key):
-    assert passes(key, []) == (key in HARMLESS)
-    assert passes(key, [key]) == passes(key, [key.partition(".")[0]]) == (key not in REFUSED)
+@pytest.mark.parametrize("key", RULES)
+def test_a_resume_may_change_what_the_rule_of_the_key_says(key):
+    change = RULES[key].change
+    assert passes(key, []) == (change in ("harmless", "rounding", "validation"))
+    assert passes(key, [key]) == passes(key, [key.partition(".")[0]]) == (change != "never")
+    assert change != "never" or RULES[key].reason
 
 
-@pytest.mark.parametrize("proof", PROOFS)
-def test_the_proof_of_an_allowed_change_is_a_test(proof):
-    file, _, name = PROOFS[proof].partition("::")
-    assert callable(getattr(importlib.import_module(f"tests.cpu.{file.removesuffix('.py').replace('/', '.')}"), name))
-    assert proof in ALLOWED.values()
+def test_the_rules_decide_as_they_are_meant_to():
+    """Some keys of each kind: a slip in a shared section would change many."""
+    of = {
+        "harmless": ["trainer.total_steps", "data.train_files", "logger.wandb.mode", "model.tiny.start_accuracy"],
+        "rounding": ["trainer.num_workers", "trainer.policy.fsdp.compile", "trainer.critic.fsdp.cpu_offload"],
+        "validation": ["data.val_files", "rollout.val_n", "reward.success_threshold"],
+        "update": ["trainer.critic.lora.alpha", "trainer.critic.fsdp.param_dtype", "sft.optimizer.lr",
+                   "algorithm.clip_low", "algorithm.kl_coef", "trainer.update_epochs"],
+        "rollouts": ["trainer.policy.lora.alpha", "trainer.policy.fsdp.param_dtype", "algorithm.dynamic_sampling",
+                     "trainer.train_batch_size", "rollout.n", "reward.name", "sft.batch_size", "model.path"],
+        "never": ["trainer.seed", "model.tiny.seed", "trainer.critic.lora.rank", "algorithm.ref_sync_interval"],
+    }  # fmt: skip
+    assert {key: RULES[key].change for keys in of.values() for key in keys} == {
+        key: change for change, keys in of.items() for key in keys
+    }
 
 
-def test_the_lists_name_real_keys():
-    keys = keys_of(Config())
-    for patterns in (
-        compatibility.HARMLESS,
-        compatibility.IMPOSSIBLE,
-        compatibility.ROUNDING,
-        compatibility.VALIDATION,
-        compatibility.UPDATE,
-        compatibility.SAMPLING,
-        compatibility.FORK_NEEDS_PERMISSION,
-    ):
-        for pattern in patterns:
-            assert any(compatibility.matches(key, (pattern,)) for key in keys), pattern
-    assert all(any(compatibility.matches(key, (pattern,)) for key in ALLOWED) for pattern in compatibility.REASONS)
-    assert set(OPEN_SECTIONS) <= set(keys)
+def test_a_key_without_a_rule_is_an_error_at_import():
+    with pytest.raises(TypeError, match="Careless.new: make the field with .* say what a resume may do with it"):
+
+        class Careless(Section):
+            new: int = 3
+
+    with pytest.raises(TypeError, match="resume"):
+        number(3, at_least=0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "now, saved, key, change",
+    [
+        ([], NEW_CRITIC, "algorithm.advantage_estimator", "never"),
+        ([], SavedRun({}, ["policy"]), "algorithm.advantage_estimator", "update"),
+        (["algorithm=ppo"], SavedRun({}, ["policy"]), "algorithm.advantage_estimator", "never"),
+        (["algorithm=ppo"], SavedRun({}, ["policy"]), "trainer.critic.lora.rank", "harmless"),
+        (["algorithm=ppo"], NEW_CRITIC, "trainer.critic.lora.rank", "never"),
+        (["algorithm=ppo"], NEW_CRITIC, "trainer.critic.warmup_steps", "update"),
+        ([], NEW_CRITIC, "trainer.critic.warmup_steps", "harmless"),
+        (["model.path=x"], NEW_CRITIC, "sft.batch_size", "harmless"),
+        ([], NEW_CRITIC, "sft.batch_size", "rollouts"),
+    ],
+)
+def test_some_rules_follow_from_values(now, saved, key, change):
+    assert compatibility.resume_rules(compose(now), False, saved)[key].change == change
+
+
+def test_a_weight_that_a_controller_has_steered_cannot_change():
+    adaptive = compose(["algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"])
+    for kind, change in (("adaptive", "never"), ("fixed", "update")):
+        saved = SavedRun({"algorithm": {"kl_controller": kind}}, ["policy"])
+        assert compatibility.resume_rules(adaptive, False, saved)["algorithm.kl_coef"].change == change
+
+
+@pytest.mark.parametrize(
+    "keys, metrics, by, rounded",
+    [
+        (["trainer.total_steps"], (), [], False),
+        (["trainer.num_workers"], (), [], True),
+        (["trainer.num_workers", "rollout.val_n"], compatibility.OF_VALIDATION, ["rollout.val_n"], True),
+        (["rollout.val_n", "algorithm.clip_low"], compatibility.OF_UPDATE, ["algorithm.clip_low"], False),
+        (["algorithm.clip_low", "rollout.n"], compatibility.ALL_METRICS, ["algorithm.clip_low", "rollout.n"], False),
+    ],
+)
+def test_replayed_steps_are_compared_where_no_change_acts(keys, metrics, by, rounded):
+    changes = [Change(key, "before", "after") for key in keys]
+    assert compatibility.altered_metrics(changes, RULES) == (metrics, by)
+    assert compatibility.same_rounding(changes, RULES) == (not rounded)
+
+
+def proofs() -> dict[str, list[str]]:
+    """The keys of each `PROVEN_KEYS` in the tests."""
+    root = Path(__file__).parents[4]
+    files = [file for file in root.glob("tests/cpu/**/test_*.py") if "\nPROVEN_KEYS = " in file.read_text()]
+    names = [".".join(file.relative_to(root).with_suffix("").parts) for file in files]
+    return {name: sorted(importlib.import_module(name).PROVEN_KEYS) for name in names}
+
+
+def test_a_test_proves_that_each_change_with_permission_acts():
+    proven = [key for keys in proofs().values() for key in keys]
+    assert sorted(proven) == WITH_PERMISSION, "add a case to a test with PROVEN_KEYS: what a changed key does"

@@ -19,6 +19,9 @@ from trainer.checkpoint.start_weights import start_weights_part
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
 
+PROVEN_KEYS = {"model.path", "trainer.critic.path"}
+"""Keys that a resume changes with permission, and whose changes the tests of this file prove."""
+
 
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     a_run(tmp_path)

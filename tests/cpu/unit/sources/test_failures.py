@@ -23,6 +23,9 @@ from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.dynamic_sampling import choose_groups
 from trainer.sources.transcripts import TranscriptLog
 
+PROVEN_KEYS = {"environment.on_failure", "reward.on_failure"}
+"""Keys that a resume changes with permission, and whose changes the tests of this file prove."""
+
 REWARD = """
 def half(completion):
     # The place of the completion is its text.
