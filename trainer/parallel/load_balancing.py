@@ -37,10 +37,19 @@ class Rows:
     """`(B,)`: which rows share tokens. None: none do."""
     shared: np.ndarray | None = None
     """`(B,)`: with how many tokens all rows of the row's group begin."""
+    keeps_groups: bool = False
+    """No group is divided, however long its rows are."""
 
     def families(self) -> list[np.ndarray]:
-        """Return the rows that share tokens, the longest first, and each other row by itself."""
+        """Return the rows that share tokens, the longest first, and each other row by itself.
+
+        If groups are kept, return the rows of each group.
+        """
         longest_first = np.argsort(-self.lengths, kind="stable")
+        if self.keeps_groups:
+            assert self.groups is not None
+            order = longest_first[np.argsort(self.groups[longest_first], kind="stable")]
+            return np.split(order, np.flatnonzero(np.diff(self.groups[order])) + 1)
         if self.groups is None or self.shared is None:
             return list(longest_first[:, None])
         alone = longest_first[self.shared[longest_first] == 0]
@@ -85,17 +94,18 @@ class Rows:
 def plan_micro_batches(rows: Rows, num_ranks: int, max_tokens: int) -> Plan:
     """Return the rows of each rank's micro-batches.
 
-    Each micro-batch holds at most `max_tokens` tokens (a longer row goes alone). Every rank gets the same number of
+    Each micro-batch holds at most `max_tokens` tokens (a longer row, or a longer group that is kept together, goes
+    alone). Every rank gets the same number of
     micro-batches, because each one is a collective. The ranks wait for the slowest at each of them, so the i-th
     micro-batches of all ranks cost about the same. A rank with an empty micro-batch takes part in the collective and
     contributes nothing.
 
-    Rows that share tokens stay together, or are divided into as many parts as make the plan fastest: more parts can be
-    balanced better, and repeat more tokens.
+    Rows that share tokens stay together, or are divided into as many slices as make the plan fastest: more slices can
+    be balanced better, and repeat more tokens. With `Rows.keeps_groups` no group is divided.
     """
     families = rows.families()
     plans, parts = [_plan(rows, families, num_ranks, max_tokens)], 1
-    while parts < max(map(len, families)):
+    while not rows.keeps_groups and parts < max(map(len, families)):
         parts *= 2
         divided = [part for family in families for part in _divide(family, parts)]
         plans.append(_plan(rows, divided, num_ranks, max_tokens))
@@ -109,9 +119,12 @@ def _divide(family: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 def _plan(rows: Rows, families: list[np.ndarray], num_ranks: int, max_tokens: int) -> Plan:
-    """Return a plan that keeps each family together, unless it is too large for a micro-batch."""
+    """Return a plan that keeps each family together, unless it is too large for a micro-batch and may be divided."""
     pieces: list[np.ndarray] = []
     for family in families:
+        if rows.keeps_groups:
+            pieces.append(family)
+            continue
         parts = -(-rows.room(family) // max_tokens)
         while parts < len(family) and any(rows.room(part) > max_tokens for part in _divide(family, parts)):
             parts += 1

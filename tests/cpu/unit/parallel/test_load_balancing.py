@@ -33,6 +33,40 @@ def test_plan_contains_every_row_once_and_as_many_micro_batches_for_each_rank(si
             assert len(batch) <= 1 or rows.room(batch) <= limit
 
 
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9)), min_size=1, max_size=60),
+    shared=st.none() | st.integers(0, 20),
+    ranks=st.integers(1, 6),
+    limit=st.integers(1, 400),
+)
+def test_kept_groups_are_never_divided(sizes, shared, ranks, limit):
+    """A group that exceeds the limit goes alone."""
+    lengths, groups = np.array(sizes).T
+    common = None if shared is None else np.minimum(shared, [lengths[groups == g].min() - 1 for g in groups])
+    rows = Rows(lengths, 0.01, groups, common, keeps_groups=True)
+    plan = plan_micro_batches(rows, ranks, limit)
+    assert len(plan) == ranks and len({len(micro_batches) for micro_batches in plan}) == 1
+    batches = [batch for micro_batches in plan for batch in micro_batches]
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    holders = [set(groups[batch].tolist()) for batch in batches]
+    assert sum(map(len, holders)) == len(set(groups.tolist())), "each group is in one micro-batch"
+    assert all(len(held) <= 1 or rows.room(batch) <= limit for held, batch in zip(holders, batches, strict=True))
+
+
+@pytest.mark.parametrize("ranks, limit", [(1, 100), (2, 100), (2, 1000), (3, 120)])
+def test_pairs_of_unequal_lengths_are_parted_unless_groups_are_kept(ranks, limit):
+    """So a loss over pairs that is right with these rows is not right by luck."""
+    lengths, groups = np.array([90, 80, 70, 60, 50, 6, 5, 4, 3, 2]), np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
+
+    def whole_pairs(keeps_groups: bool) -> int:
+        plan = plan_micro_batches(Rows(lengths, 0.0, groups, keeps_groups=keeps_groups), ranks, limit)
+        return sum((groups[batch] == g).sum() == 2 for batches in plan for batch in batches for g in range(5))
+
+    assert whole_pairs(True) == 5
+    assert whole_pairs(False) < 3
+
+
 def plan_of(lengths: list[int], max_tokens: int, quadratic: float = 0.0) -> Plan:
     """A plan of two ranks."""
     return plan_micro_batches(Rows(np.array(lengths), quadratic), 2, max_tokens)
