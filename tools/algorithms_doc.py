@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable
 
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, reward_shaping
-from trainer.algorithms.check import user_options
 from trainer.config import AlgorithmConfig, LoraConfig, field_docs
 from trainer.models import lora
+from trainer.objectives.check import user_options
 
 INTRO = """# Algorithms
 

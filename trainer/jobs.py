@@ -127,7 +127,7 @@ def rollout_trainer(
         tokenizer = _load_tokenizer(cfg, path)
         cache = RewardCache(cfg.trainer.run_dir, directory.check)
         runner = RolloutRunner(cfg, fleet, tokenizer, stop_token_ids(path, tokenizer), cache)
-        needs_baselines = cfg.algorithm.advantage_estimator == "remax"
+        needs_baselines = "baselines" in cfg.algorithm.reads
         source = SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), timer, needs_baselines)
         val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
         evaluator = RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None

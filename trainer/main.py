@@ -60,7 +60,7 @@ def _check_machine(cfg: Config, generates: bool) -> str:
     with SIGNALS.blocked():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"):
-        from trainer.algorithms.check import check_functions  # the first import of torch: the config has passed
+        from trainer.objectives.check import check_functions  # the first import of torch: the config has passed
         from trainer.parallel.mesh import pick_device
     with stage("checking the config"):
         device = pick_device(cfg.trainer.device, ENGINES[cfg.rollout.engine] if generates else None)

@@ -27,7 +27,6 @@ from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.files.documents import Shape, is_count, is_number
 from trainer.files.redaction import redact
-from trainer.learner.experience import Experience
 from trainer.learner.learner import Learner
 from trainer.metrics.best import better, compared_metric
 from trainer.metrics.divergence import DivergenceCheck
@@ -36,6 +35,7 @@ from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
 from trainer.models.export import PolicyExporter, export_target
+from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped

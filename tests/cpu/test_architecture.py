@@ -26,18 +26,19 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": set(),
     "data": set(),
     "checkpoint": {"models"},
-    "workers": {"models", "parallel", "algorithms"},
+    "objectives": {"algorithms", "parallel", "rewards"},
+    "workers": {"models", "parallel", "algorithms", "objectives"},
     "generation": {"cluster", "models", "parallel"},
     "environments": {"generation", "data", "sandbox", "rewards"},
     "run": {"checkpoint", "metrics"},
-    "learner": {"workers", "cluster", "models", "metrics", "algorithms", "parallel", "rewards"},
+    "learner": {"workers", "cluster", "models", "metrics", "algorithms", "parallel", "objectives"},
     "sources": {"environments", "generation", "data", "rewards", "models", "algorithms", "metrics"},
-    "trainer": {"sources", "learner", "run", "checkpoint", "metrics", "models", "parallel"},
+    "trainer": {"sources", "learner", "objectives", "run", "checkpoint", "metrics", "models", "parallel"},
     "reports": {"run", "checkpoint", "metrics"},
     "jobs": {"reports", "trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "data",
              "rewards", "models", "cluster"},
     "sweeps": {"reports", "metrics"},
-    "main": {"jobs", "run", "metrics", "algorithms", "parallel"},
+    "main": {"jobs", "run", "metrics", "objectives", "parallel"},
     "sft": {"main", "jobs", "metrics"},
     "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
     "__main__": set(),
@@ -95,6 +96,12 @@ def test_workers_leave_collectives_to_the_layout():
         assert "torch.distributed" not in imports(file), file.name
         names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
         assert not names & {"all_reduce", "all_gather_object", "broadcast_object_list", "get_rank", "get_world_size"}
+
+
+def test_algorithms_are_functions_of_tensors_alone():
+    for file in files_of("algorithms"):
+        known = ("trainer.algorithms", "trainer.import_utils")  # the latter finds functions of the user
+        assert all(name.startswith(known) for name in imports(file) if name.startswith("trainer.")), file.name
 
 
 def test_every_room_and_module_is_known():

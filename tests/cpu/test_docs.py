@@ -18,11 +18,11 @@ from hydra.core.override_parser.types import Override
 from tests.cpu.test_architecture import ALLOWED
 from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
-from trainer.algorithms.check import check_functions
 from trainer.config import Config, compose, valid_keys
 from trainer.config.config_file import ConfigFiles
 from trainer.config.hydra import prepared
 from trainer.config.overrides import arranged
+from trainer.objectives.check import check_functions
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

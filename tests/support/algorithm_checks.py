@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support import reference_algorithms as reference
-from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, options_of
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+from trainer.import_utils import options_of
 
 CASES = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**31))
 """Groups, rows a group, tokens and seed of a `random_case`."""

@@ -23,10 +23,10 @@ from trainer.config import Config, SFTConfig
 from trainer.episodes import Sample
 from trainer.errors import FailureSource
 from trainer.files.atomic_io import digest_bytes
-from trainer.learner.experience import Experience
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.objectives import Experience
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.sources.supervised import SupervisedSource
@@ -92,7 +92,7 @@ class ToyLearner:
 
     def score(self, episodes: Any, step: int) -> Experience:
         drawn = np.asarray([float(episode.samples[0].token_ids[0]) for episode in episodes])
-        return Experience({"drawn": drawn}, {}, np.ones((len(drawn), 1), np.float32))
+        return Experience({"drawn": drawn}, {})
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         self.ranks.number = self.ranks.number / 2 + float(experience.batch["drawn"].sum())

@@ -22,9 +22,7 @@ GROUPS, PER_GROUP, WIDTH = 6, 4, 24
 
 def update(rank: Rank, role: str, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
     """The metrics of all optimizer steps of `role` on `batch`."""
-    if role == "critic":
-        return rank.call("critic", "update", batch, step)
-    return rank.call("policy", "update", batch, step, kl_coef).metrics
+    return rank.call(role, "update", batch, step, None if kl_coef is None else {"kl_coef": kl_coef}).metrics
 
 
 def make_batch() -> Batch:

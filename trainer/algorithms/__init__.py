@@ -11,7 +11,6 @@ from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
 from trainer.algorithms.reward_shaping import informative_groups, overlong_penalty, shape_rewards
-from trainer.import_utils import options_of
 
 __all__ = [
     "ADVANTAGES",
@@ -29,7 +28,6 @@ __all__ = [
     "informative_groups",
     "kl_penalty",
     "mismatch",
-    "options_of",
     "overlong_penalty",
     "resolve",
     "shape_rewards",

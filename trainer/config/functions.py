@@ -26,7 +26,12 @@ INPUTS = {
     "advantage_estimator": ("values", "baselines"),
     "policy_loss": ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids"),
 }
-"""Arrays that a function gets if it has a parameter of that name, besides those that each one gets."""
+"""Arrays that a function gets if it has a parameter of that name, besides `GIVEN`."""
+GIVEN = {
+    "advantage_estimator": ("rewards", "mask", "group_ids"),
+    "policy_loss": ("logprobs", "old_logprobs", "advantages", "mask"),
+}
+"""Arrays that every function gets, in the order of its parameters."""
 
 
 def inputs_of(key: str, name: str) -> frozenset[str]:

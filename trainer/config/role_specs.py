@@ -31,6 +31,8 @@ class RoleSpec:
     """Of a trained role."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters of a trained role."""
+    scores: str = ""
+    """Name of the array that the role computes for each step before the update, such as `ref_logprobs`. Empty: none."""
     key: str = "model.path"
     """Config key that names `path`."""
     skipped_steps: int = 0
@@ -80,6 +82,7 @@ def critic_role(config: Config) -> RoleSpec:
         sharding=critic.fsdp,
         optimizer=critic.optimizer,
         lora=critic.lora,
+        scores="values",
         key="model.path" if critic.path is None else "trainer.critic.path",
     )
 
@@ -91,6 +94,7 @@ def reference_role(config: Config) -> RoleSpec:
     return RoleSpec(
         "reference",
         saved=is_copied,
+        scores="ref_logprobs",
         sharding=t.reference.fsdp,
         sync_interval=interval if is_copied else None,
         is_policy_base=t.policy.lora.rank is not None and t.colocate_roles and not is_copied,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,17 @@ def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
     from trainer.workers.rank import Rank
 
     return Rank(cfg, rank, world_size, device)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleUpdate:
+    """The result of the update of a role on all its ranks."""
+
+    metrics: dict[str, float]
+    logprobs: np.ndarray | None
+    """The old log-probs `(B, T)` that the ranks computed, 0 in rows that had some. None: they computed none."""
+    tokens: int
+    """Number of tokens that the ranks computed."""
 
 
 class TrainWorkers:
@@ -96,32 +107,18 @@ class TrainWorkers:
         """Begin `method` on all ranks of `role`; `result()` waits for it."""
         return self._groups[role].start("call", role, method, *args, **kwargs)
 
-    def logprobs(self, role: str, batch: Any, shape: tuple[int, int]) -> np.ndarray:
-        """Log-probs `(B, T)` of the stored `batch` under `policy` or `reference`."""
-        return _assemble(self._groups[role].call("call", role, "logprobs", batch), shape)
+    def score(self, role: str, output: str, batch: Any, shape: tuple[int, int]) -> np.ndarray:
+        """Return the `output` `(B, T)` of a role for the stored `batch`: `logprobs`, `values` or `is_likeliest`."""
+        return _assemble(self._groups[role].call("call", role, output, batch), shape)
 
-    def are_likeliest(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
-        """Return `(B, T)`, true for the tokens of the stored `batch` that greedy decoding would choose there."""
-        return _assemble(self.policy.call("call", "policy", "is_likeliest", batch), shape) > 0
-
-    def values(self, batch: Any, shape: tuple[int, int]) -> np.ndarray:
-        """Values `(B, T)` of the stored `batch`."""
-        return _assemble(self._groups["critic"].call("call", "critic", "values", batch), shape)
-
-    def update_policy(
-        self, batch: Any, shape: tuple[int, int], step: int, kl_coef: float
-    ) -> tuple[dict[str, float], np.ndarray | None, int]:
-        """All optimizer steps of the policy on the stored `batch` (see `PolicyWorker.update`).
-
-        Returns:
-            the metrics, the old log-probs `(B, T)` of the rows that came without them (else None), and how many tokens
-            the ranks computed.
-        """
-        updates = self.policy.call("call", "policy", "update", batch, step, kl_coef)
-        computed = any(len(update.rows) for update in updates)
+    def update(
+        self, role: str, batch: Any, shape: tuple[int, int], step: int, numbers: Mapping[str, float]
+    ) -> RoleUpdate:
+        """Make all optimizer steps of a role on the stored `batch` (see `TrainedWorker.update`)."""
+        updates = self._groups[role].call("call", role, "update", batch, step, numbers)
         parts = [(update.rows, update.logprobs) for update in updates]
-        tokens = sum(update.tokens for update in updates)
-        return updates[0].metrics, _assemble(parts, shape) if computed else None, tokens
+        logprobs = _assemble(parts, shape) if any(len(rows) for rows, _ in parts) else None
+        return RoleUpdate(updates[0].metrics, logprobs, sum(update.tokens for update in updates))
 
     def check_shared(self, dtype: str) -> None:
         """Check that `share_weights` will find room.

@@ -20,7 +20,7 @@ def peak_flops(device_name: str) -> float | None:
     return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
 
 
-def model_flops(tokens: float, parameters: int, trained: int, epochs: int, forward_passes: float) -> float:
+def model_flops(tokens: float, parameters: int, trained: int, epochs: float, forward_passes: float) -> float:
     """FLOPs of a step: `forward_passes` for log-probs before the update, and `epochs` passes of the update.
 
     A forward pass takes 2 FLOP a parameter and token. An update takes one more forward pass and, as much again each,

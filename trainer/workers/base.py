@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec, TrainerConfig
+from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_tokens, quadratic_cost
-from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, mini_batches, select, take_rows
+from trainer.objectives.base import GROUP, ROW, Objective, Outputs
+from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, select, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
@@ -61,11 +63,13 @@ class ModelWorker:
         spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
-        config: TrainerConfig,
+        objective: Objective,
         before_weights_change: Callable[[], None],
     ):
+        config = objective.cfg.trainer
         self.spec = spec
         self.role = spec.name
+        self.objective = objective
         self.module = module
         self.layout = layout
         self.config = config
@@ -76,15 +80,16 @@ class ModelWorker:
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 
-    def micro_batches(self, batch: Batch) -> list[Callable[[], MicroBatch]]:
+    def micro_batches(self, batch: Batch, unit: str = ROW) -> list[Callable[[], MicroBatch]]:
         """Return what makes each micro-batch of this rank. Every rank has the same number of micro-batches.
 
         Args:
             batch: `input_ids`: `(B, T)`; `lengths` and `group_ids`: `(B,)`.
+            unit: `row` or `group`: what stays together.
         """
         shared = count_shared_tokens(batch) if self.shares_prompts else None
         shared = shared if shared is not None and shared.any() else None
-        rows = Rows(batch["lengths"], self.quadratic, batch["group_ids"], shared)
+        rows = Rows(batch["lengths"], self.quadratic, batch["group_ids"], shared, keeps_groups=unit == GROUP)
         plan = plan_micro_batches(rows, self.layout.data_size, self.max_tokens)[self.layout.data_rank]
         return [partial(take_rows, batch, chosen, self.device, self.layout.context, shared) for chosen in plan]
 
@@ -180,6 +185,20 @@ def stack_rows(results: list[tuple[list[int], np.ndarray]], width: int) -> tuple
     return np.asarray(rows, dtype=np.int64), stacked
 
 
+@dataclass(frozen=True)
+class RoleUpdate:
+    """The result of the update of a role in one step."""
+
+    metrics: dict[str, float]
+    """Means over the mini-batches (see `TrainedWorker.train`)."""
+    rows: np.ndarray
+    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the loss needed none."""
+    logprobs: np.ndarray
+    """`(n, T)`: the old log-probs of these rows, zero-padded."""
+    tokens: int
+    """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
+
+
 class TrainedWorker(ModelWorker):
     """A sharded module with its optimizer, schedule and checkpoint state."""
 
@@ -188,17 +207,21 @@ class TrainedWorker(ModelWorker):
         spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
-        config: TrainerConfig,
+        objective: Objective,
         before_weights_change: Callable[[], None],
     ):
-        super().__init__(spec, module, layout, config, before_weights_change)
+        super().__init__(spec, module, layout, objective, before_weights_change)
+        if objective.unit == GROUP and not can_pack(module):
+            raise UserError(
+                f"{spec.key}: the {spec.name}, a {type(module).__name__}, takes one sequence at a time, and the loss "
+                "needs the rows of a group together; choose another model or another loss"
+            )
         optimizer = spec.optimizer
         assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
         self.reduces_each_micro_batch = spec.sharding.reduce_gradients == "micro_batch"
         self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.optimizer_config = optimizer
-        scheduled = optimizer.schedule_steps or config.total_steps
-        self.total_optimizer_steps = max(0, scheduled - spec.skipped_steps) * config.optimizer_steps_per_step
+        self.total_optimizer_steps = objective.scheduled_steps(spec)
         self.optimizer_steps = 0
         self.tokens_computed = 0  # by this rank, for the updates of the policy or critic
         self.optimizer = torch.optim.AdamW(
@@ -210,6 +233,32 @@ class TrainedWorker(ModelWorker):
             fused=True,  # without a temporary copy of the parameters
         )
 
+    def outputs(self, mb: MicroBatch, mini_batch: Batch) -> Outputs:
+        """Return what the model computes for a micro-batch of `mini_batch`."""
+        raise NotImplementedError
+
+    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RoleUpdate:
+        """Make all optimizer steps of one step of the loop.
+
+        Args:
+            batch: what the objective's loss reads; `input_ids`, `mask`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
+            numbers: see `Objective.numbers`. None: those that the config gives.
+        """
+        numbers = self.objective.numbers() if numbers is None else numbers
+        before = self.tokens_computed
+
+        def optimizer_step(mini_batch: Batch) -> dict[str, float]:
+            totals = self.objective.totals(self.role, mini_batch)
+
+            def loss(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+                return self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
+
+            return self.optimizer_step(mini_batch, loss)
+
+        metrics = self.train(batch, step, optimizer_step)
+        rows, logprobs = stack_rows([], batch["input_ids"].shape[1])
+        return RoleUpdate(metrics, rows, logprobs, self.tokens_computed - before)
+
     def train(self, batch: Batch, step: int, optimizer_step: Callable[[Batch], dict[str, float]]) -> dict[str, float]:
         """Call `optimizer_step` with every mini-batch of `batch`.
 
@@ -219,7 +268,7 @@ class TrainedWorker(ModelWorker):
         """
         metrics: list[dict[str, float]] = []
         tokens: list[float] = []
-        for rows in mini_batches(batch["group_ids"], self.config, step):
+        for rows in self.objective.mini_batches(batch, step):
             mini_batch = select(batch, rows)
             tokens.append(float(mini_batch["mask"].sum()))
             metrics.append(optimizer_step(mini_batch))
@@ -241,7 +290,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
         """
-        plan = self.micro_batches(batch)
+        plan = self.micro_batches(batch, self.objective.unit)
         sums: dict[str, Tensor] = {}
         for i, take in enumerate(plan):
             last = i == len(plan) - 1

@@ -1,11 +1,11 @@
-"""The policy (log-probs, update, weights for engines and exports) and the reference."""
+"""Language models: one that is trained (log-probs, update, weights for engines and exports), and frozen ones."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.algorithms import POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
-from trainer.config import LOSS, Config, RoleSpec, aggregation_of, chosen_options
+from trainer.algorithms import Totals, aggregate
+from trainer.config import RoleSpec
 from trainer.files.shared_memory import SharedDirectory, check_room
 from trainer.models.export_sharded import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
-from trainer.parallel.batching import Batch, MicroBatch, mini_batches
+from trainer.objectives.base import Objective, Outputs
+from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
-from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
+from trainer.workers.base import ModelWorker, RoleUpdate, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
 """At this temperature the likeliest token has all of the probability. A power of two rounds no logit."""
@@ -34,40 +35,21 @@ class WeightSender(Protocol):
     def send(self, weights: Any, rank: int) -> Any: ...
 
 
-@dataclass(frozen=True)
-class PolicyUpdate:
-    """The result of the update of one step."""
-
-    metrics: dict[str, float]
-    """Means over the mini-batches (see `TrainedWorker.train`)."""
-    rows: np.ndarray
-    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the batch had them all."""
-    logprobs: np.ndarray
-    """`(n, T)`: the old log-probs of these rows, zero-padded."""
-    tokens: int
-    """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
-
-
 class PolicyWorker(TrainedWorker):
-    """The policy and its optimizer.
-
-    Args:
-        cfg: the worker reads `algorithm`, `rollout.temperature`, `rollout.max_response_tokens` and `trainer`.
-    """
+    """A language model and its optimizer: the policy."""
 
     def __init__(
         self,
         spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
-        cfg: Config,
+        objective: Objective,
         before_weights_change: Callable[[], None],
     ):
-        super().__init__(spec, module, layout, cfg.trainer, before_weights_change)
-        self.algorithm = cfg.algorithm
-        self.temperature = cfg.rollout.temperature
-        self.max_response_tokens = cfg.rollout.max_response_tokens
+        super().__init__(spec, module, layout, objective, before_weights_change)
+        self.temperature = objective.temperature
         self._shared: SharedDirectory | None = None
+        self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
@@ -76,79 +58,47 @@ class PolicyWorker(TrainedWorker):
     def _logprobs(self, mb: MicroBatch) -> Tensor:
         return _token_logprobs(self.module, mb, self.temperature)
 
-    def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> PolicyUpdate:
-        """Make all optimizer steps of one step of the loop.
+    def outputs(self, mb: MicroBatch, mini_batch: Batch) -> Outputs:
+        needed, entropy = self.objective.entropy(mini_batch), None
+        if needed is None:
+            logprobs = self._logprobs(mb)
+        else:
+            scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
+            logprobs, entropy = logprobs_and_entropy(
+                self.module, mb.input_ids, mb.packing, self.temperature, scored, entropy_grad=has_gradient
+            )
+        if self.objective.reads_old_logprobs and not mini_batch["has_old_logprobs"].all():
+            mb.arrays["old_logprobs"] = logprobs.detach()
+            if mb.rows and self.layout.reports_share:
+                self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
+        return Outputs(logprobs=logprobs, entropy=entropy)
 
-        The first optimizer step does not need old log-probs: they are the log-probs of its own forward pass, which are
-        then returned.
+    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RoleUpdate:
+        """Make all optimizer steps of one step of the loop (see `TrainedWorker.update`).
+
+        If the objective reads old log-probs, the first optimizer step does not need them: they are the log-probs of its
+        own forward pass, which are then returned.
 
         Args:
-            batch: `input_ids`, `mask`, `advantages` and, if they exist, `old_logprobs`, `ref_logprobs`,
-                `rollout_logprobs` and `sampled` (1: the returned log-probs hold this token; else `mask`): `(B, T)`;
-                `lengths`, `group_ids` and, if only some rows have old log-probs, `has_old_logprobs`: `(B,)`.
-            kl_coef: weight of the KL in the loss; None: the weight in the config.
-
-        Returns:
-            the metrics `loss`, `grad_norm`, `lr` and, if the batch was sampled (`rollout_logprobs`), `kl` (to the
-            reference; without a reference, of the old policy to the new), `clip_frac` and `entropy`.
+            batch: besides, if they exist, `old_logprobs` and `sampled` (1: the returned log-probs hold this token; else
+                `mask`): `(B, T)`; and, if only some rows have old log-probs, `has_old_logprobs` `(B,)`.
         """
-        coef = self.algorithm.kl_coef if kl_coef is None else kl_coef
+        if not self.objective.reads_old_logprobs:
+            return super().update(batch, step, numbers)
         size = len(batch["lengths"])
         known = batch.get("has_old_logprobs", np.full(size, "old_logprobs" in batch))
-        first, *others = mini_batches(batch["group_ids"], self.config, step)
+        first, *others = self.objective.mini_batches(batch, step)
         if not all(known[rows].all() for rows in others) or known[first].any() != known[first].all():
             raise ValueError("optimizer steps after the first need the old log-probs of their rows")
-        batch = {**batch, "has_old_logprobs": known, "row": np.arange(size)}
-        fresh: list[tuple[list[int], np.ndarray]] = []
-        before = self.tokens_computed
-        metrics = self.train(batch, step, lambda mini_batch: self._update_mini_batch(mini_batch, coef, fresh))
-        rows, logprobs = stack_rows(fresh, batch["input_ids"].shape[1])
-        return PolicyUpdate(metrics, rows, logprobs, self.tokens_computed - before)
-
-    def _update_mini_batch(
-        self, batch: Batch, kl_coef: float, fresh: list[tuple[list[int], np.ndarray]]
-    ) -> dict[str, float]:
-        """Make one optimizer step. Old log-probs that it computes itself are appended to `fresh`, with their rows."""
-        algorithm = self.algorithm
-        if not batch["has_old_logprobs"].all():
-            batch = {name: array for name, array in batch.items() if name != "old_logprobs"}
-        totals = self._totals(batch)
-        policy_loss = resolve(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss")
-        aggregation = aggregation_of(policy_loss, algorithm)
-        options = chosen_options(policy_loss, algorithm, LOSS) | {"aggregation": aggregation, "totals": totals}
-        sampled, has_bonus = "rollout_logprobs" in batch, algorithm.entropy_coef > 0
-
-        def loss_function(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            mask, entropy = mb["mask"], None
-            scored = mb.arrays.get("sampled", mask)
-            if sampled or has_bonus:
-                logprobs, entropy = logprobs_and_entropy(
-                    self.module, mb.input_ids, mb.packing, self.temperature, scored, entropy_grad=has_bonus
-                )
-            else:
-                logprobs = self._logprobs(mb)
-            old = mb["old_logprobs"] if "old_logprobs" in mb else logprobs.detach()
-            if "old_logprobs" not in mb and mb.rows and self.layout.reports_share:
-                fresh.append((mb["row"].tolist(), old.float().cpu().numpy()))
-            loss, metrics = policy_loss(logprobs, old, mb["advantages"], mask, **options)
-            metrics["kl"] = metrics.pop("approx_kl")
-            if "ref_logprobs" in mb:
-                kl = kl_penalty(logprobs, mb["ref_logprobs"], algorithm.kl_estimator, mask)
-                metrics["kl"] = aggregate(kl.detach(), mask, "token_mean", totals)
-                if algorithm.kl_in == "loss":
-                    loss = loss + kl_coef * aggregate(kl, mask, aggregation, totals)
-            if entropy is not None:
-                metrics["entropy"] = aggregate(entropy.detach(), mask, "token_mean", totals)
-                if has_bonus:
-                    loss = loss - algorithm.entropy_coef * aggregate(entropy, mask, aggregation, totals)
-            return loss, metrics if sampled else {}
-
-        return self.optimizer_step(batch, loss_function)
+        self._fresh = []
+        update = super().update({**batch, "has_old_logprobs": known, "row": np.arange(size)}, step, numbers)
+        rows, logprobs = stack_rows(self._fresh, batch["input_ids"].shape[1])
+        return dataclasses.replace(update, rows=rows, logprobs=logprobs)
 
     @torch.no_grad()
-    def loss(self, batch: Batch) -> float:
-        """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for held-out data."""
-        totals = self._totals(batch)
+    def cross_entropy(self, batch: Batch) -> float:
+        """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for validation data."""
+        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
         share = 0.0
         for take in self.micro_batches(batch):
             mb = take()
@@ -161,9 +111,6 @@ class PolicyWorker(TrainedWorker):
         It is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0.
         """
         return self.map_rows(batch, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
-
-    def _totals(self, batch: Batch) -> Totals:
-        return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])), self.max_response_tokens)
 
     def num_parameters(self) -> tuple[int, int]:
         """Return the number of parameters, and the number of trained parameters. Not a collective."""
@@ -231,7 +178,7 @@ class PolicyWorker(TrainedWorker):
 
 
 class FrozenWorker(ModelWorker):
-    """A language model that is not trained: a reference, a teacher.
+    """A model that is not trained: a reference, a teacher, a reward model.
 
     Args:
         policy: the policy whose weights `sync_from_policy` copies; None: the policy is in other processes. If `module`
@@ -243,12 +190,12 @@ class FrozenWorker(ModelWorker):
         spec: RoleSpec,
         module: nn.Module,
         layout: Layout,
-        cfg: Config,
+        objective: Objective,
         before_weights_change: Callable[[], None],
         policy: nn.Module | None = None,
     ):
-        super().__init__(spec, module, layout, cfg.trainer, before_weights_change)
-        self.temperature = cfg.rollout.temperature
+        super().__init__(spec, module, layout, objective, before_weights_change)
+        self.temperature = objective.temperature
         self.policy = policy
         if not spec.is_policy_base:
             self.module.requires_grad_(False)
@@ -258,6 +205,10 @@ class FrozenWorker(ModelWorker):
         """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         with adapters_off(self.module) if self.spec.is_policy_base else nullcontext():
             return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.temperature))
+
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of this rank's rows of `batch`, if the head is `value` (see `ModelWorker.map_rows`)."""
+        return self.map_rows(batch, lambda mb: self.module(mb.input_ids, mb.packing))
 
     @torch.no_grad()
     def sync_from_policy(self) -> None:

@@ -17,6 +17,7 @@ from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_value_model
+from trainer.objectives.base import Objective, make_objective
 from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
 from trainer.parallel.measure_flops import measure_peak, measure_speed
@@ -54,6 +55,7 @@ class Rank:
         self.world_size = world_size
         self.device = device
         self.roles: dict[str, ModelWorker] = {}
+        self.objective: Objective
         self.layout: Layout | None = None
         self.saver: AsyncSaver | None = None
         self._parking: dict[str, OffloadBuffer] = {}
@@ -91,6 +93,7 @@ class Rank:
         """
         assert self.layout is not None and self.saver is not None, "connect first"
         path = resolve_model_path(model_path)
+        self.objective = make_objective(self.cfg)
         for spec in roles:
             self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path) if spec.path else path)
 
@@ -105,8 +108,8 @@ class Rank:
             module = _LOADERS[spec.head](cfg.model, path, layout, spec, cfg.trainer.seed)
         changing = partial(self._before_change, spec.name)
         if spec.trained:
-            return _TRAINED[spec.head](spec, module, layout, cfg, changing)
-        return FrozenWorker(spec, module, layout, cfg, changing, policy)
+            return _TRAINED[spec.head](spec, module, layout, self.objective, changing)
+        return FrozenWorker(spec, module, layout, self.objective, changing, policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""

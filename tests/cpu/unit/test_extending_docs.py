@@ -19,7 +19,6 @@ from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.rewards import reward_pool, score
 from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
-from trainer.algorithms.check import check_functions
 from trainer.cluster.process_cluster import LocalCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import ENGINES, EngineSpec
@@ -28,6 +27,7 @@ from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
+from trainer.objectives.check import check_functions
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.algorithm_checks import CASES, check_advantages, padded
 from tests.support.algorithm_checks import random_case as case
-from trainer.algorithms import ADVANTAGES, options_of
+from trainer.algorithms import ADVANTAGES
+from trainer.import_utils import options_of
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.algorithm_checks import CASES, check_loss, padded
 from tests.support.algorithm_checks import random_case as case
-from trainer.algorithms import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    Totals,
-    aggregate,
-    options_of,
-    value_loss,
-)
+from trainer.algorithms import AGGREGATIONS, POLICY_LOSSES, Totals, aggregate, value_loss
+from trainer.import_utils import options_of
 
 SPLIT_DEPENDENT = ("clip_cov", "kl_cov")  # their selection is per piece, and says so
 

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.support.config import refusal_of
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, resolve
-from trainer.algorithms.check import check_functions, user_options
 from trainer.config import (
     ESTIMATOR,
     LOSS,
@@ -30,6 +29,7 @@ from trainer.config import (
 )
 from trainer.config.functions import built_in_defaults
 from trainer.errors import UserError
+from trainer.objectives.check import check_functions, user_options
 
 PRESETS = sorted(path.stem for path in Path(conf_dir(), "algorithm").glob("*.yaml"))
 REGISTRIES = {ESTIMATOR: ADVANTAGES, LOSS: POLICY_LOSSES}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.algorithms.check import check_functions
 from trainer.config import compose, conf_dir
+from trainer.objectives.check import check_functions
 
 
 def test_the_default_composes_and_resume_is_spelled_any_way():

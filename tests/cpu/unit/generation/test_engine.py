@@ -257,7 +257,7 @@ def assert_same_as_old_logprobs(ranks: TrainWorkers, requests: list[Request], co
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
     batch = {"input_ids": ids, "lengths": np.array([*map(len, rows)]), "group_ids": np.arange(len(rows))}
-    logprobs = ranks.logprobs("policy", batch, ids.shape)
+    logprobs = ranks.score("policy", "logprobs", batch, ids.shape)
     for values, row, request, completion in zip(logprobs, rows, requests, completions, strict=True):
         sampled = values[len(request.prompt_token_ids) : len(row)]
         np.testing.assert_allclose(sampled, completion.logprobs, atol=1e-4, rtol=0)

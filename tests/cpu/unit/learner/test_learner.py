@@ -79,13 +79,15 @@ def a_step(
 def _record_scored(learner: Learner) -> list[np.ndarray]:
     """The log-probs that the ranks compute in passes of their own."""
     scored: list[np.ndarray] = []
-    logprobs = learner.ranks.logprobs
+    score = learner.ranks.score
 
-    def recording(*args: Any) -> np.ndarray:
-        scored.append(logprobs(*args))
-        return scored[-1]
+    def recording(role: str, output: str, *args: Any) -> np.ndarray:
+        found = score(role, output, *args)
+        if output == "logprobs":
+            scored.append(found)
+        return found
 
-    learner.ranks.logprobs = recording  # type: ignore[method-assign]
+    learner.ranks.score = recording  # type: ignore[method-assign]
     return scored
 
 

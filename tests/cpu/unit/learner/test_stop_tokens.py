@@ -17,15 +17,10 @@ from trainer.config import Config, TinyConfig
 from trainer.episodes import Sample
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.learner.experience import (
-    add_advantages,
-    build_batch,
-    describe_rewards,
-    logprob_mismatch,
-    mask_rows,
-)
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.objectives.batches import build_batch
+from trainer.objectives.experience import add_advantages, describe_rewards, logprob_mismatch, mask_rows
 from trainer.workers.rank import Rank
 
 MAX_TOKENS, N = 6, 4
@@ -74,7 +69,7 @@ def steps(rank: Rank, path: str) -> list[dict]:
         batch = mask_rows(batch, rewards, status, a)
         metrics |= {f"policy/{name}": x for name, x in rank.call("policy", "update", batch, 1).metrics.items()}
         if estimator == "gae":
-            metrics |= {f"critic/{name}": x for name, x in rank.call("critic", "update", batch, 1).items()}
+            metrics |= {f"critic/{name}": x for name, x in rank.call("critic", "update", batch, 1).metrics.items()}
         results.append(metrics | {"lengths": lengths.tolist()})
     return results
 

@@ -161,7 +161,7 @@ def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
 
 def update(rank: Rank, role: str, step: int) -> dict[str, float]:
     if role == "critic":
-        return rank.call("critic", "update", make_batch(), step)
+        return rank.call("critic", "update", make_batch(), step).metrics
     batch = make_batch()
     if role == "supervised":
         batch |= {"advantages": batch["mask"], "group_ids": np.zeros_like(batch["group_ids"])}

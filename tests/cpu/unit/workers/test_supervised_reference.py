@@ -63,7 +63,7 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
 
 def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[str, float]]:
     rank.build(roles(rank.cfg, ["policy"]), path)
-    return rank.call("policy", "loss", batch), rank.call("policy", "update", batch, 1).metrics
+    return rank.call("policy", "cross_entropy", batch), rank.call("policy", "update", batch, 1).metrics
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

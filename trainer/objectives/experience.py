@@ -1,10 +1,9 @@
-"""From episodes to the batch that the ranks train on: arrays, advantages, corrections, metrics."""
+"""What a policy gradient makes of the rows of a step on the driver: advantages, corrections, metrics."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,86 +14,16 @@ from trainer.algorithms import (
     informative_groups,
     kl_penalty,
     mismatch,
-    options_of,
     resolve,
 )
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
-from trainer.episodes import Sample
-from trainer.parallel.batching import Batch, select, stack_padded
+from trainer.import_utils import options_of
+from trainer.parallel.batching import Batch, select
 from trainer.rewards.parsing import LARGEST
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What the ranks train on in one step."""
-
-    batch: Batch
-    metrics: dict[str, float]
-    """Of its rewards, lengths, log-probs and values."""
-    sampled: np.ndarray
-    """`(B, T)`: the mask before rows were left out of the losses."""
-
-
-def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
-    """Return samples as arrays, one row each, padded on the right.
-
-    Args:
-        groups: the group of each sample. Estimators compare the rows of a group.
-
-    Returns:
-        `input_ids`, `mask` (1 = a token to learn from) and, if the tokens were sampled, `rollout_logprobs`: `(B, T)`;
-        `lengths`, `group_ids`: `(B,)`.
-    """
-    lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int64)
-    width = int(lengths.max())
-    names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    batch = {
-        "input_ids": stack_padded([sample.token_ids for sample in samples], np.int32, width),
-        "mask": stack_padded([sample.mask for sample in samples], np.float32, width),
-        "lengths": lengths,
-        "group_ids": np.asarray([names[group] for group in groups], dtype=np.int64),
-    }
-    if all(sample.logprobs is not None for sample in samples):
-        batch["rollout_logprobs"] = stack_padded([sample.logprobs for sample in samples], np.float32, width)
-    return batch
-
-
-def join_samples(batch: Batch, owners: np.ndarray) -> Batch:
-    """Return `batch` with one row for each episode: the tokens of its samples, one sample after another.
-
-    Args:
-        owners: `(B,)`, the episode of each row, ascending from 0.
-    """
-    places = _places(batch["lengths"], owners)
-    lengths = np.bincount(owners, weights=batch["lengths"]).astype(np.int64)
-    first = np.searchsorted(owners, np.arange(len(lengths)))
-    joined = {name: array[first] for name, array in batch.items() if array.ndim == 1} | {"lengths": lengths}
-    for name, array in batch.items():
-        if array.ndim == 2:
-            joined[name] = np.zeros((len(lengths), int(lengths.max())), array.dtype)
-            for row, (owner, place) in enumerate(zip(owners, places, strict=True)):
-                joined[name][owner, place] = array[row, : batch["lengths"][row]]
-    return joined
-
-
-def split_samples(array: np.ndarray, batch: Batch, owners: np.ndarray) -> np.ndarray:
-    """Return the rows `(B, T)` of `batch` of an array with one row for each episode (see `join_samples`)."""
-    split = np.zeros(batch["input_ids"].shape, array.dtype)
-    for row, (owner, place) in enumerate(zip(owners, _places(batch["lengths"], owners), strict=True)):
-        split[row, : batch["lengths"][row]] = array[owner, place]
-    return split
-
-
-def _places(lengths: np.ndarray, owners: np.ndarray) -> list[slice]:
-    """Return where each row lies in the row of its episode."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    begins = starts[np.searchsorted(owners, owners)]  # the start of the first row of the same episode
-    return [slice(int(a), int(b)) for a, b in zip(starts - begins, ends - begins, strict=True)]
 
 
 def add_advantages(

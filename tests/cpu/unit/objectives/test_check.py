@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES, resolve
-from trainer.algorithms.check import check_functions, user_options
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, AlgorithmConfig, Config, chosen_options, compose
 from trainer.config.fields import rule_of, walk_keys
 from trainer.errors import UserError
+from trainer.objectives.check import check_functions, user_options
 
 FUNCTIONS = """
 import torch
@@ -30,11 +30,24 @@ def open_to_any(logprobs, old_logprobs, advantages, mask, *, aggregation, totals
 def one_tensor(rewards, mask, group_ids):
     return rewards
 
-def needs_values(rewards, mask, group_ids, *, values):
-    return values, values
+def needs_values(rewards, mask, group_ids, *, values, baselines):
+    return values, values - baselines[:, None]
+
+def needs_other(rewards, mask, group_ids, *, entropies):
+    return entropies, entropies
 
 def bare(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
     return logprobs.sum(), {}
+
+def reading(logprobs, old_logprobs, advantages, mask, ref_logprobs, *, group_ids, values, returns, beta=0.1, **_):
+    margin = logprobs.sum() - ref_logprobs.sum() + (values - returns).sum()
+    return beta * margin, {"groups": torch.tensor(float(len(group_ids.unique())))}
+
+def numbers(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    return logprobs.sum(), {"share": 0.5}
+
+def taken(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    return logprobs.sum(), {"grad_norm": logprobs.sum().detach()}
 
 def detached(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
     return logprobs.sum().detach(), {"clip_frac": 0.0, "approx_kl": 0.0}
@@ -55,6 +68,9 @@ def own_functions(tmp_path, monkeypatch) -> None:
         {"advantage_estimator": "own_functions:scaled", "options": {"scale": 3}},
         {"policy_loss": "own_functions:open_to_any", "options": {"whatever": 3}},
         {"policy_loss": "own_functions:open_to_any", "aggregation": "seq_mean_token_sum"},
+        {"advantage_estimator": "own_functions:needs_values"},
+        {"policy_loss": "own_functions:bare"},
+        {"policy_loss": "own_functions:reading", "options": {"beta": 0.5}},
     ],
 )
 def test_valid_functions_are_accepted(settings, own_functions):
@@ -82,8 +98,9 @@ def test_valid_functions_are_accepted(settings, own_functions):
             "algorithm.clip_low=0.1: .*open_to_any does not take it",
         ),
         ({"advantage_estimator": "own_functions:one_tensor"}, r"it must return \(advantages, returns\)"),
-        ({"advantage_estimator": "own_functions:needs_values"}, "TypeError: .* missing .* 'values'"),
-        ({"policy_loss": "own_functions:bare"}, "its metrics must hold clip_frac and approx_kl"),
+        ({"advantage_estimator": "own_functions:needs_other"}, "TypeError: .* missing .* 'entropies'"),
+        ({"policy_loss": "own_functions:numbers"}, "its metrics must be scalar tensors by their names"),
+        ({"policy_loss": "own_functions:taken"}, "its metric grad_norm has the name of one of the trainer's"),
         ({"policy_loss": "own_functions:detached"}, "its loss does not depend on the log-probs"),
         ({"policy_loss": "math:sqrt"}, "algorithm.policy_loss=math:sqrt: on four completions .* TypeError"),
         ({"policy_loss": "magic"}, "algorithm.policy_loss=magic: choose one of clip, gspo"),

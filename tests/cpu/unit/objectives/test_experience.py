@@ -11,17 +11,15 @@ import torch
 from trainer.algorithms import ADVANTAGES, shape_rewards
 from trainer.config import AlgorithmConfig
 from trainer.episodes import Sample
-from trainer.learner.experience import (
+from trainer.objectives.batches import build_batch, join_samples, split_samples
+from trainer.objectives.experience import (
     add_advantages,
-    build_batch,
     choose_learnable_rows,
     correct_rollouts,
     describe_rewards,
     explained_variance,
-    join_samples,
     logprob_mismatch,
     mask_rows,
-    split_samples,
 )
 
 

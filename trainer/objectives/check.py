@@ -20,11 +20,14 @@ from trainer.config.algorithm import (
     chosen_options,
     named_options,
 )
+from trainer.config.functions import INPUTS, inputs_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.import_utils import default_of, is_import_path, options_of, takes_any_option, user_code
 
-_NOT_FOR_USERS = {"values", "baselines", "eps", "totals"}  # the caller passes them, or they are fixed
+_NOT_FOR_USERS = {"eps", "totals"}.union(*INPUTS.values())  # the caller passes them, or they are fixed
+_OF_THE_TRAINER = {"loss", "grad_norm", "lr"}
+"""Metrics of an update that no loss may name."""
 
 
 def check_functions(config: Config) -> None:
@@ -120,7 +123,10 @@ def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig)
 def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
     rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
     rewards[::2, -1] = 1.0
-    results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **chosen_options(function, algorithm, ESTIMATOR))
+    arrays = {"values": torch.zeros(4, 3), "baselines": torch.zeros(4)}
+    inputs = {name: arrays[name] for name in inputs_of(ESTIMATOR, algorithm.advantage_estimator)}
+    options = chosen_options(function, algorithm, ESTIMATOR) | inputs
+    results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **options)
     if not (isinstance(results, tuple) and [getattr(x, "shape", None) for x in results] == [mask.shape, mask.shape]):
         raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
 
@@ -128,11 +134,16 @@ def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig) -> 
 def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
     logprobs, mask = torch.full((4, 3), -1.0, requires_grad=True), torch.ones(4, 3)
     given = {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
-    options = chosen_options(function, algorithm, LOSS) | given
+    arrays = dict.fromkeys(INPUTS[LOSS], logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
+    inputs = {name: arrays[name] for name in inputs_of(LOSS, algorithm.policy_loss)}
+    options = chosen_options(function, algorithm, LOSS) | given | inputs
     result = function(logprobs, logprobs.detach(), mask - 0.5, mask, **options)
     if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
         raise TypeError("it must return (loss, metrics), the loss a scalar tensor")
     if not result[0].requires_grad:
         raise TypeError("its loss does not depend on the log-probs")
-    if not (isinstance(result[1], dict) and {"clip_frac", "approx_kl"} <= result[1].keys()):
-        raise TypeError("its metrics must hold clip_frac and approx_kl")
+    metrics = result[1]
+    if not (isinstance(metrics, dict) and all(getattr(value, "shape", None) == () for value in metrics.values())):
+        raise TypeError("its metrics must be scalar tensors by their names")
+    if taken := _OF_THE_TRAINER & metrics.keys():
+        raise TypeError(f"its metric {min(taken)} has the name of one of the trainer's; choose another")

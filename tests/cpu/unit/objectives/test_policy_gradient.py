@@ -1,0 +1,98 @@
+"""What a policy gradient asks of its roles, and what it hands to its functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.algorithms import Totals
+from trainer.config import AlgorithmConfig, Config
+from trainer.objectives import Outputs
+from trainer.objectives.policy_gradient import PolicyGradient
+from trainer.parallel.batching import take_rows
+
+FUNCTIONS = """
+import torch
+
+SEEN = []
+
+def with_reference(logprobs, old_logprobs, advantages, mask, ref_logprobs, *, group_ids, totals, aggregation, beta=2.0):
+    SEEN.append((ref_logprobs, group_ids))
+    loss = beta * (logprobs - ref_logprobs).sum()
+    return loss, {"approx_kl": loss.detach(), "clip_frac": loss.detach(), "groups": group_ids.max().float()}
+
+def without(logprobs, old_logprobs, advantages, mask, *, totals, aggregation):
+    return logprobs.sum(), {}
+
+def with_baselines(rewards, mask, group_ids, baselines):
+    return rewards - baselines[:, None], rewards
+"""
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gradient_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def objective(**algorithm) -> PolicyGradient:
+    return PolicyGradient(Config(algorithm=AlgorithmConfig(**algorithm)))
+
+
+def batch(**further) -> dict[str, np.ndarray]:
+    """Two groups of two rows of three tokens."""
+    mask = np.ones((4, 3), np.float32)
+    arrays = {"input_ids": np.arange(12).reshape(4, 3), "mask": mask, "lengths": np.full(4, 3)}
+    arrays |= {"group_ids": np.array([0, 0, 1, 1]), "advantages": mask, "old_logprobs": -mask}
+    return arrays | further
+
+
+def policy_loss(made: PolicyGradient, arrays: dict[str, np.ndarray]) -> tuple[float, dict[str, float]]:
+    logprobs = torch.full((4, 3), -0.5, requires_grad=True)
+    mb = take_rows(arrays, range(4), "cpu")
+    loss, metrics = made.loss("policy", Outputs(logprobs), mb, Totals.of(mb["mask"]), made.numbers())
+    return loss.item(), {name: value.item() for name, value in metrics.items()}
+
+
+def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
+    made = objective(policy_loss="gradient_functions:with_reference", options={"beta": 3.0})
+    assert made.unit == "group" and [score.name for score in made.scores(batch(), 1)] == ["ref_logprobs"]
+    reference = np.full((4, 3), -1.0, np.float32)
+    sampled = {"ref_logprobs": reference, "rollout_logprobs": reference}
+    loss, metrics = policy_loss(made, batch(**sampled))
+    assert loss == pytest.approx(3 * 12 * 0.5)
+    # With a reference, the KL is that to the reference, whatever the loss says.
+    assert metrics.keys() == {"kl", "clip_frac", "groups"} and metrics["groups"] == 1.0
+    loss, metrics = policy_loss(made, batch(ref_logprobs=reference))
+    assert metrics.keys() == {"groups"}, "the others compare with whoever sampled, and nobody did"
+
+
+def test_a_loss_that_reads_nothing_more_needs_no_role_and_no_groups():
+    made = objective(policy_loss="gradient_functions:without")
+    assert made.unit == "row" and made.scores(batch(), 1) == []
+    assert policy_loss(made, batch()) == (-6.0, {})
+
+
+def test_the_roles_score_what_the_functions_read_before_the_update():
+    sampled = batch(rollout_logprobs=np.ones((4, 3), np.float32))
+    made = objective(advantage_estimator="gae", kl_coef=0.1)
+    scores = made.scores(sampled, 1)
+    assert [(s.name, s.role, s.output) for s in scores] == [
+        ("old_logprobs", "policy", "logprobs"),
+        ("values", "critic", "values"),
+        ("ref_logprobs", "reference", "logprobs"),
+    ]
+    assert made.updates(1) == ["critic", "policy"]
+    made.cfg.trainer.critic.warmup_steps = 2
+    warming_up = PolicyGradient(made.cfg)
+    assert [warming_up.updates(step) for step in (1, 2, 3)] == [["critic"], ["critic"], ["critic", "policy"]]
+
+
+def test_an_estimator_of_the_user_s_that_reads_baselines_gets_them():
+    made = objective(advantage_estimator="gradient_functions:with_baselines")
+    assert (
+        "baselines" in made.cfg.algorithm.reads
+        and "baselines" in objective(advantage_estimator="remax").cfg.algorithm.reads
+    )
+    assert "baselines" not in objective().cfg.algorithm.reads

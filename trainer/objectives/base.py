@@ -1,0 +1,168 @@
+"""The base class of objectives, and what goes into and comes out of their methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.algorithms import FixedKL, Totals
+from trainer.algorithms.kl import AdaptiveKL
+from trainer.config import LM, Config, RoleSpec
+from trainer.episodes import Episode
+from trainer.import_utils import import_function
+from trainer.parallel.batching import Batch, MicroBatch, mini_batches
+
+ROW, GROUP = "row", "group"
+
+
+@dataclass(frozen=True)
+class Score:
+    """An array `(B, T)` that a role computes for the rows of a step, before the update."""
+
+    name: str
+    """Of the array in the batch, such as `ref_logprobs`."""
+    role: str
+    output: str
+    """`logprobs` or `values`."""
+    rows: np.ndarray | None = None
+    """The rows to compute; the others stay 0, and `has_{name}` `(B,)` tells them apart. None: all rows."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What the ranks train on in one step."""
+
+    batch: Batch
+    metrics: dict[str, float]
+    """Of its rewards, lengths, log-probs and values."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model computed for a micro-batch, each `(b, t)`; None: its head does not compute it."""
+
+    logprobs: Tensor | None = None
+    """Log-probs of the tokens where the mask is 1."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution of each token (see `Objective.entropy`)."""
+    values: Tensor | None = None
+
+
+LossResult = tuple[Tensor, dict[str, Tensor]]
+
+
+class Objective:
+    """What a run optimises. The driver and every rank build one from the same config.
+
+    A subclass says which models there are (`TaskSpec.roles` of its task), what is computed before the update
+    (`scores`), what becomes of the episodes (`experience`) and the `loss` on the ranks. The loop, the ranks and the
+    checkpoints know no objective by its name.
+    """
+
+    unit = ROW
+    """What no split over ranks, micro-batches and mini-batches may divide: a `row`, or a `group` of rows."""
+    temperature = 1.0
+    """Log-probs are those of the softmax of logits divided by this."""
+    reads_old_logprobs = False
+    """The loss of the policy reads `old_logprobs`. Where the batch has none, the first optimizer step of the policy
+    takes the log-probs of its own forward pass, whose weights are still the old ones."""
+    compares_completions = False
+    """Rows of a group teach by their differences."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.roles = {spec.name: spec for spec in cfg.roles}
+        self.kl: FixedKL | AdaptiveKL = FixedKL(0.0)
+        """The weight of a KL in the objective. Its state is saved in checkpoints."""
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the driver
+
+    def scores(self, batch: Batch, step: int) -> list[Score]:
+        """Return what is computed for the rows before the update: what each role with `RoleSpec.scores` computes."""
+        outputs = {name: "logprobs" if spec.head == LM else "values" for name, spec in self.roles.items()}
+        return [Score(spec.scores, name, outputs[name]) for name, spec in self.roles.items() if spec.scores]
+
+    def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
+        """Return what the ranks train on.
+
+        Args:
+            batch: a row for each sample of the episodes (see `build_batch`), with the arrays of `scores`.
+        """
+        return Experience(batch, {})
+
+    def updates(self, step: int) -> list[str]:
+        """Return the roles that are trained in `step`, in their order: the policy is the last."""
+        names = [name for name, spec in self.roles.items() if spec.trained and step > spec.skipped_steps]
+        return sorted(names, key=lambda name: name == "policy")
+
+    def numbers(self) -> dict[str, float]:
+        """Return numbers of the current step that losses read, such as the weight of a KL."""
+        return {}
+
+    def metric_names(self, role: str, names: Sequence[str]) -> list[str]:
+        """Return the names, as they are logged, of metrics of the update of `role`."""
+        return [f"{role}/{name}" for name in names]
+
+    def end_step(self, batch: Batch, metrics: Mapping[str, float], logprobs: np.ndarray | None) -> dict[str, float]:
+        """Return further metrics of a step, and adapt what follows the update.
+
+        Args:
+            batch: what the ranks were trained on.
+            metrics: of the update.
+            logprobs: `(B, T)`, the old log-probs that the update computed itself (see `reads_old_logprobs`).
+        """
+        return {}
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the driver and on the ranks
+
+    def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
+        """Return the rows of each optimizer step: whole groups."""
+        return mini_batches(batch["group_ids"], self.cfg.trainer, step)
+
+    def scheduled_steps(self, spec: RoleSpec) -> int:
+        """Return the number of optimizer steps over which the learning rate of a trained role is scheduled."""
+        t = self.cfg.trainer
+        assert spec.optimizer is not None, f"{spec.name} is not trained"
+        return max(0, (spec.optimizer.schedule_steps or t.total_steps) - spec.skipped_steps) * self.steps_per_step
+
+    @property
+    def steps_per_step(self) -> int:
+        """Optimizer steps of a trained role in one step of the loop."""
+        return self.cfg.trainer.optimizer_steps_per_step
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the ranks
+
+    def totals(self, role: str, batch: Batch) -> Totals:
+        """Return the denominators of the means over the mini-batch `batch`, of which `loss` sees pieces."""
+        return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
+
+    def entropy(self, batch: Batch | MicroBatch) -> str | None:
+        """Return whether the loss needs the entropy of the tokens: as a `value`, with its `gradient`, or None: not."""
+        return None
+
+    def loss(
+        self, role: str, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
+    ) -> LossResult:
+        """Return the micro-batch's share of the loss of the mini-batch, a scalar, and its shares of metrics.
+
+        The shares of all micro-batches on all ranks are added up, so divide by `totals`. A rank without rows computes
+        one row whose float arrays, `mask` included, are 0; its share must be 0. So weigh everything by the mask.
+
+        Args:
+            outputs: of the model of `role`, with gradients.
+            mb: the arrays of the experience. With `unit` "group" it holds whole groups.
+            numbers: see the method `numbers`.
+        """
+        raise NotImplementedError
+
+
+def make_objective(cfg: Config) -> Objective:
+    """Return the objective of the config's task."""
+    return import_function("trainer.objectives.policy_gradient:PolicyGradient", "trainer.task")(cfg)

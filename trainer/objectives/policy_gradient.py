@@ -1,0 +1,202 @@
+"""The policy gradient: advantages by an estimator, a policy loss, a KL to a reference, an entropy bonus, a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.algorithms import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    AdaptiveKL,
+    FixedKL,
+    Totals,
+    aggregate,
+    kl_penalty,
+    resolve,
+    shape_rewards,
+    value_loss,
+)
+from trainer.algorithms.registry import needs_different_completions
+from trainer.config import LOSS, Config, aggregation_of, chosen_options
+from trainer.config.functions import GIVEN, INPUTS
+from trainer.episodes import Episode
+from trainer.import_utils import parameter_names
+from trainer.objectives.base import GROUP, ROW, Experience, LossResult, Objective, Outputs, Score
+from trainer.objectives.batches import join_samples, split_samples
+from trainer.objectives.experience import (
+    add_advantages,
+    choose_learnable_rows,
+    correct_rollouts,
+    describe_rewards,
+    explained_variance,
+    logprob_mismatch,
+    mask_rows,
+)
+from trainer.parallel.batching import Batch, MicroBatch, mini_batches
+
+_OF_SAMPLES = ("clip_frac", "kl", "entropy")
+"""Metrics that mean something only if the policy, or another one, sampled the tokens."""
+
+
+class PolicyGradient(Objective):
+    """GRPO, PPO, DAPO, ReMax and all others of `algorithm.advantage_estimator` and `algorithm.policy_loss`."""
+
+    reads_old_logprobs = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        a = cfg.algorithm
+        adaptive = a.kl_controller == "adaptive"
+        self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
+        self.temperature = cfg.rollout.temperature
+        self.unit = GROUP if "group_ids" in a.reads else ROW
+        self._losses = {"policy": self._policy_loss, "critic": self._value_loss}
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the driver
+
+    @property
+    def compares_completions(self) -> bool:  # type: ignore[override]
+        estimator = resolve(ADVANTAGES, self.cfg.algorithm.advantage_estimator, "algorithm.advantage_estimator")
+        return needs_different_completions(estimator)
+
+    def scores(self, batch: Batch, step: int) -> list[Score]:
+        others = super().scores(batch, step)
+        if "rollout_logprobs" not in batch or self._uses_rollout_logprobs:
+            return others
+        return [Score("old_logprobs", "policy", "logprobs", self._rows_to_score(batch, step)), *others]
+
+    def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
+        a = self.cfg.algorithm
+        batch = dict(batch)
+        if "rollout_logprobs" in batch and self._uses_rollout_logprobs:
+            batch["old_logprobs"] = batch["rollout_logprobs"]
+        episode_ids = np.asarray([i for i, episode in enumerate(episodes) for _ in episode.samples])
+        status = [episode.status for episode in episodes]
+        known = np.asarray([episode.reward is not None for episode in episodes])
+        rewards = np.asarray([episode.reward or 0.0 for episode in episodes], dtype=np.float64)
+        baselines, comparable = None, known
+        if "baselines" in a.reads:
+            baselines = np.asarray([episode.baseline or 0.0 for episode in episodes], dtype=np.float64)
+            comparable = known & [episode.baseline is not None for episode in episodes]
+        several = len(episode_ids) > len(episodes)  # advantages compare episodes: one row for each
+        joined = join_samples(batch, episode_ids) if several else batch
+        shaped = self._shape(joined, rewards)
+        learnable = choose_learnable_rows(joined, shaped, comparable, a, self.kl.coef)
+        joined = add_advantages(joined, shaped, a, self.kl.coef, baselines, learnable)
+        for name in ("advantages", "returns"):
+            batch[name] = split_samples(joined[name], batch, episode_ids) if several else joined[name]
+        was_sampled = episodes[0].samples[0].weight_versions is not None
+        metrics = describe_rewards(joined, rewards, status, known) if was_sampled else {}
+        if "values" in batch and learnable.any():
+            mask = (batch["mask"] > 0) & learnable[episode_ids][:, None]
+            metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
+        has_all = "old_logprobs" in batch and "has_old_logprobs" not in batch
+        if "rollout_logprobs" in batch and has_all and not self._uses_rollout_logprobs:
+            metrics |= logprob_mismatch(batch)
+        batch, corrected = correct_rollouts(batch, a)
+        metrics |= corrected
+        if a.kl_controller == "adaptive":
+            metrics["policy/kl_coef"] = self.kl.coef
+        kept = mask_rows(batch, shaped[episode_ids], [status[i] for i in episode_ids], a, learnable[episode_ids])
+        # The update returns the log-probs of all sampled tokens of the rows that have none yet.
+        return Experience(kept if has_all else kept | {"sampled": batch["mask"]}, metrics)
+
+    def numbers(self) -> dict[str, float]:
+        return {"kl_coef": self.kl.coef}
+
+    def end_step(self, batch: Batch, metrics: Mapping[str, float], logprobs: np.ndarray | None) -> dict[str, float]:
+        further = {}
+        if logprobs is not None and "rollout_logprobs" in batch:
+            old_logprobs = logprobs + batch.get("old_logprobs", 0)  # no row is in both
+            further = logprob_mismatch({**batch, "old_logprobs": old_logprobs, "mask": batch["sampled"]})
+        if "policy/kl" in metrics:
+            self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
+        return further
+
+    @property
+    def _uses_rollout_logprobs(self) -> bool:
+        """The sampler's log-probs are taken for those of the old policy."""
+        return self.cfg.algorithm.old_logprobs == "rollout"
+
+    def _rows_to_score(self, batch: Batch, step: int) -> np.ndarray:
+        """Return the rows whose old log-probs must be known before the update.
+
+        The first optimizer step computes those of its rows itself, because its weights are the old ones.
+        """
+        t, a = self.cfg.trainer, self.cfg.algorithm
+        first = mini_batches(batch["group_ids"], t, step)[0]
+        read_before = a.rollout_correction is not None or (a.kl_in == "reward" and "reference" in self.roles)
+        if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
+            first = first[:0]
+        return np.setdiff1d(np.arange(len(batch["lengths"])), first)
+
+    def _shape(self, batch: Batch, rewards: np.ndarray) -> np.ndarray:
+        a, lengths = self.cfg.algorithm, torch.from_numpy((batch["mask"] > 0).sum(axis=1))
+        limit = self.cfg.rollout.max_response_tokens
+        return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, a.overlong_factor).numpy()
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the ranks
+
+    def totals(self, role: str, batch: Batch) -> Totals:
+        mask = torch.from_numpy(np.ascontiguousarray(batch["mask"]))
+        return Totals.of(mask, self.cfg.rollout.max_response_tokens)
+
+    def entropy(self, batch: Batch | MicroBatch) -> str | None:
+        if self.cfg.algorithm.entropy_coef > 0:
+            return "gradient"
+        return "value" if "rollout_logprobs" in batch else None
+
+    def loss(
+        self, role: str, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
+    ) -> LossResult:
+        return self._losses[role](outputs, mb, totals, numbers)
+
+    def _policy_loss(
+        self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
+    ) -> LossResult:
+        a, mask, logprobs, entropy = self.cfg.algorithm, mb["mask"], outputs.logprobs, outputs.entropy
+        assert logprobs is not None
+        function, options = self._function
+        inputs = {name: mb[name] for name in self._inputs if name in mb}
+        loss, metrics = function(
+            logprobs, mb["old_logprobs"], mb["advantages"], mask, **options, totals=totals, **inputs
+        )
+        if "approx_kl" in metrics:
+            metrics["kl"] = metrics.pop("approx_kl")
+        if "ref_logprobs" in mb:
+            kl = kl_penalty(logprobs, mb["ref_logprobs"], a.kl_estimator, mask)
+            metrics["kl"] = aggregate(kl.detach(), mask, "token_mean", totals)
+            if a.kl_in == "loss" and a.kl_coef > 0:
+                loss = loss + numbers["kl_coef"] * aggregate(kl, mask, options["aggregation"], totals)
+        if entropy is not None:
+            metrics["entropy"] = aggregate(entropy.detach(), mask, "token_mean", totals)
+            if a.entropy_coef > 0:
+                loss = loss - a.entropy_coef * aggregate(entropy, mask, options["aggregation"], totals)
+        if "rollout_logprobs" not in mb:
+            metrics = {name: value for name, value in metrics.items() if name not in _OF_SAMPLES}
+        return loss, metrics
+
+    @cached_property
+    def _function(self) -> tuple[Callable[..., LossResult], dict[str, Any]]:
+        """The policy loss, and its options."""
+        a = self.cfg.algorithm
+        function = resolve(POLICY_LOSSES, a.policy_loss, "algorithm.policy_loss")
+        return function, chosen_options(function, a, LOSS) | {"aggregation": aggregation_of(function, a)}
+
+    @cached_property
+    def _inputs(self) -> tuple[str, ...]:
+        """Names of arrays that the policy loss reads, besides those that every policy loss gets."""
+        known = {*INPUTS[LOSS], *(spec.scores for spec in self.roles.values())}
+        return tuple(name for name in parameter_names(self._function[0]) if name in known - set(GIVEN[LOSS]))
+
+    def _value_loss(self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]) -> LossResult:
+        assert outputs.values is not None
+        clip = self.cfg.algorithm.value_clip
+        return value_loss(outputs.values, mb["values"], mb["returns"], mb["mask"], value_clip=clip, totals=totals)
