@@ -27,7 +27,7 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import build_tiny
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
 REWARD = "import time\n\ndef slow(completion, answer):\n    time.sleep({seconds})\n    return 1.0\n"

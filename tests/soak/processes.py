@@ -13,7 +13,10 @@ import psutil
 from tests.support import jobs
 from trainer.cluster.fork_server import ForkServer, run_launcher
 
-_GUARDED = {"trainer.rewards.worker:serve": "reward", "trainer.environments.worker:EnvironmentHandler": "environment"}
+_GUARDED = {
+    "trainer.rewards.worker:RewardHandler": "reward",
+    "trainer.environments.worker:EnvironmentHandler": "environment",
+}
 _MEMBERS = ("engine ", "rank ", "policy rank")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer.config import RewardConfig
 from trainer.rewards.cache import RewardCache
-from trainer.rewards.pool import RewardPool
 from trainer.rewards.scores import RewardFailures
+from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
 

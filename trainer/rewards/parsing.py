@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import describe_error, one_line
+from trainer.sandbox.limits import LARGEST_REWARD as LARGEST
+from trainer.sandbox.limits import MAX_TERMS
 
-LARGEST = 1e12
-"""Largest absolute reward. The sum of 10^9 squares of it is finite in float32."""
+__all__ = ["LARGEST", "Parts", "read_number", "read_terms", "read_value", "read_values"]
+
 Parts = dict[str, float]
 """What a reward consists of, by name. A plain number has the name ""."""
 _PART = re.compile(r"[\w.-]{1,64}")
 _PATH = re.compile(r"(?=.{1,64}$)[\w.-]+(/[\w.-]+)*")
-_MOST_PARTS = 64
 
 
 def read_value(value: Any) -> Parts | str:
@@ -24,8 +25,8 @@ def read_value(value: Any) -> Parts | str:
         number = read_number(value)
         return number if isinstance(number, str) else {"": number}
     try:
-        if not 0 < len(value) <= _MOST_PARTS:
-            return f"returned {len(value)} parts; a reward has 1 to {_MOST_PARTS}"
+        if not 0 < len(value) <= MAX_TERMS:
+            return f"returned {len(value)} parts; a reward has 1 to {MAX_TERMS}"
         return _read_parts(value, _PART, "")
     except BaseException as error:  # whatever a mapping of user code raises
         return f"raised {describe_error(error)}"
@@ -40,7 +41,7 @@ def read_terms(value: Any, paths: bool = False) -> Parts | str:
     if not isinstance(value, Mapping):
         return one_line(f"are a {type(value).__name__}, not a dict")
     try:
-        most = 4 * _MOST_PARTS if paths else _MOST_PARTS
+        most = 4 * MAX_TERMS if paths else MAX_TERMS
         if len(value) > most:
             return f"are {len(value)}; a step has at most {most}"
         return _read_parts(value, _PATH, ", and a / between them") if paths else _read_parts(value, _PART, "")

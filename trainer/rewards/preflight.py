@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards.cache import Result
-from trainer.rewards.pool import RewardPool
 from trainer.rewards.scores import add_up
+from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import Call, RewardFunction, RewardInput
 
 LOG = logging.getLogger(__name__)

@@ -46,6 +46,8 @@ class RemoteReward:
     """
 
     calling = RewardSignature(WANTED, is_async=True)
+    limit_s = None
+    """`deadline_s` counts, and what the server said last is the reason."""
 
     def __init__(self, url: str, deadline_s: float, header: str, header_env: str | None):
         self._url = url
@@ -58,7 +60,7 @@ class RemoteReward:
         self._hide = SecretFilter([secret, *secrets_in_address(url)])
         self._client: httpx.AsyncClient | None = None
 
-    async def compute_async(self, calls: list[dict[str, Any]]) -> list[list[Parts | str]]:
+    async def compute(self, calls: list[dict[str, Any]]) -> list[list[Parts | str]]:
         """Return the parts of each completion's reward, or the reason why there are none."""
         try:
             return [[self._read(value)] for value in await self._ask(calls)]
@@ -67,6 +69,10 @@ class RemoteReward:
         except BaseException as error:
             reason = f"raised {self._describe(error)}"
         return [[one_line(reason)]] * len(calls)
+
+    def line_of(self, error: BaseException) -> str:
+        """Return nothing: `compute` catches its errors."""
+        return ""
 
     def _read(self, value: Any) -> Parts | str:
         parts = read_value(value)

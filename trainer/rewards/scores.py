@@ -9,8 +9,9 @@ from trainer.process.signals import CONTINUES
 from trainer.rewards.cache import Result
 from trainer.rewards.parsing import LARGEST, Parts
 from trainer.rewards.terms import Call, RewardFunction
+from trainer.sandbox import limits
+from trainer.sandbox.pool import NOT_TRIED
 
-NOT_TRIED = "was not tried"
 OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
 """What becomes of rewards that failed, by `reward.on_failure` or `environment.on_failure`."""
 
@@ -29,22 +30,21 @@ class RewardFailures:
         self.count += 1
         self.skipped += skipped
 
-    def lines(self, total: int, on_failure: str, limits: int, step: str) -> list[str]:
+    def lines(self, total: int, on_failure: str, step: str) -> list[str]:
         """Return messages for the user.
 
         Args:
             total: the completions that were judged.
             on_failure: `reward.on_failure`.
-            limits: failed rewards may take this many time limits.
             step: what they were judged for.
         """
         lines = []
         if self.count:
             lines.append(f"{self._share(total, step)} failed and {OUTCOMES[on_failure]}; the first: {self.first}")
         if self.skipped:
+            times = f"{limits.FAILED_TIME_LIMITS} times reward.timeout_s"
             lines.append(
-                f"{self.skipped} of them were not tried: failed rewards had already taken {limits} times "
-                "reward.timeout_s for each process"
+                f"{self.skipped} of them were not tried: failed rewards had already taken {times} for each process"
             )
         return lines
 
@@ -101,7 +101,7 @@ def add_up(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) 
         if not abs(reward) <= LARGEST:  # infinite weights make it NaN
             reasons[index], rewards[index] = reasons[index] or f"is {reward:g}, beyond {LARGEST:g}", 0.0
         if reasons[index]:
-            failures.add(reasons[index], skipped=reasons[index].endswith(NOT_TRIED))
+            failures.add(reasons[index], skipped=NOT_TRIED in reasons[index])
     return Scores(rewards, parts, reasons, failures)
 
 

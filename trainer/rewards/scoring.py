@@ -1,42 +1,111 @@
-"""Rewards of completions that arrive one after another: the calls to make, and their state while they are made."""
+"""Rewards are computed in processes of their own: a reward that hangs or crashes costs one completion."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import os
-import queue
-from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Self
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from trainer.config import RewardConfig
-from trainer.process.signals import SIGNALS
-from trainer.rewards.cache import Result
-from trainer.rewards.scores import NOT_TRIED, Scores
-from trainer.rewards.terms import Call, RewardFunction, RewardInput
+from trainer.errors import UserError
+from trainer.rewards.cache import Result, RewardCache
+from trainer.rewards.scores import Scores, add_up
+from trainer.rewards.terms import Call, RewardFunction, RewardInput, components_of
+from trainer.sandbox.pool import Round, Task, WorkerPool
+from trainer.sandbox.process import ProcessDied
 
-if TYPE_CHECKING:
-    from trainer.rewards.pool import RewardPool
+LOG = logging.getLogger(__name__)
 
-_MAX_ATTEMPTS = 2
-"""A completion whose process dies is retried once: something else may have killed the process."""
+
+class RewardPool(WorkerPool):
+    """`reward.num_processes` processes that compute rewards. A context manager.
+
+    Args:
+        store: for results that are not to be computed again.
+
+    Raises:
+        UserError: there is no such reward, or it wants what no reward gets.
+    """
+
+    def __init__(self, config: RewardConfig, store: RewardCache | None = None):
+        self.components = components_of(config)  # a wrong name fails here, not at the first step
+        self._config = config
+        self._store = store
+        remote = {"url": config.url, **dataclasses.asdict(config.remote)}
+        del remote["completions_per_request"]
+        super().__init__(
+            "trainer.rewards.worker:RewardHandler",
+            [config.names(), config.timeout_s, remote],
+            config.num_processes,
+            role="reward",
+            name=config.key(),
+            limit=("reward.timeout_s", max(component.limit_s for component in self.components)),
+            concurrency=config.concurrency,
+        )
+
+    def score(self, attempts: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
+        """Return the rewards of completions that are all there (see `judging`)."""
+        with self.judging(n, step) as judging:
+            judging.add(0, attempts)
+            return judging.scores()
+
+    @contextmanager
+    def judging(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
+        """Compute rewards while the block runs. Only one such block may run at a time.
+
+        Args:
+            n: completions in a group.
+            step: names what the rewards are for, in the store and in errors.
+        """
+        with self.round() as tasks:
+            yield ScoringSession(self, tasks, n, step)
+
+    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[RewardFunction, dict[Call, Result]]:
+        """Return the result of each call of each reward (see `score`)."""
+        with self.judging(n, step) as judging:
+            judging.add(0, attempts)
+            return judging.results()
+
+    def find(self, key: str | None, step: str) -> Result | None:
+        """Return the stored result of a call; None: there is none."""
+        return self._store.find(key, step) if self._store is not None and key else None
+
+    def finish(self, results: dict[RewardFunction, dict[Call, Result]], total: int, step: str) -> Scores:
+        """Add up the results, log failures, and store the results.
+
+        Raises:
+            UserError: more than `reward.max_error_rate` of the rewards have failed.
+        """
+        scores = add_up(results, total)
+        problem = scores.failures.problem(total, self._config.max_error_rate, step)
+        self._keep(results, step, failures=problem is None)
+        if problem is not None:
+            raise UserError(problem)
+        for line in scores.failures.lines(total, self._config.on_failure, step):
+            LOG.warning(line)
+        return scores
+
+    def _keep(self, results: dict[RewardFunction, dict[Call, Result]], step: str, failures: bool) -> None:
+        """Store the results that are to be stored. `failures`: those of failed calls too."""
+        if self._store is None:
+            return
+        new = {call.key: result for group in results.values() for call, result in group.items() if call.key}
+        chosen = {key: result for key, result in new.items() if failures or not _has_failed(result)}
+        self._store.add({key: result for key, result in chosen.items() if self._store.find(key, step) is None}, step)
 
 
 class ScoringSession:
     """Rewards of completions that arrive one after another (see `RewardPool.judging`)."""
 
-    def __init__(self, pool: RewardPool, state: State, computing: Future[None], n: int, step: str):
+    def __init__(self, pool: RewardPool, tasks: Round, n: int, step: str):
         self._pool = pool
-        self._state = state
-        self._computing = computing
+        self._round = tasks
         self._n = n
         self._step = step
         self._calls: dict[RewardFunction, list[Call]] = {component: [] for component in pool.components}
-        self._tasks: list[Task] = []
+        self._tasks: list[_RewardTask] = []
         self._known: dict[str, Result] = {}
         self._asked: set[str] = set()
         self._total = 0
@@ -47,17 +116,16 @@ class ScoringSession:
         Raises:
             WorkerError: the processes cannot start.
         """
-        if self._computing.done():
-            self._computing.result()  # raises if it has failed
         self._total += len(attempts)
         tasks = []
-        for component, calls in self._calls.items():
+        for index, (component, calls) in enumerate(self._calls.items()):
             group = component.calls(attempts, self._n, first)
             calls += group
             new = [call for call in group if self._is_new(call)]
-            tasks += [Task(component, new[i : i + component.batch]) for i in range(0, len(new), component.batch)]
+            some = [new[i : i + component.batch] for i in range(0, len(new), component.batch)]
+            tasks += [_RewardTask(index, component, calls_of_one) for calls_of_one in some]
         self._tasks += tasks
-        self._state.send(tasks)
+        self._round.submit(tasks)
 
     def _is_new(self, call: Call) -> bool:
         """Whether the call must be made: its result is not stored, and no earlier call is the same."""
@@ -73,14 +141,8 @@ class ScoringSession:
 
     def results(self) -> dict[RewardFunction, dict[Call, Result]]:
         """Wait for the result of each call of each reward. No completions can follow."""
-        self._state.close()
-        with SIGNALS.waiting():
-            while not self._computing.done():  # not in one wait, which signals could not interrupt
-                concurrent.futures.wait([self._computing], 0.5)
-        self._computing.result()
-        made: dict[Call, Result] = {}
-        for task, results in self._state.results_of(self._tasks):
-            made |= zip(task.calls, results, strict=True)
+        self._round.wait()
+        made = {call: result for task in self._tasks for call, result in zip(task.calls, task.results, strict=True)}
         known = self._known | {call.key: result for call, result in made.items() if call.key}
         return {
             component: {
@@ -100,122 +162,40 @@ class ScoringSession:
         return self._pool.finish(self.results(), self._total, self._step)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Task:
-    """Calls of one reward that a process makes in one go."""
+class _RewardTask(Task):
+    """Calls of one reward that a process makes in one go: one, or several for a server."""
 
-    component: RewardFunction
-    calls: list[Call]
+    def __init__(self, index: int, component: RewardFunction, calls: list[Call]):
+        super().__init__()
+        self.kind = component
+        self.is_async = component.calling.is_async
+        self.limit = component.limit
+        self.calls = calls
+        self.results: list[Result] = []
+        """For each call; empty until there is a result."""
+        self._index = index
 
-    def message(self, components: list[RewardFunction]) -> list[Any]:
-        return [components.index(self.component), [call.given for call in self.calls]]
+    def next_call(self) -> list[Any] | None:
+        return None if self.results else [self._index, [call.given for call in self.calls]]
 
-    def failed(self, reason: str) -> list[Result]:
-        return [[reason] * len(call.indices) for call in self.calls]
+    def take(self, value: Any) -> bool:
+        if not _has_shape(value, [len(call.indices) for call in self.calls]):
+            raise ProcessDied
+        self.results = value
+        return any(map(_has_failed, value))
 
-
-class State:
-    """The state of one `RewardPool.judging`. A context manager.
-
-    Another thread may call `send`, `close` and `give_up`.
-    """
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self.todo: deque[int] = deque()
-        self.results: dict[int, list[Result]] = {}
-        self.deaths: Counter[int] = Counter()
-        self.alone: set[int] = set()
-        """Tasks that get a process for themselves: one of those that ran at the same time was bad."""
-        self.lost_s = 0.0
-        """Time of the processes that went into failed tasks."""
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC)
-        """A descriptor that can be read when there is something to `receive`."""
-        self._inbox: SimpleQueue[list[Task]] = SimpleQueue()
-        self._is_open = True
-        self._is_given_up = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.bell)
-
-    def send(self, tasks: list[Task]) -> None:
-        """Add tasks."""
-        self._inbox.put(tasks)
-        os.eventfd_write(self.bell, 1)
-
-    def close(self) -> None:
-        """No tasks will follow."""
-        self._is_open = False
-        os.eventfd_write(self.bell, 1)
-
-    def give_up(self) -> None:
-        """Nobody waits for the results any more."""
-        self._is_given_up = True
-        os.eventfd_write(self.bell, 1)
-
-    def receive(self) -> None:
-        """Take the tasks that were sent."""
-        os.eventfd_read(self.bell)
-        self._take()
-
-    def _take(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                tasks = self._inbox.get_nowait()
-                self.todo += range(len(self.tasks), len(self.tasks) + len(tasks))
-                self.tasks += tasks
-
-    @property
-    def expects_more(self) -> bool:
-        if self._is_given_up:
-            return False
-        if self._is_open:
-            return True
-        self._take()  # what was sent before it was closed
-        return len(self.results) < len(self.tasks)
-
-    def next_chunk(self, config: RewardConfig) -> list[int]:
-        """Take the tasks that a process gets next: some of one reward."""
-        component = self.tasks[self.todo[0]].component
-        tasks = sum(task.component is component for task in self.tasks)
-        size = component.chunk(tasks, config.concurrency, config.num_processes)
-        chunk = [self.todo.popleft()]
-        while len(chunk) < size and self.todo and not {chunk[0], self.todo[0]} & self.alone:
-            if self.tasks[self.todo[0]].component is not component:
-                break
-            chunk.append(self.todo.popleft())
-        return chunk
-
-    def fail(self, index: int, reason: str) -> None:
-        self.results[index] = self.tasks[index].failed(reason)
-
-    def died(self, index: int, ending: str) -> None:
-        """Note that the task has ended its process; it waits to be tried again."""
-        self.deaths[index] += 1
-        if self.deaths[index] >= _MAX_ATTEMPTS:
-            self.todo.remove(index)
-            self.fail(index, f"ended its process ({ending})")
-
-    def results_of(self, tasks: Sequence[Task]) -> list[tuple[Task, list[Result]]]:
-        """Return the tasks with their results, once all that could be computed are."""
-        found = {self.tasks[index]: results for index, results in self.results.items()}
-        return [(task, found.get(task) or task.failed(NOT_TRIED)) for task in tasks]
-
-    def matches(self, work: Sequence[int], results: list[Any]) -> bool:
-        """Whether these can be the results of the first tasks of `work`."""
-        if not 0 < len(results) <= len(work):
-            return False
-        shapes = [[len(call.indices) for call in self.tasks[i].calls] for i in list(work)[: len(results)]]
-        return all(_has_shape(result, shape) for result, shape in zip(results, shapes, strict=True))
+    def fail(self, status: str, reason: str) -> None:
+        self.results = [[reason] * len(call.indices) for call in self.calls]
 
 
-def _has_shape(result: Any, lengths: list[int]) -> bool:
-    if not isinstance(result, list) or len(result) != len(lengths):
+def _has_failed(result: Result) -> bool:
+    return any(isinstance(terms, str) for terms in result)
+
+
+def _has_shape(results: Any, lengths: list[int]) -> bool:
+    if not isinstance(results, list) or len(results) != len(lengths):
         return False
     return all(
-        isinstance(call, list) and len(call) == length and all(isinstance(parts, (dict, str)) for parts in call)
-        for call, length in zip(result, lengths, strict=True)
+        isinstance(call, list) and len(call) == length and all(isinstance(terms, (dict, str)) for terms in call)
+        for call, length in zip(results, lengths, strict=True)
     )

@@ -13,12 +13,6 @@ from trainer.rewards.cache import key_of
 from trainer.rewards.functions import REMOTE, resolve
 from trainer.rewards.signature import RewardSignature, calling_of
 
-_CHUNK = 64
-_ROUNDS = 4
-"""A process gets this many rounds of `async` calls at a time: it need not wait for the slowest call of each round."""
-
-_GRACE_S = 2.0
-
 
 @dataclass(frozen=True)
 class RewardInput:
@@ -86,21 +80,10 @@ class RewardFunction:
         }
         return {name: group[name] if name in group else getattr(first, name) for name in names}
 
-    def chunk(self, tasks: int, concurrency: int, processes: int) -> int:
-        """Return how many of the component's tasks a process gets at a time."""
-        share = max(1, -(-tasks // processes))
-        return min(_ROUNDS * concurrency if self.calling.is_async else _CHUNK, share)
-
     @property
-    def limit(self) -> str:
-        """The key of the time limit, with its value."""
-        key = "reward.remote.deadline_s" if self.name == REMOTE else "reward.timeout_s"
-        return f"{key}={self.limit_s:g}"
-
-    def patience_s(self, tasks: int, concurrency: int) -> float:
-        """Return how long a process may take for its next answer: for a task, or for `tasks` that are `async`."""
-        # A process stops `async` calls by itself, if they do not block it.
-        return self.limit_s * -(-tasks // concurrency) + _GRACE_S if self.calling.is_async else self.limit_s
+    def limit(self) -> tuple[str, float]:
+        """The key of the time limit, and its value."""
+        return ("reward.remote.deadline_s" if self.name == REMOTE else "reward.timeout_s"), self.limit_s
 
 
 def components_of(config: RewardConfig) -> list[RewardFunction]:

@@ -14,7 +14,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -150,9 +150,8 @@ class _Batch:
 class _Worker(GuardedProcess):
     """One process of a pool."""
 
-    def __init__(self, handler: str, arguments: Sequence[Any], concurrency: int):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the cores are for ranks and engines
-        super().__init__("trainer.sandbox.worker:serve", [handler, list(arguments), concurrency], environment)
+    def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str]):
+        super().__init__("trainer.sandbox.worker:serve", arguments, environment)
         self.is_ready = self.is_concurrent = False
         self.sessions: dict[Task, None] = {}
         self.queue: deque[Task] = deque()
@@ -226,7 +225,8 @@ class WorkerPool:
         concurrency: int = 1,
         largest_message: int = limits.LARGEST_MESSAGE,
     ):
-        self._start_worker = lambda: _Worker(handler, arguments, concurrency)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the cores are for ranks and engines
+        self._start_worker = lambda: _Worker([handler, list(arguments), concurrency], environment)
         self._num_processes = num_processes
         self._role = role
         self._name = name
@@ -323,6 +323,7 @@ class WorkerPool:
                 worker.send([number, [task.next_call() for task in batch.tasks]])
             except ProcessDied:
                 self._handle_worker_death(worker)
+                return
 
     def _next_tasks(self, waiting: deque[Task]) -> list[Task]:
         """Take the tasks that a process gets next: several of one kind, or one that needs a process for itself."""

@@ -21,8 +21,8 @@ from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.rewards.cache import RewardCache
-from trainer.rewards.pool import RewardPool
 from trainer.rewards.scores import RewardFailures, Scores
+from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
 

@@ -169,7 +169,7 @@ def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monk
     with serving(lambda server, _: answers[len(server.requests) - 1]) as server:
         for _ in answers:
             reward = RemoteReward(f"{server.url}/score?token=zzqq-8800", 5.0, "Authorization", "JUDGE")
-            results += asyncio.run(reward.compute_async([{}]))[0]
+            results += asyncio.run(reward.compute([{}]))[0]
     assert results[-1] == {"good": 1.0}
     assert results[0] == "answered HTTP 401: Incorrect API key provided: ***"
     assert results[8] == "returned a part called '***', which repeats a credential"

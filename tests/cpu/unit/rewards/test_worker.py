@@ -21,7 +21,7 @@ from tests.support.bad_rewards import BAD, CARELESS, NUMBERS
 from tests.support.rewards import reward_pool, score
 from trainer.algorithms import ADVANTAGES
 from trainer.import_utils import options_of
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.scoring import RewardPool
 
 NAME = "copied_rewards:score"
 
@@ -73,7 +73,7 @@ def end_of(pids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_reward_costs_one_zero_and_one_short_line(pool, directory, name, caplog):
-    caplog.set_level("INFO", "trainer.rewards")
+    caplog.set_level("INFO", "trainer")
     children_of(directory)
     rewards, failures = score_all(pool, "1", name, "2", "3")
     assert rewards == [1.0, 0.0, 2.0, 3.0]
@@ -109,7 +109,7 @@ def test_processes_with_many_threads_left_are_replaced(single):
 
 
 def test_output_is_logged_shortened_and_not_on_the_terminal(single, capfd, caplog):
-    caplog.set_level("INFO", "trainer.rewards")
+    caplog.set_level("INFO", "trainer")
     score_all(single, "prints", "1")
     assert caplog.messages == ["[reward] hello?[2J"]
     caplog.clear()
@@ -139,8 +139,8 @@ def test_exactly_the_bad_ones_of_any_mixture_are_zero_and_counted(pool, completi
 
 @pytest.mark.parametrize("name", ["hangs", "fails slowly"])
 def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name, caplog):
-    caplog.set_level("INFO", "trainer.rewards")
-    monkeypatch.setattr("trainer.rewards.pool.LOST_LIMITS", 5)  # instead of 30, to be quick
+    caplog.set_level("INFO", "trainer")
+    monkeypatch.setattr("trainer.sandbox.limits.FAILED_TIME_LIMITS", 5)  # instead of 30, to be quick
     completions = ["1", *[name] * 500]
     with reward_pool(NAME, timeout_s=0.5, num_processes=1) as pool:
         rewards, failures = score_all(pool, *completions)
