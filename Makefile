@@ -16,7 +16,7 @@ setup: $(STAMP)  ## .venv with the locked packages; EXTRA=gpu for the GPU set
 $(STAMP): pyproject.toml uv.lock tools/install.py
 	@$(PYTHON) tools/install.py $(EXTRA)
 
-demo: setup  ## train the embedded default with GRPO
+demo: setup  ## train the built-in default with GRPO
 	$(BIN)/python -m trainer train $(ARGS)
 
 test: setup  ## the CPU tests

@@ -1,6 +1,6 @@
 """What each preset learns: `python -m benchmarks.learning [--presets grpo ppo ...] [--seeds 1 2 3]`.
 
-Trains every preset of `conf/algorithm` on the embedded task (writing words backwards) from one and the same warm
+Trains every preset of `conf/algorithm` on the built-in task (writing words backwards) from one and the same warm
 start, once a seed, as a user would: whole jobs with vLLM. Writes `docs/learning.md`, a table of held-out accuracy
 before and after, and `docs/images/learning.png`, accuracy against samples. Jobs that were done before are not run
 again, and one that was killed goes on: the same command finishes a benchmark that died.
@@ -21,7 +21,7 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics
 ACCURACY = "val/accuracy"
 INTRO = """# What the presets learn
 
-Every preset of `conf/algorithm`, trained on the embedded task (writing words backwards) from one warm start by whole
+Every preset of `conf/algorithm`, trained on the built-in task (writing words backwards) from one warm start by whole
 jobs with vLLM, once a seed. Accuracy is the share of 256 held-out words whose greedy completion is right.
 
 ```bash
@@ -32,7 +32,7 @@ jobs with vLLM, once a seed. Accuracy is the share of 256 held-out words whose g
 
 ![Held-out accuracy against samples, a panel a preset, a line a seed; in grey those of all presets](images/learning.png)
 
-All presets have the same number of optimizer steps, and the learning rates of the embedded model
+All presets have the same number of optimizer steps, and the learning rates of the built-in model
 (`conf/model/tiny.yaml`), which were chosen once, for GRPO. So the table shows that each preset learns, not which one
 is best. `dapo` samples more completions than it trains on, because it replaces prompts that teach nothing. Gains are
 in points, from the start to the last step; samples are completions trained on.

@@ -1,6 +1,6 @@
 """Where a step's time goes: `python -m benchmarks.step_time [--steps N]`.
 
-Runs the embedded default as a user would, for GRPO and PPO on one and two ranks, without validation and
+Runs the built-in default as a user would, for GRPO and PPO on one and two ranks, without validation and
 checkpoints. Prints, from each run's own metrics, the median step and each phase's share of it, the step
 relative to GRPO on one rank, and the seconds from the command to the end of the first step.
 
@@ -91,8 +91,8 @@ def main() -> None:
 
 
 def print_jobs(steps: int) -> None:
-    """Print where the steps of the embedded default spend their time."""
-    with tempfile.TemporaryDirectory() as run_dir:  # so that no job below has to warm-start the embedded model
+    """Print where the steps of the built-in default spend their time."""
+    with tempfile.TemporaryDirectory() as run_dir:  # so that no job below has to warm-start the built-in model
         run("grpo", 1, 1, run_dir)
     phases = [phase for phase in PHASES if phase not in ("checkpoint_blocked", "environment")]
     print(f"| job | first step after | step | to grpo, 1 rank | {' | '.join(phases)} | other |")

@@ -12,11 +12,11 @@ from trainer.config.fields import (
     SavedRun,
     Section,
     choice,
+    config_error,
+    constraint_of,
     number,
     open_section,
     option,
-    refuse,
-    rule_of,
     setting,
 )
 from trainer.config.functions import built_in_defaults, inputs_of
@@ -137,9 +137,9 @@ class AlgorithmConfig(Section):
     def check(self, config: Config, name: str) -> None:
         rollout = config.rollout
         if self.pass_k is not None and self.pass_k > rollout.n:
-            refuse(config, "algorithm.pass_k", f"exceeds rollout.n={rollout.n}")
+            raise config_error(config, "algorithm.pass_k", f"exceeds rollout.n={rollout.n}")
         if self.rollout_correction == "mis" and self.rollout_correction_low > self.rollout_correction_high:
-            refuse(
+            raise config_error(
                 config,
                 "algorithm.rollout_correction_low",
                 f"exceeds algorithm.rollout_correction_high={self.rollout_correction_high}, which leaves no token to "
@@ -147,13 +147,13 @@ class AlgorithmConfig(Section):
             )
         if self.rollout_correction is not None and self.old_logprobs == "rollout":
             problem = "corrects the engine's log-probs, and algorithm.old_logprobs=rollout takes them as they are"
-            refuse(config, "algorithm.rollout_correction", problem)
+            raise config_error(config, "algorithm.rollout_correction", problem)
         if self.overlong_buffer > rollout.max_response_tokens:
             problem = f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
-            refuse(config, "algorithm.overlong_buffer", problem)
+            raise config_error(config, "algorithm.overlong_buffer", problem)
         penalised = self.overlong_buffer > 0 or (self.kl_in == "reward" and self.kl_coef > 0)
         if self.advantage_estimator == "grpo_passk" and penalised:
-            refuse(
+            raise config_error(
                 config,
                 "algorithm.advantage_estimator",
                 "grpo_passk asks whether a reward reaches 1, which one with a penalty taken off does not; use "
@@ -174,7 +174,7 @@ class AlgorithmConfig(Section):
 
     def _check_kl(self, config: Config) -> None:
         if self.kl_in == "reward" and self.kl_estimator.endswith("+"):
-            refuse(
+            raise config_error(
                 config,
                 "algorithm.kl_estimator",
                 "a straight-through estimator only differs in its gradient, and a reward has none; choose k1, k2, k3 "
@@ -182,17 +182,17 @@ class AlgorithmConfig(Section):
             )
         if self.kl_controller == "adaptive":
             if self.kl_coef == 0:
-                refuse(config, "algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
+                raise config_error(config, "algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
             completions = config.trainer.train_batch_size * config.rollout.n
             if self.kl_horizon < completions:
                 problem = f"must be at least the {completions} completions of one step"
-                refuse(config, "algorithm.kl_horizon", problem)
+                raise config_error(config, "algorithm.kl_horizon", problem)
         if self.ref_sync_interval > 0:
             if "ref_logprobs" not in self.reads:
                 problem = "there is no reference model with algorithm.kl_coef=0"
-                refuse(config, "algorithm.ref_sync_interval", problem)
+                raise config_error(config, "algorithm.ref_sync_interval", problem)
             if not config.trainer.colocate_roles:
-                refuse(
+                raise config_error(
                     config,
                     "algorithm.ref_sync_interval",
                     "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it",
@@ -206,10 +206,10 @@ def check_group_size(config: Config, key: str) -> None:
         UserError: there is one completion per prompt, or all are greedy.
     """
     if config.rollout.n < 2:
-        refuse(config, "rollout.n", f"{key} compares completions of a prompt and needs at least 2")
+        raise config_error(config, "rollout.n", f"{key} compares completions of a prompt and needs at least 2")
     if config.rollout.temperature == 0:
         problem = f"greedy completions of a prompt are all equal, and {key} compares them; use a value above 0"
-        refuse(config, "rollout.temperature", problem)
+        raise config_error(config, "rollout.temperature", problem)
 
 
 def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def named_options(algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
 
 def option_names(key: str) -> list[str]:
     """The keys of the schema that are options of the functions that `key` chooses."""
-    return [f.name for f in dataclasses.fields(AlgorithmConfig) if rule_of(f).option_of == key]
+    return [f.name for f in dataclasses.fields(AlgorithmConfig) if constraint_of(f).option_of == key]
 
 
 def own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choice, number, open_section, refuse, setting, value_of
+from trainer.config.fields import Section, choice, config_error, number, open_section, setting, value_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -47,15 +47,15 @@ class DataConfig(Section):
             self._check_generator(config, GENERATORS[self.synthetic])
         elif not self.train_files:
             problem = "name at least one file, or choose a data group such as data=arithmetic"
-            refuse(config, "data.train_files", problem)
+            raise config_error(config, "data.train_files", problem)
         elif not self.val_files and config.trainer.val_interval > 0:
-            refuse(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
+            raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
         if self.curriculum is not None and ":" not in self.curriculum:
-            refuse(config, "data.curriculum", "must be an import path package.module:function")
+            raise config_error(config, "data.curriculum", "must be an import path package.module:function")
 
     def _check_generator(self, config: Config, options: tuple[str, ...]) -> None:
         if self.train_files or self.val_files:
-            refuse(
+            raise config_error(
                 config,
                 "data.synthetic",
                 "data.train_files and data.val_files cannot be combined with a generator; choose data=files or drop "
@@ -63,8 +63,8 @@ class DataConfig(Section):
             )
         for key in ("data.train_size", "data.val_size"):
             if value_of(config, key) < 1:
-                refuse(config, key, "a generator needs a number of examples")
+                raise config_error(config, key, "a generator needs a number of examples")
         for option in self.synthetic_args:
             if option not in options:
                 problem = f"data.synthetic={self.synthetic} takes {', '.join(options)}, not {option}"
-                refuse(config, "data.synthetic_args", problem)
+                raise config_error(config, "data.synthetic_args", problem)

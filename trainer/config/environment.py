@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, open_section, refuse, setting
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, config_error, number, open_section, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -37,7 +37,7 @@ class EnvironmentConfig(Section):
         if self.name is None:
             return
         if ":" not in self.name:
-            refuse(config, "environment.name", "must be an import path package.module:Class")
+            raise config_error(config, "environment.name", "must be an import path package.module:Class")
         if config.algorithm.overlong_buffer:
             problem = "is for one completion a prompt; set it to 0, or drop environment.name"
-            refuse(config, "algorithm.overlong_buffer", problem)
+            raise config_error(config, "algorithm.overlong_buffer", problem)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trainer.config.config_file import GROUP, ConfigFiles
 from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.overrides import find_groups, kind_of
-from trainer.config.renamed import successor_of
+from trainer.config.renamed import RESOLVERS, successor_of
 from trainer.config.schema import Config, no_such_key
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
@@ -42,6 +42,8 @@ def unresolved(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: has no value; write {key}=VALUE"
     if isinstance(error, UnsupportedInterpolationType):
+        if name in RESOLVERS:
+            return f"{key}: the function {name} is now {RESOLVERS[name]}; write ${{{RESOLVERS[name]}:…}}"
         return f"{key}: there is no function {name} for ${{{name}:…}}; write ${{oc.env:VARIABLE}} or ${{SECTION.KEY}}"
     if isinstance(error, InterpolationKeyError):
         if (new := successor_of(name)) is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.files.redaction import redact
@@ -28,7 +28,7 @@ LONGEST_TIME = 1_000_000
 
 
 @dataclass(frozen=True)
-class Rule:
+class Constraint:
     """What the value of one key may be. null is allowed wherever the type allows it."""
 
     at_least: float | None = None
@@ -134,7 +134,7 @@ class SavedRun:
     """Names of the roles that the checkpoint holds."""
 
 
-_RULE, _RESUME = "rule", "resume"
+_CONSTRAINT, _RESUME = "constraint", "resume"
 
 
 def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory: Any = MISSING) -> Any:
@@ -144,7 +144,7 @@ def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory
         resume: what a resume may do with the key, one of `RESUME`, or a rule with its reason. The same in all
             functions below.
     """
-    return _field(Rule(), resume, default=default, default_factory=default_factory)
+    return _field(Constraint(), resume, default=default, default_factory=default_factory)
 
 
 def number(
@@ -157,17 +157,17 @@ def number(
     off: float | None = None,
 ) -> Any:
     """A key with bounds."""
-    return _field(Rule(at_least, above, at_most, off), resume, default=default)
+    return _field(Constraint(at_least, above, at_most, off), resume, default=default)
 
 
 def choice(default: str | None, choices: Iterable[str | None], *, resume: str | ResumeRule) -> Any:
     """A key whose value is one of `choices`."""
-    return _field(Rule(choices=tuple(choices)), resume, default=default)
+    return _field(Constraint(choices=tuple(choices)), resume, default=default)
 
 
 def choices(names: Iterable[str], *, resume: str | ResumeRule) -> Any:
     """A list, empty by default, of any of `names`."""
-    return _field(Rule(choices=tuple(names)), resume, default_factory=list)
+    return _field(Constraint(choices=tuple(names)), resume, default_factory=list)
 
 
 def option(
@@ -183,12 +183,12 @@ def option(
     Such functions are called in the update, so a changed option acts there.
     """
     allowed = (None, *choices) if choices else ()
-    return _field(Rule(at_least, above, at_most, choices=allowed, option_of=of), "update", default=None)
+    return _field(Constraint(at_least, above, at_most, choices=allowed, option_of=of), "update", default=None)
 
 
 def open_section(*, resume: str | ResumeRule) -> Any:
     """A section whose keys are the user's choice."""
-    return _field(Rule(is_open=True), resume, default_factory=dict)
+    return _field(Constraint(is_open=True), resume, default_factory=dict)
 
 
 def subsection(factory: Callable[[], Any], *, resume: str | None = None) -> Any:
@@ -200,9 +200,9 @@ def subsection(factory: Callable[[], Any], *, resume: str | None = None) -> Any:
     return field(default_factory=factory, metadata={_RESUME: resume})
 
 
-def rule_of(key: dataclasses.Field[Any]) -> Rule:
-    """The rule of a field of the schema."""
-    return key.metadata[_RULE]
+def constraint_of(key: dataclasses.Field[Any]) -> Constraint:
+    """Return the constraint of a field of the schema."""
+    return key.metadata[_CONSTRAINT]
 
 
 class Section:
@@ -244,12 +244,12 @@ def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk_sections(value, _join(name, f.name))
 
 
-def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Rule]]:
-    """Dotted name, value and rule of every key, those of nested sections included."""
+def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constraint]]:
+    """Dotted name, value and constraint of every key, those of nested sections included."""
     for inner, value in walk_sections(section, name):
         for f in dataclasses.fields(value):
             if not dataclasses.is_dataclass(item := getattr(value, f.name)):
-                yield _join(inner, f.name), item, rule_of(f)
+                yield _join(inner, f.name), item, constraint_of(f)
 
 
 def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, ResumeRule]:
@@ -287,15 +287,15 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def refuse(config: Any, key: str, problem: str) -> NoReturn:
-    """Raise a UserError about the value of a dotted key."""
+def config_error(config: Any, key: str, problem: str) -> UserError:
+    """Return an error about the value of a dotted key."""
     shown = str(redact(value_of(config, key), key))
-    raise UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
+    return UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
 
 
-def _field(rule: Rule, resume: str | ResumeRule, **default: Any) -> Any:
+def _field(constraint: Constraint, resume: str | ResumeRule, **default: Any) -> Any:
     resume = ResumeRule(resume) if isinstance(resume, str) else resume
-    return field(**default, metadata={_RULE: rule, _RESUME: resume})
+    return field(**default, metadata={_CONSTRAINT: constraint, _RESUME: resume})
 
 
 def _join(section: str, name: str) -> str:

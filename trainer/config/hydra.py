@@ -110,12 +110,12 @@ def register(compared_by: ComparedBy = compared_as_given) -> None:
 
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
-    OmegaConf.register_new_resolver("in_sweep", lambda name: name if _sweep_suffix() else None, replace=True)
+    OmegaConf.register_new_resolver("if_sweep", lambda name: name if _sweep_suffix() else None, replace=True)
     OmegaConf.register_new_resolver("optuna_direction", direction, replace=True)
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
-    OmegaConf.register_new_resolver("embedded", _embedded, replace=True)
-    OmegaConf.register_new_resolver("when", _when, replace=True)
+    OmegaConf.register_new_resolver("if_builtin", _if_builtin, replace=True)
+    OmegaConf.register_new_resolver("if_eq", _if_eq, replace=True)
 
 
 def register_plugins(arguments: list[str]) -> None:
@@ -180,18 +180,18 @@ def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Co
         return to_config(hydra_compose("config", overrides=words))
 
 
-def _embedded(value: Any, otherwise: Any, *, _root_: Any) -> Any:
-    """`value` while the embedded model is trained; `otherwise` when `model.path` names another model."""
+def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:
+    """`value` while the built-in model is trained; `otherwise` when `model.path` names another model."""
     return value if _root_.model.path is None else otherwise
 
 
-def _when(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: Any) -> Any:
+def _if_eq(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: Any) -> Any:
     """`value` while `choice` is the value of `key`; else `otherwise`. So presets set options for one function alone."""
     from omegaconf import OmegaConf
 
     chosen = OmegaConf.select(_root_, key)
     if chosen is None:
-        raise ValueError(f"${{when:{key},{choice},…}}: {key} has no value")
+        raise ValueError(f"${{if_eq:{key},{choice},…}}: {key} has no value")
     return value if chosen == choice else otherwise
 
 

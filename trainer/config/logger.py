@@ -17,7 +17,7 @@ class WandbConfig(Section):
     """W&B team or user."""
     name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Name of the run in W&B. In a `-m` sweep each job's overrides are appended."""
-    group: str | None = setting("${in_sweep:${trainer.run_name}}", resume="harmless")
+    group: str | None = setting("${if_sweep:${trainer.run_name}}", resume="harmless")
     """W&B shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
     tags: list[str] = setting(default_factory=list, resume="harmless")
     """Tags of the run in W&B."""

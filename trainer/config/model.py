@@ -10,9 +10,9 @@ from trainer.config.fields import (
     ResumeRule,
     Section,
     choice,
+    config_error,
     number,
     open_section,
-    refuse,
     setting,
     subsection,
 )
@@ -53,9 +53,9 @@ class TinyConfig(Section):
 
     def check(self, config: Config, name: str) -> None:
         if self.head_dim % 2:
-            refuse(config, "model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
+            raise config_error(config, "model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
         if self.num_heads % self.num_kv_heads:
-            refuse(config, "model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={self.num_heads}")
+            raise config_error(config, "model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={self.num_heads}")
 
 
 @dataclass
@@ -63,12 +63,12 @@ class ModelConfig(Section):
     path: str | None = setting(
         None, resume=ResumeRule("rollouts", "the saved weights belong to that model", ("weights", "optimizer"))
     )
-    """Hugging Face id or directory of a causal LM. null: build the embedded Qwen3 of `model.tiny`, warm it up with
+    """Hugging Face id or directory of a causal LM. null: build the built-in Qwen3 of `model.tiny`, warm it up with
     supervised steps (see `sft`) and cache it."""
     tiny: TinyConfig = subsection(TinyConfig)
-    """Shape of the embedded model."""
+    """Shape of the built-in model."""
     cache_dir: str = setting("${oc.env:TRAINER_CACHE,'~/.cache/trainer'}", resume="harmless")
-    """Directory of the embedded models that were built and warmed up, one directory per configuration."""
+    """Directory of the built-in models that were built and warmed up, one directory per configuration."""
     attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
     """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself. `flash_attention_2`:
     the package flash-attn. `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
@@ -83,14 +83,14 @@ class ModelConfig(Section):
     def check(self, config: Config, name: str) -> None:
         for variable in self.chat_template_kwargs:
             if not variable.isidentifier():
-                refuse(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
+                raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
         if self.path is not None:
             return
         longest, rollout = self.tiny.max_position_embeddings, config.rollout
         if config.sft.max_length > longest:
-            refuse(config, "sft.max_length", "exceeds model.tiny.max_position_embeddings")
+            raise config_error(config, "sft.max_length", "exceeds model.tiny.max_position_embeddings")
         if rollout.max_prompt_tokens + rollout.max_response_tokens > longest:
-            refuse(
+            raise config_error(
                 config,
                 "rollout.max_response_tokens",
                 f"with rollout.max_prompt_tokens it exceeds model.tiny.max_position_embeddings={longest}",

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from trainer.config.fields import RESUME, ResumeRule, resume_rules, rule_of, walk_sections
+from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
 from trainer.config.schema import Config
 
 _HEADER = [
@@ -60,7 +60,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _type_of(field: dataclasses.Field[Any]) -> str:
-    kind, bounds = str(field.type).replace("|", "or"), rule_of(field).bounds()
+    kind, bounds = str(field.type).replace("|", "or"), constraint_of(field).bounds()
     return f"{kind}, {bounds}" if bounds else kind
 
 

@@ -20,6 +20,9 @@ METRICS = {
 }
 """Metrics of earlier versions and their successors."""
 
+RESOLVERS = {"in_sweep": "if_sweep", "when": "if_eq", "embedded": "if_builtin"}
+"""Functions of config files (`${if_eq:…}`) of earlier versions and their successors."""
+
 
 @dataclass(frozen=True)
 class Renamed:

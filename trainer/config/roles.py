@@ -12,8 +12,8 @@ from trainer.config.fields import (
     Section,
     changed_keys,
     choice,
+    config_error,
     number,
-    refuse,
     setting,
     subsection,
     walk_keys,
@@ -53,7 +53,7 @@ class OptimizerConfig(Section):
 
     def check(self, config: Config, name: str) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            refuse(config, f"{name}.betas", "must be two numbers, each at least 0 and below 1")
+            raise config_error(config, f"{name}.betas", "must be two numbers, each at least 0 and below 1")
 
 
 @dataclass
@@ -114,7 +114,7 @@ class LoraConfig(Section):
     def check(self, config: Config, name: str) -> None:
         if self.rank is None:
             for key in changed_keys(self, LoraConfig(), name):
-                refuse(config, key, f"needs {name}.rank")
+                raise config_error(config, key, f"needs {name}.rank")
 
 
 @dataclass
@@ -143,12 +143,12 @@ class CriticConfig(Section):
     def check(self, config: Config, name: str) -> None:
         if self.warmup_steps >= config.trainer.total_steps:
             problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
-            refuse(config, f"{name}.warmup_steps", problem)
+            raise config_error(config, f"{name}.warmup_steps", problem)
         changed = changed_keys(self, CriticConfig(), name)
         if changed and not any(role.name == "critic" for role in config.roles):
             estimator = config.algorithm.advantage_estimator
             for key in changed:
-                refuse(
+                raise config_error(
                     config,
                     key,
                     f"algorithm.advantage_estimator={estimator} has no critic; choose algorithm=ppo or drop the key",
@@ -177,4 +177,4 @@ class ReferenceConfig(Section):
         else:
             return
         for key in changed:
-            refuse(config, key, problem)
+            raise config_error(config, key, problem)

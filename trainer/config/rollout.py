@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.engines import ENGINES, engines_with
-from trainer.config.fields import Section, choice, number, open_section, refuse, setting
+from trainer.config.fields import Section, choice, config_error, number, open_section, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -64,20 +64,20 @@ class RolloutConfig(Section):
         spec = ENGINES[self.engine]
         if self.tensor_parallel_size > 1 and not spec.tensor_parallel:
             problem = f"rollout.engine={self.engine} runs on one device; choose {engines_with('tensor_parallel')}"
-            refuse(config, "rollout.tensor_parallel_size", problem)
+            raise config_error(config, "rollout.tensor_parallel_size", problem)
         if self.engine_args and not spec.engine_args:
             problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
-            refuse(config, "rollout.engine_args", problem)
+            raise config_error(config, "rollout.engine_args", problem)
         self._check_lora(config)
 
     def _check_lora(self, config: Config) -> None:
         rank, most = config.trainer.policy.lora.rank, ENGINES[self.engine].max_lora_rank
         if rank is None and self.lora_sync != "auto":
-            refuse(config, "rollout.lora_sync", "needs trainer.policy.lora.rank")
+            raise config_error(config, "rollout.lora_sync", "needs trainer.policy.lora.rank")
         if rank is None or self.lora_sync != "adapter":
             return
         if not most:
-            refuse(
+            raise config_error(
                 config,
                 "rollout.lora_sync",
                 f"rollout.engine={self.engine} serves no adapters; choose merged or "
@@ -85,4 +85,4 @@ class RolloutConfig(Section):
             )
         if rank > most:
             problem = f"rollout.engine={self.engine} serves adapters up to rank {most}; choose merged"
-            refuse(config, "rollout.lora_sync", problem)
+            raise config_error(config, "rollout.lora_sync", problem)

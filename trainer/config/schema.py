@@ -14,7 +14,7 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig
 from trainer.config.engines import ENGINES
 from trainer.config.environment import EnvironmentConfig
-from trainer.config.fields import Section, refuse, subsection, walk_keys, walk_sections
+from trainer.config.fields import Section, config_error, subsection, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.renamed import successor_of, successor_of_value
@@ -61,13 +61,13 @@ class Config(Section):
         for allowed in self.trainer.allow_config_change:
             if allowed not in keys and not any(key.startswith(f"{allowed}.") for key in keys):
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
-                refuse(config, "trainer.allow_config_change", problem)
+                raise config_error(config, "trainer.allow_config_change", problem)
 
 
 _FEW = 12
 """Most keys that a sentence lists."""
 
-OPEN_SECTIONS = tuple(key for key, _, rule in walk_keys(Config()) if rule.is_open)
+OPEN_SECTIONS = tuple(key for key, _, constraint in walk_keys(Config()) if constraint.is_open)
 """Sections whose keys the schema does not know."""
 
 
@@ -77,11 +77,11 @@ def validate(config: Config) -> None:
     Raises:
         UserError: one sentence that names the key, its value and what is valid.
     """
-    for key, value, rule in walk_keys(config):
+    for key, value, constraint in walk_keys(config):
         if (new := successor_of_value(key, value)) is not None:
-            refuse(config, key, f"this value is now {new}; write {key}={new}")
-        if (problem := rule.problem(value)) is not None:
-            refuse(config, key, problem)
+            raise config_error(config, key, f"this value is now {new}; write {key}={new}")
+        if (problem := constraint.problem(value)) is not None:
+            raise config_error(config, key, problem)
     for name, section in walk_sections(config):
         section.check(config, name)
 

@@ -1,11 +1,11 @@
-"""`sft.*`: supervised training, and the warm start of the embedded model."""
+"""`sft.*`: supervised training, and the warm start of the built-in model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choice, number, refuse, setting, subsection, value_of
+from trainer.config.fields import Section, choice, config_error, number, setting, subsection, value_of
 from trainer.config.roles import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass
 class SFTConfig(Section):
     steps: int = number(200, at_least=1, resume="rollouts")
-    """Optimizer steps of supervised training. Most optimizer steps of the warm start of the embedded model (see
+    """Optimizer steps of supervised training. Most optimizer steps of the warm start of the built-in model (see
     `model.tiny.start_accuracy`)."""
     batch_size: int = number(8, at_least=1, resume="rollouts")
     """An optimizer step learns as many whole examples as fill this many rows of `sft.max_length` tokens."""
@@ -41,14 +41,14 @@ class SFTConfig(Section):
         files = config.data.train_files
         if self.source == "rollouts" and not files:
             problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
-            refuse(config, "sft.source", problem)
+            raise config_error(config, "sft.source", problem)
         for key in ("sft.min_reward", "sft.max_weight"):
             if self.source != "rollouts" and value_of(config, key) is not None:
-                refuse(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
+                raise config_error(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
         if not self.train_on:
-            refuse(config, "sft.train_on", "names no role, so nothing would be learnt")
+            raise config_error(config, "sft.train_on", "names no role, so nothing would be learnt")
         if self.weights and len(self.weights) != len(files):
             problem = f"must name one weight for each of the {len(files)} data.train_files"
-            refuse(config, "sft.weights", problem)
+            raise config_error(config, "sft.weights", problem)
         if not all(weight > 0 for weight in self.weights):
-            refuse(config, "sft.weights", "must be numbers above 0")
+            raise config_error(config, "sft.weights", "must be numbers above 0")

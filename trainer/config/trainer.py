@@ -14,9 +14,9 @@ from trainer.config.fields import (
     Section,
     choice,
     choices,
+    config_error,
     number,
     open_section,
-    refuse,
     setting,
     subsection,
     value_of,
@@ -230,20 +230,23 @@ class TrainerConfig(Section):
     def check(self, config: Config, name: str) -> None:
         if self.train_batch_size % self.mini_batch_size:
             problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
-            refuse(config, "trainer.train_batch_size", problem)
+            raise config_error(config, "trainer.train_batch_size", problem)
         self._check_layout(config)
         if self.offload != "none" and not config.rollout.colocate:
-            refuse(config, "trainer.offload", "ranks and engines do not share GPUs; set rollout.colocate=true too")
+            raise config_error(
+                config, "trainer.offload", "ranks and engines do not share GPUs; set rollout.colocate=true too"
+            )
         self._check_paths(config)
         self._check_saving(config)
         self._check_resume(config)
         if self.deadline is not None:
             try:
                 datetime.fromisoformat(self.deadline).timestamp()
-            except (ValueError, OverflowError):
-                refuse(config, "trainer.deadline", "must be a time such as 2026-11-21T18:00")
+            except (ValueError, OverflowError) as error:
+                problem = "must be a time such as 2026-11-21T18:00"
+                raise config_error(config, "trainer.deadline", problem) from error
         if self.hf_save_lora != "merged" and self.policy.lora.rank is None:
-            refuse(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
+            raise config_error(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
 
     @property
     def layout_size(self) -> int:
@@ -254,12 +257,12 @@ class TrainerConfig(Section):
         used = [axis for axis in _AXES if getattr(self, axis) > 1]
         if self.num_workers % self.layout_size:
             product = " x ".join(f"trainer.{axis}={getattr(self, axis)}" for axis in used)
-            refuse(config, "trainer.num_workers", f"must be a multiple of {product}")
+            raise config_error(config, "trainer.num_workers", f"must be a multiple of {product}")
         if self.min_world_size is not None and not self.layout_size <= self.min_world_size <= self.num_workers:
             problem = f"must be from {self.layout_size} to trainer.num_workers={self.num_workers}"
-            refuse(config, "trainer.min_world_size", problem)
+            raise config_error(config, "trainer.min_world_size", problem)
         if self.context_parallel_size > 1 and config.model.attn_implementation != "sdpa":
-            refuse(config, "trainer.context_parallel_size", "needs model.attn_implementation=sdpa")
+            raise config_error(config, "trainer.context_parallel_size", "needs model.attn_implementation=sdpa")
         for role in ("policy", "critic", "reference"):
             if getattr(self, role).fsdp.compile and self.tensor_parallel_size > 1:
                 # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not
@@ -268,13 +271,13 @@ class TrainerConfig(Section):
                     "cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails to compile blocks that "
                     "several ranks share for any number of tokens"
                 )
-                refuse(config, f"trainer.{role}.fsdp.compile", problem)
+                raise config_error(config, f"trainer.{role}.fsdp.compile", problem)
 
     def _check_paths(self, config: Config) -> None:
         name = self.run_name
         plain = name not in (".", "..") and "/" not in name and name.isprintable() and name == name.strip()
         if not plain or len(name.encode()) > _LONGEST_NAME:
-            refuse(
+            raise config_error(
                 config,
                 "trainer.run_name",
                 "must be a plain name without slashes, control characters and spaces around it, at most "
@@ -288,7 +291,7 @@ class TrainerConfig(Section):
             "trainer.ckpt_cache_dir",
         ):
             if (value_of(config, key) or "").startswith("~"):
-                refuse(config, key, "begins with ~, which only a shell replaces; write the whole path")
+                raise config_error(config, key, "begins with ~, which only a shell replaces; write the whole path")
         for key in ("trainer.ckpt_path", "trainer.resume_path", "trainer.export_path"):
             path = value_of(config, key) or ""
             if is_url(path) and (problem := problem_of(path)):
@@ -296,34 +299,34 @@ class TrainerConfig(Section):
 
         if self.ckpt_cache_dir is not None:
             if not is_url(self.ckpt_path):
-                refuse(config, "trainer.ckpt_cache_dir", "needs a trainer.ckpt_path in an object store")
+                raise config_error(config, "trainer.ckpt_cache_dir", "needs a trainer.ckpt_path in an object store")
             if is_url(self.ckpt_cache_dir) or is_same(self.ckpt_cache_dir, self.run_dir):
-                refuse(config, "trainer.ckpt_cache_dir", "must be a directory other than trainer.run_dir")
+                raise config_error(config, "trainer.ckpt_cache_dir", "must be a directory other than trainer.run_dir")
         if self.ckpt_replicas:
             if self.ckpt_cache_dir is None:
-                refuse(config, "trainer.ckpt_replicas", "needs trainer.ckpt_cache_dir")
+                raise config_error(config, "trainer.ckpt_replicas", "needs trainer.ckpt_cache_dir")
             if self.ray_address in (None, PROCESSES):
                 problem = "needs several nodes, so trainer.ray_address of a cluster: copies go to other nodes"
-                refuse(config, "trainer.ckpt_replicas", problem)
+                raise config_error(config, "trainer.ckpt_replicas", problem)
 
     def _check_saving(self, config: Config) -> None:
         for metric in self.divergence_limits:
             if metric in METRICS:
-                refuse(config, "trainer.divergence_limits", f"{metric} is now {METRICS[metric]}")
+                raise config_error(config, "trainer.divergence_limits", f"{metric} is now {METRICS[metric]}")
         if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":
-            refuse(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
+            raise config_error(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
         for key in ("trainer.keep_best", "trainer.keep_every"):
             if value_of(config, key) > 0 and self.max_ckpts_to_keep < 0:
-                refuse(config, key, "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
+                raise config_error(config, key, "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
         if self.keep_best > 0 and self.best_metric.startswith("val/") and self.val_interval < 1:
             problem = f"trainer.best_metric={self.best_metric} is never measured with trainer.val_interval=-1"
-            refuse(config, "trainer.keep_best", problem)
+            raise config_error(config, "trainer.keep_best", problem)
 
     def _check_resume(self, config: Config) -> None:
         if self.resume_mode == "from_path" and not self.resume_path:
-            refuse(config, "trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
+            raise config_error(config, "trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
         if self.resume_path and self.resume_mode != "from_path":
-            refuse(config, "trainer.resume_path", "needs trainer.resume_mode=from_path")
+            raise config_error(config, "trainer.resume_path", "needs trainer.resume_mode=from_path")
         if self.load_components and self.resume_mode != "from_path":
             problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
-            refuse(config, "trainer.load_components", problem)
+            raise config_error(config, "trainer.load_components", problem)

@@ -12,15 +12,15 @@ from tests.support.config import KEYS, refusal_of, refusal_of_value
 from trainer.config import OPEN_SECTIONS, Config, compose
 from trainer.config.fields import (
     LARGEST_INTEGER,
+    Constraint,
     ResumeRule,
-    Rule,
     Section,
     changed_keys,
     choice,
     choices,
+    config_error,
     number,
     option,
-    refuse,
     resume_rules,
     subsection,
     walk_keys,
@@ -187,10 +187,10 @@ def test_metadata_holds_the_rule_of_each_helper():
     outer = Outer(inner=Inner())
     rules = {key: rule for key, _, rule in walk_keys(outer, "x")}
     assert rules == {
-        "x.share": Rule(above=0, at_most=1, option_of="policy_loss"),
-        "x.every": Rule(at_least=2, off=-1),
-        "x.inner.names": Rule(choices=("a", "b")),
-        "x.inner.mode": Rule(choices=(None, "a")),
+        "x.share": Constraint(above=0, at_most=1, option_of="policy_loss"),
+        "x.every": Constraint(at_least=2, off=-1),
+        "x.inner.names": Constraint(choices=("a", "b")),
+        "x.inner.mode": Constraint(choices=(None, "a")),
     }
     assert [name for name, _ in walk_sections(outer)] == ["", "inner"]
     assert (outer.share, outer.every, outer.inner.names, outer.inner.mode) == (None, 3, [], None)
@@ -213,4 +213,4 @@ def test_changed_keys_are_named_in_full():
 
 def test_a_refusal_shows_key_and_value():
     with pytest.raises(UserError, match=r"^rollout.n=8: is too many$"):
-        refuse(Config(), "rollout.n", "is too many")
+        raise config_error(Config(), "rollout.n", "is too many")

@@ -169,7 +169,7 @@ def test_another_estimator_than_ppo_s_needs_no_critic():
 
 
 def test_a_condition_on_a_key_that_does_not_exist_is_refused():
-    override = "algorithm.clip_high='${when:algorithm.loss,clip,0.28}'"
+    override = "algorithm.clip_high='${if_eq:algorithm.loss,clip,0.28}'"
     assert "algorithm.loss has no value" in refusal_of([override])
 
 

@@ -48,6 +48,11 @@ def test_keys_below_a_renamed_section_and_references_name_their_successors():
         compose(["trainer.seed=${trainer.replicas}"])
 
 
+def test_old_functions_of_config_files_are_refused_with_their_successors():
+    with pytest.raises(UserError, match=r"clip_high: the function when is now if_eq; write \$\{if_eq:…\}$"):
+        compose(["algorithm.clip_high=${when:algorithm.policy_loss,clip,0.28}"])
+
+
 @pytest.mark.parametrize("old, new", [("trainer", "recompute"), ("sampler", "rollout")])
 def test_old_values_are_refused_with_their_successors(old, new):
     key = "algorithm.old_logprobs"

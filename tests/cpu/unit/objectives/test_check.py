@@ -10,7 +10,7 @@ import pytest
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES, resolve
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, AlgorithmConfig, Config, chosen_options, compose
-from trainer.config.fields import rule_of, walk_keys
+from trainer.config.fields import constraint_of, walk_keys
 from trainer.errors import UserError
 from trainer.objectives.check import check_functions, user_options
 
@@ -146,7 +146,7 @@ def test_estimators_that_compare_completions_need_several_different_ones(estimat
 def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
     taken = {name for registry in (ADVANTAGES, POLICY_LOSSES) for f in registry.values() for name in user_options(f)}
     fields = AlgorithmConfig.__dataclass_fields__.values()
-    assert taken == {f.name for f in fields if rule_of(f).option_of}
+    assert taken == {f.name for f in fields if constraint_of(f).option_of}
     for registry in (ADVANTAGES, POLICY_LOSSES):
         for function in registry.values():
             defaults = [inspect.signature(function).parameters[name].default for name in user_options(function)]
