@@ -1,4 +1,4 @@
-"""`trainer train`: compose, validate, connect Ray, train."""
+"""`trainer train`: compose the config, check it and the machine, run the task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import is_url
-from trainer.metrics.best import compared_by, find_best
+from trainer.metrics.best import find_best
 from trainer.metrics.names import is_metric, pass_at
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
@@ -25,11 +25,8 @@ from trainer.process.startup import stage
 from trainer.run.run_metadata import recorded_early
 
 
-def prepare(cfg: Config, generates: bool = True) -> str:
+def prepare(cfg: Config) -> str:
     """Find what the user must change before Ray starts, and return the device: `cuda` or `cpu`.
-
-    Args:
-        generates: the run has inference engines.
 
     Raises:
         UserError: the run directory cannot be written, or the machine or a function is not as the config says.
@@ -40,7 +37,7 @@ def prepare(cfg: Config, generates: bool = True) -> str:
         # What an object store has of an earlier directory comes first.
         early = is_new and not is_url(t.ckpt_path)
         with recorded_early(t.run_dir, cfg) if early else contextlib.nullcontext():
-            return _check_machine(cfg, generates)
+            return _check_machine(cfg)
 
 
 def _check_metrics(cfg: Config) -> None:
@@ -51,11 +48,11 @@ def _check_metrics(cfg: Config) -> None:
                 k = cfg.rollout.val_n
                 remedy = f"name {pass_at(k)}" if k > 0 else "set rollout.val_n to a number k, and name val/pass@<k>"
                 raise UserError(f"trainer.{key}={metric}: is not measured with rollout.val_n={k}; {remedy}")
-            if not is_metric(metric):
+            if not is_metric(metric, cfg.task.metrics):
                 raise UserError(f"trainer.{key}={metric}: there is no such metric; docs/metrics.md lists them")
 
 
-def _check_machine(cfg: Config, generates: bool) -> str:
+def _check_machine(cfg: Config) -> str:
     """Check what needs torch, and return the device."""
     with SIGNALS.blocked():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
@@ -63,7 +60,7 @@ def _check_machine(cfg: Config, generates: bool) -> str:
         from trainer.objectives.check import check_functions  # the first import of torch: the config has passed
         from trainer.parallel.mesh import pick_device
     with stage("checking the config"):
-        device = pick_device(cfg.trainer.device, ENGINES[cfg.rollout.engine] if generates else None)
+        device = pick_device(cfg.trainer.device, ENGINES[cfg.rollout.engine] if cfg.task.generates else None)
         _check_devices(cfg, device)
         check_functions(cfg)
     return device
@@ -121,23 +118,21 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 
 
 def train(cfg: Config) -> float | None:
-    """Train with rollouts. Returns the best value of `trainer.best_metric`; None if no step has measured it."""
+    """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
         device = prepare(cfg)
         with stage("importing transformers"):
-            from trainer.jobs import train_with_rollouts
-        train_with_rollouts(cfg, device)
+            from trainer.jobs import run_task
+
+            task = cfg.task(cfg)
+        run_task(cfg, task, device)
     return best_value(cfg)
 
 
-def best_value(cfg: Config, supervised: bool = False) -> float | None:
-    """Return the best value that training has reached of the metric that runs are compared by (see `compared_by`).
-
-    None: no step has measured it.
-    """
-    t = cfg.trainer
-    metric, mode = compared_by(t.best_metric, t.best_mode, supervised)
-    best = find_best(read_metrics(os.path.join(t.run_dir, METRICS_FILE)), metric, mode, of_training=True)
+def best_value(cfg: Config) -> float | None:
+    """Return the best value that training has reached of the metric that runs are compared by; None if it has none."""
+    rows = read_metrics(os.path.join(cfg.trainer.run_dir, METRICS_FILE))
+    best = find_best(rows, *cfg.compared_by, of_training=True)
     return best and best.value
 
 

@@ -1,4 +1,4 @@
-"""The loop, and what of a run is saved and restored: GRPO, PPO and supervised training alike."""
+"""The loop, and what of a run is saved and restored: one for every task."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.components import (
@@ -22,10 +21,9 @@ from trainer.checkpoint.components import (
 )
 from trainer.checkpoint.exports import is_exported, place_for
 from trainer.checkpoint.start_weights import start_weights_part
-from trainer.config import Config, with_new_metrics
+from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
-from trainer.files.documents import Shape, is_count, is_number
 from trainer.files.redaction import redact
 from trainer.learner.learner import Learner
 from trainer.metrics.best import better, compared_metric
@@ -45,6 +43,7 @@ from trainer.run.recovery import Recovery
 from trainer.run.replay import ReplayAudit, audit_of
 from trainer.run.save_tracker import SaveResults
 from trainer.run.schedule import SaveSchedule
+from trainer.run.state import TrainerState, shape_of_state
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
 from trainer.sources.base import EpisodeSource, Evaluator
@@ -54,43 +53,17 @@ LOG = logging.getLogger(__name__)
 _LAST_SAVE_TRIES = 4
 _SETTLE_S = 60.0
 
-_STATE: dict[Any, Shape] = {
-    "step": is_count,
-    "counters": {"prompts": is_count, "samples": is_count, "tokens": is_count},
-    "kl_controller": {"kind": str, "coef": is_number},
-    "best": {str: is_number},
-    "tracker": {"wandb_run_id": (str, NoneType)},
-    "rng": {str: str},
-}
-_OLD_SUPERVISED_STATE = {name: _STATE[name] for name in ("step", "tracker")}
-"""The state that earlier versions saved for supervised runs."""
-
-
-@dataclasses.dataclass
-class TrainerState:
-    """The state of a run, besides its models and its place in the data."""
-
-    step: int = 0
-    """The last finished step."""
-    prompts: int = 0
-    samples: int = 0
-    tokens: int = 0
-    best: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The best value so far of the metric that is compared (see `trainer.metrics.best`), and its step."""
-
 
 class Trainer:
     """Runs to the last step, and owns what is saved and restored.
 
-    GRPO and PPO differ in the advantage estimator and in having a critic. Supervised training differs in the source of
-    its episodes.
-
     Args:
-        cfg: of the loop; for supervised training, what `sources.supervised.loop_config` makes of the user's.
+        cfg: of the task.
         directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
         source: of the episodes.
         model_path: the start weights, a local directory.
         evaluator: None: there is no validation data.
+        is_enough: whether the run ends after a step, before its last one. A resumed run asks again.
     """
 
     def __init__(
@@ -104,6 +77,7 @@ class Trainer:
         timer: Timer,
         stop: StopRequest,
         evaluator: Evaluator | None = None,
+        is_enough: Callable[[int], bool] = lambda step: False,
     ):
         t = cfg.trainer
         self.cfg = cfg
@@ -117,12 +91,11 @@ class Trainer:
         self.tokenizer = tokenizer
         self.timer = timer
         self.stop = stop
-        self.state = TrainerState()
+        self.is_enough = is_enough
         self.audit: ReplayAudit | None = None
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
-        self.saves = self._save_results()
-        optimizer = "sft.optimizer" if directory.supervised else "trainer.policy.optimizer"
-        self.recovery = Recovery(t, stop, optimizer)
+        self._begin()
+        self.recovery = Recovery(t, stop, cfg.task.optimizer)
         self.exporter = PolicyExporter(
             learner.ranks,
             model_path,
@@ -131,10 +104,7 @@ class Trainer:
             adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
             fence=directory.check,
         )
-        self._wandb_run_id: str | None = None
-        self._exported: int | None = None
-        self.is_enough: Callable[[int], bool] = lambda step: False
-        """Whether the run ends after a step, before `trainer.total_steps`. A resumed run asks again."""
+        self._data_of: str | None = None  # the checkpoint whose place in the data is loaded
 
     # ---------------------------------------------------------------------------------------------------
     # The loop
@@ -147,7 +117,11 @@ class Trainer:
             NotSavedError: the last save failed.
         """
         seed_rng(derive_seed(self.cfg.trainer.seed, "driver"))  # for user code
-        begin = self.learner.kl.state_dict(), self.source.state_dict(), capture_rng()
+        begin = [
+            partial(self.learner.kl.load_state_dict, self.learner.kl.state_dict()),
+            partial(self.source.load_state_dict, self.source.state_dict()),
+            partial(restore_rng, capture_rng()),
+        ]
         load, is_loaded = self._load_start_weights, False
         with self.source:
             while True:
@@ -158,7 +132,7 @@ class Trainer:
                 except Exception as error:
                     SIGNALS.restarting()
                     self.recovery.accept(self.learner.cluster.examine(error), self.saves.last_good, is_loaded)
-                    load = partial(self._restart, *begin)
+                    load = partial(self._restart, begin)
                 except Stopped as reason:
                     self.recovery.stopped(reason)
                     raise
@@ -181,7 +155,7 @@ class Trainer:
             with stage("evaluating the start weights"):
                 self._evaluate_start_weights()
             with SIGNALS.between_steps(), self._saves_completed():
-                while self.state.step < self.cfg.trainer.total_steps and not self.is_enough(self.state.step):
+                while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)
                     with self.timer("step"):
@@ -227,7 +201,7 @@ class Trainer:
         metrics["progress/epoch"] = self.source.epoch
         if (lag := self.checkpoints.store.upload_lag_s()) is not None:
             metrics["time/upload_lag"] = lag
-        last = step == t.total_steps
+        last = step == self.cfg.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
             metrics |= self._evaluate(step)
         problem = self.audit.check(step, metrics) if self.audit else None
@@ -240,12 +214,15 @@ class Trainer:
             self.export(export_target(self.cfg, step))
         return metrics
 
-    def _restart(self, kl: dict[str, Any], data: dict[str, Any], rng: dict[str, Any]) -> None:
-        """Start new ranks, and go back to the state in which the run began. `_train` then loads the last commit.
+    def _begin(self) -> None:
+        """Build the state with which ranks start. `_train` then loads the last commit."""
+        t, resume = self.cfg.trainer, self.directory.resume
+        self.state = TrainerState()
+        self.saves = SaveResults(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
+        self.saves.last_good = resume.checkpoint.path if resume is not None else ""
 
-        Args:
-            kl, data, rng: states of the KL controller, the source and the random generators at the beginning.
-        """
+    def _restart(self, begin: Sequence[Callable[[], None]]) -> None:
+        """Start new ranks. `begin` brings KL controller, source and random generators back to where the run began."""
         with stage("starting the ranks again"):
             self.checkpoints.wait(_SETTLE_S)  # a save under way is good if its ranks live
             self.learner.close()
@@ -255,14 +232,10 @@ class Trainer:
             self.directory.find_again()
             self.recovery.lost_s = self.directory.lost_seconds()
             self.recovery.watch(read_metrics(self.directory.metrics_file))
-            self.state, self.audit, self.saves = TrainerState(), None, self._save_results()
-            if self.directory.resume is not None:
-                self.saves.last_good = self.directory.resume.checkpoint.path
-            self._wandb_run_id = self._exported = None
+            self._begin()
             self.timer.take()
-            self.learner.kl.load_state_dict(kl)
-            self.source.load_state_dict(data)
-            restore_rng(rng)
+            for bring_back in begin:
+                bring_back()
             self.learner.restart(self.model_path)
 
     def _accept_mismatch(self, problem: str) -> bool:
@@ -294,14 +267,13 @@ class Trainer:
     @cached_property
     def parts(self) -> list[Component]:
         """The parts of a checkpoint, in the order in which they are saved and restored."""
-        state_shape = _OLD_SUPERVISED_STATE if self.directory.supervised else _STATE
         adapters = None
         if self.cfg.trainer.policy.lora.rank is not None:
             adapters = partial(self.learner.ranks.call_one, "policy", "adapter_config", self.model_path)
         return [
             config_part(self.directory.cfg),
             start_weights_part(self.cfg, self.model_path),
-            json_part("trainer_state", self.state_dict, self.load_state_dict, state_shape),
+            json_part("trainer_state", self.state_dict, self.load_state_dict, shape_of_state),
             json_part("data", self.source.state_dict, self.source.load_state_dict),
             models_part(self.learner.ranks),
             assets_part(self.model_path, self.tokenizer, self.cfg.model.trust_remote_code, adapters),
@@ -315,7 +287,7 @@ class Trainer:
             Stopped: a signal or deadline asked for it; everything is saved.
             NotSavedError: the run ends here, and its last save failed.
         """
-        step, total = self.state.step, self.cfg.trainer.total_steps
+        step, total = self.state.step, self.cfg.total_steps
         self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.saves.seconds + 5)
         last = step == total
         stopping = self.stop.reason is not None and not last
@@ -334,13 +306,14 @@ class Trainer:
             return
         started = time.monotonic()
         self.tracker.flush()  # a checkpoint must not outlive the lines of its steps
-        metric = compared_metric(self.state.best, t.best_metric, metrics)
+        best_metric, best_mode = self.cfg.compared_by
+        metric = compared_metric(self.state.best, best_metric, metrics)
         score = metrics.get(metric)
         description = {
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
             "score_metric": metric,
-            "score_mode": t.best_mode,
+            "score_mode": best_mode,
             "score": score if score is not None and math.isfinite(score) else None,
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
@@ -383,39 +356,55 @@ class Trainer:
         self.checkpoints.wait()
         self.saves.collect(self.checkpoints.outcomes())
 
+    def load_data(self) -> None:
+        """Restore the place in the data before `load_checkpoint` does the rest: other data is refused at once.
+
+        Raises:
+            UserError: the data is not that of the checkpoint; the message lists changed start weights, too.
+        """
+        resume = self.directory.resume
+        if resume is None or "data" not in resume.restore.kinds:
+            return
+        parts = {part.name: part for part in resume.restore.chosen(self.parts, resume.checkpoint)}
+        try:
+            self.checkpoints.load(resume.checkpoint, [parts["data"]], resume.restore)
+        except UserError:
+            inputs = [parts[name] for name in ("start_weights", "data") if name in parts]
+            self.checkpoints.load(resume.checkpoint, inputs, resume.restore)
+            raise
+        self._data_of = resume.checkpoint.path
+
     def load_checkpoint(self) -> None:
         """Restore the checkpoint that the run directory has found; without one, the run starts from the beginning."""
+        self.audit = None
         resume = self.directory.find_readable(self.learner.ranks)
         if resume is None:
             return
-        checkpoint, t = resume.checkpoint, self.cfg.trainer
-        self.checkpoints.load(checkpoint, resume.restore.chosen(self.parts, checkpoint), resume.restore)
+        checkpoint = resume.checkpoint
+        loaded = {"data"} if self._data_of == checkpoint.path else set()
+        self._data_of = None
+        parts = [part for part in resume.restore.chosen(self.parts, checkpoint) if part.name not in loaded]
+        self.checkpoints.load(checkpoint, parts, resume.restore)
         self.saves.last_good = checkpoint.path
         if resume.restore.fork:
-            self._wandb_run_id = None
-            self.state.best = {}  # the best step of the parent is not a step of this run
+            self.state.wandb_run_id, self.state.best = None, {}  # those of the parent are not of this run
             return
         self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
-        self.audit = audit_of(t, self.learner.cluster.device, checkpoint.step, same_layout, resume.altered)
+        self.audit = audit_of(
+            self.cfg.trainer, self.learner.cluster.device, checkpoint.step, same_layout, resume.altered
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        state = self.state
         return {
-            "step": state.step,
-            "counters": {"prompts": state.prompts, "samples": state.samples, "tokens": state.tokens},
+            **self.state.state_dict(),
             "kl_controller": self.learner.kl.state_dict(),
-            "best": state.best,
             "tracker": self.tracker.state_dict(),
-            "weight_version": state.step + 1,
             "rng": rng_as_text(capture_rng(with_gpu=False)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = TrainerState(
-            state["step"], **state.get("counters", {}), best=with_new_metrics(state.get("best", {}))
-        )
-        self._wandb_run_id = state["tracker"]["wandb_run_id"]
+        self.state.load_state_dict(state)
         if "rng" in state:
             self.learner.kl.load_state_dict(state["kl_controller"])
             restore_rng(rng_from_text(state["rng"]))
@@ -427,13 +416,13 @@ class Trainer:
         """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
         with SIGNALS.waiting(), place_for(target, self.cfg.trainer.run_dir) as place:
             self.exporter.export(place, self.cfg.rollout.dtype)
-        self._exported = self.state.step
+        self.state.exported = self.state.step
         LOG.info("exported %s", target)
 
     def export_last(self) -> str:
         """Export the last step, unless this process has exported it before; return the directory."""
         target = export_target(self.cfg, self.state.step)
-        if self._exported != self.state.step:
+        if self.state.exported != self.state.step:
             self.export(target)
         return target
 
@@ -460,8 +449,7 @@ class Trainer:
         return evaluation.metrics
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        t = self.cfg.trainer
-        self.state.best = better(self.state.best, t.best_metric, t.best_mode, step, metrics)
+        self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
         self.tracker.log(step, metrics, self.transcripts.pop(step))
         self.progress.update(step, metrics)
         self.recovery.end_step(metrics, self.learner.ranks.speeds)
@@ -479,23 +467,18 @@ class Trainer:
             self._wait_for_saves()
             raise
 
-    def _save_results(self) -> SaveResults:
-        t = self.cfg.trainer
-        return SaveResults(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
-
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg
         run_dir, config = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg))
-        tracker = Tracker(run_dir, cfg.logger, config, self._wandb_run_id, self.directory.check)
+        tracker = Tracker(run_dir, cfg.logger, config, self.state.wandb_run_id, self.directory.check)
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)
         return tracker
 
     def _open_progress(self) -> Progress:
-        t, state = self.cfg.trainer, self.state
-        history = read_metrics(self.directory.metrics_file)
-        return Progress(t.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
+        state, history = self.state, read_metrics(self.directory.metrics_file)
+        return Progress(self.cfg.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
 
     def _begin_checks(self) -> None:
         """Let the checks of the metrics begin with the steps that are logged."""
@@ -511,4 +494,4 @@ class Trainer:
         LOG.info("run %s in %s: %s, %s, %s", t.run_name, t.run_dir, self.model_path, size, self.source)
         if resume is not None:
             origin = "forked from" if resume.restore.fork else "resumed from"
-            LOG.info("%s %s, step %d of %d", origin, resume.checkpoint.path, self.state.step, t.total_steps)
+            LOG.info("%s %s, step %d of %d", origin, resume.checkpoint.path, self.state.step, self.cfg.total_steps)

@@ -40,6 +40,8 @@ _PRELOADED = (
     "trainer.reports.compare",
     "trainer.generation.transformers_engine",
     "trainer.jobs",
+    "trainer.tasks.rl",
+    "trainer.tasks.sft",
     "trainer.models.tiny",
     "trainer.workers.rank",
     "transformers.models.qwen3.modeling_qwen3",

@@ -66,11 +66,12 @@ def config(*overrides: str) -> Any:
 def run(*overrides: str) -> None:
     """Run the job to its end, in this process."""
     fork_clusters()
-    from trainer.jobs import train_with_rollouts
+    from trainer.jobs import run_task
     from trainer.process.log_setup import show_messages
 
     show_messages()
-    train_with_rollouts(config(*overrides), "cpu")
+    cfg = config(*overrides)
+    run_task(cfg, cfg.task(cfg), "cpu")
 
 
 def run_until(

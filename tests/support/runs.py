@@ -31,10 +31,10 @@ Settings = dict[str, Any]
 class OpenRun:
     """A run directory with a state of one step: `with OpenRun(cfg) as run`."""
 
-    def __init__(self, cfg: Config, state: dict[str, Any] | None = None, supervised: bool = False):
+    def __init__(self, cfg: Config, state: dict[str, Any] | None = None):
         self.cfg = cfg
         self.state = state if state is not None else {}
-        self.directory = RunDirectory(cfg, supervised)
+        self.directory = RunDirectory(cfg)
         self.parts: list[Component] = [
             config_part(cfg),
             json_part("trainer_state", lambda: self.state, self.state.update),
@@ -97,16 +97,16 @@ def _merged(changes: tuple[Settings, ...]) -> Settings:
     return {key: value for change in changes for key, value in change.items()}
 
 
-def opened(cfg: Config, supervised: bool = False) -> OpenRun:
+def opened(cfg: Config) -> OpenRun:
     """A run of `cfg`, with a part that stands for its models."""
-    run = OpenRun(cfg, {"step": 0}, supervised)
+    run = OpenRun(cfg, {"step": 0})
     run.parts.append(json_part("models", dict, lambda _: None))
     return run
 
 
-def save_steps(cfg: Config, *steps: int, supervised: bool = False, metrics: dict[str, float] | None = None) -> None:
+def save_steps(cfg: Config, *steps: int, metrics: dict[str, float] | None = None) -> None:
     """A run of `cfg` that has saved these steps."""
     cfg.trainer.resume_mode = "latest"
-    with opened(cfg, supervised=supervised) as run:
+    with opened(cfg) as run:
         for step in steps:
             run.save(step, metrics)

@@ -134,7 +134,7 @@ def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopReq
 
 def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:
     """Run to the end, or (as a kill would) to the end of step `stop_after`; returns the trainer."""
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         if stop_after is not None:
             trainer.cfg.trainer.total_steps, wanted = stop_after, trainer.cfg.trainer.total_steps

@@ -47,7 +47,12 @@ def describe_function(parameter: str, function: Callable[..., Any] | str) -> tup
         return f"{module}:{name}", None
     plain = getattr(function, "__name__", "")
     plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
-    return f"{PASSED_FUNCTIONS}.{parameter}:{plain}", _pickled(function, parameter, plain)
+    return path_of(parameter, plain), _pickled(function, parameter, plain)
+
+
+def path_of(parameter: str, name: str) -> str:
+    """Return the import path of the function `name` that was passed by value."""
+    return f"{PASSED_FUNCTIONS}.{parameter}:{name}"
 
 
 def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:

@@ -22,6 +22,7 @@ from typing import Any
 
 from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
+from trainer.config.tasks import TaskSpec
 from trainer.errors import UserError
 from trainer.process.signals import EXIT_STATUS, HANDLED, killed
 from trainer.run.run_metadata import LOG_NAME
@@ -33,6 +34,7 @@ _KEYS = {
     "policy_loss": "algorithm.policy_loss",
     "curriculum": "data.curriculum",
     "environment": "environment.name",
+    "task": "trainer.task",
 }
 """The parameters of `train` that take functions, and the config key of each."""
 
@@ -61,6 +63,7 @@ def train(
     policy_loss: Function | None = None,
     curriculum: Function | None = None,
     environment: type | Function | None = None,
+    task: TaskSpec | str | None = None,
     supervised: bool = False,
 ) -> RunResult:
     """Do what `trainer train OVERRIDES` does, and return the result of the run.
@@ -74,7 +77,8 @@ def train(
             `reward.name`, `algorithm.advantage_estimator`, `algorithm.policy_loss`, `data.curriculum` or
             `environment.name`, or its name. `reward` may be a list, as `reward.name` may. A function of a module is
             imported where it is used. Any other function is copied, with all that it refers to.
-        supervised: train on examples, as `trainer sft` does.
+        task: for `trainer.task`: `rl`, `sft`, an import path, or a `trainer.tasks.TaskSpec`.
+        supervised: train on examples, as `trainer sft` does: the same as `task="sft"`.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
@@ -83,10 +87,14 @@ def train(
         RunFailed: the run failed.
     """
     given = {"reward": reward, "advantage_estimator": advantage_estimator, "policy_loss": policy_loss}
-    given |= {"curriculum": curriculum, "environment": environment}
+    given |= {"curriculum": curriculum, "environment": environment, "task": task}
+    if supervised:
+        if task is not None:
+            raise UserError(f"supervised=True is task='sft', and task={task!r} was given too; leave one of them out")
+        given["task"] = "sft"
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
-    return _conclude(*_run(overrides, {"supervised": supervised, "pickles": pickles}))
+    return _conclude(*_run(overrides, {"pickles": pickles}))
 
 
 def _conclude(reports: Sequence[Mapping[str, Any]], status: int, pid: int) -> RunResult:

@@ -14,13 +14,13 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from trainer.api.functions import write_functions
+from trainer.api.functions import path_of, write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
 from trainer.config.command_line import run_to_end
+from trainer.config.tasks import add_task
 from trainer.files.redaction import redact_text
 from trainer.files.uris import absolute
-from trainer.metrics.best import compared_by
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show_messages
 
 
@@ -33,6 +33,9 @@ def main() -> NoReturn:
     os.set_inheritable(message["reports"], False)
     for command in (sys.argv, sys.orig_argv):
         command += message["overrides"]
+    if passed := message["pickles"].get("task"):  # the config names it before there is a directory for its module
+        with SIGNALS.blocked():
+            add_task(path_of("task", passed[0]), pickle.loads(passed[1]))
 
     def report(**content: Any) -> None:
         os.write(message["reports"], json.dumps(content).encode() + b"\n")
@@ -40,13 +43,11 @@ def main() -> NoReturn:
     def job(config: Config) -> float | None:
         t = config.trainer
         places = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
-        metric, mode = compared_by(t.best_metric, t.best_mode, message["supervised"])
+        metric, mode = config.compared_by
         report(**places, best_metric=metric, best_mode=mode)
         write_functions(t.run_dir, message["pickles"])
-        if message["supervised"]:
-            from trainer.sft import train
-        else:
-            from trainer.main import train
+        from trainer.main import train
+
         return train(config)
 
     guard_output()

@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import Checkpoint, FileEntry, read_object, read
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import LOAD_COMPONENTS, Config, with_new_names
 from trainer.files.atomic_io import digest_bytes
-from trainer.files.documents import Shape, parse_yaml
+from trainer.files.documents import ObjectShape, parse_yaml
 from trainer.files.redaction import redact
 from trainer.models.files import ADAPTER_CONFIG, write_assets
 
@@ -85,7 +85,7 @@ def files_part(
 
 
 def json_part(
-    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: dict[Any, Shape] | None = None
+    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: ObjectShape | None = None
 ) -> Component:
     """Make a part that is saved as `{name}.json`.
 

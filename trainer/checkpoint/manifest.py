@@ -17,7 +17,7 @@ from trainer.checkpoint.names import MANIFEST, step_in
 from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 from trainer.files.atomic_io import access_problem, digest_bytes, says_nothing_of_content
-from trainer.files.documents import Shape, is_count, is_number, mismatch, parse_object
+from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 from trainer.files.uris import below
 
 FORMAT_VERSION = 2
@@ -198,7 +198,7 @@ def read(path: str) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest)
 
 
-def read_object(checkpoint: Checkpoint, name: str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
+def read_object(checkpoint: Checkpoint, name: str, shape: ObjectShape | None = None) -> dict[str, Any]:
     """Return the JSON object in the file `name` of a checkpoint.
 
     Raises:

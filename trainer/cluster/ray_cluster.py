@@ -166,7 +166,7 @@ class RayCluster:
             left_out = self._left_out()
             with SIGNALS.held():
                 free = [free for node, free in available_resources_per_node().items() if node not in left_out]
-            homeless = self.cfg.rollout.num_engines if engines is None else placement.waiting(engines)
+            homeless = self.cfg.num_engines if engines is None else placement.waiting(engines)
             count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
             if count == t.num_workers or count >= t.min_world_size and waited_s > _ROOM_S:
                 break
@@ -376,7 +376,7 @@ class RayCluster:
         return self.cfg.trainer.placement_timeout_s or _PLACEMENT_TIMEOUT_S
 
     def _slots_needed(self) -> int:
-        return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.rollout.num_engines
+        return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.num_engines
 
     def _check_resources(self) -> None:
         t = self.cfg.trainer

@@ -26,7 +26,7 @@ def check_gpus(cfg: Config, available: int) -> None:
     """
     t, r = cfg.trainer, cfg.rollout
     ranks = t.num_workers * rank_groups(cfg)
-    engines = r.num_engines * r.tensor_parallel_size
+    engines = cfg.num_engines * r.tensor_parallel_size
     if r.colocate and engines > t.num_workers:
         raise UserError(
             f"rollout.num_engines={r.num_engines}: with rollout.colocate the engines need {engines} "

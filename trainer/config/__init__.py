@@ -44,6 +44,7 @@ from trainer.config.roles import (
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys, validate
 from trainer.config.supervised import SFTConfig
+from trainer.config.tasks import TASKS, Metric, TaskSpec
 from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "LOSS",
     "OPEN_SECTIONS",
     "LOAD_COMPONENTS",
+    "TASKS",
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
@@ -68,6 +70,7 @@ __all__ = [
     "FSDPConfig",
     "LoggerConfig",
     "LoraConfig",
+    "Metric",
     "ModelConfig",
     "OptimizerConfig",
     "PolicyConfig",
@@ -76,6 +79,7 @@ __all__ = [
     "RolloutConfig",
     "SFTConfig",
     "ShardingConfig",
+    "TaskSpec",
     "TinyConfig",
     "TrainerConfig",
     "WandbConfig",

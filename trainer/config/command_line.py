@@ -10,21 +10,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.config_file import ConfigFiles
 from trainer.config.explanation import explain
 from trainer.config.fields import walk_keys, walk_sections
-from trainer.config.hydra import (
-    ComparedBy,
-    compared_as_given,
-    conf_dir,
-    prepared,
-    register,
-    register_plugins,
-    to_config,
-)
+from trainer.config.hydra import conf_dir, prepared, register, register_plugins, to_config
 from trainer.config.launched import JobResult, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.overrides import find_groups
 from trainer.config.schema import Config, no_such_key, valid_keys
@@ -97,12 +89,12 @@ class Outcome:
             LOG_FILE.write(self.shown)
 
 
-def run_app(job: Job, command: str = "train", compared_by: ComparedBy = compared_as_given) -> None:
+def run_app(job: Job, command: str = "train", overrides: Sequence[str] = ()) -> None:
     """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`.
 
     Args:
         command: for the help.
-        compared_by: how the jobs of a sweep are compared.
+        overrides: of this command, before those of the user.
     """
     guard_output()
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -110,9 +102,10 @@ def run_app(job: Job, command: str = "train", compared_by: ComparedBy = compared
         return
     if (section := _section_to_print()) is not None:
         job = functools.partial(_print_config, section)
+    sys.argv[1:1] = overrides
     show_messages()
     with SIGNALS.listening(), logging_to_file():
-        outcome = run_to_end(job, compared_by)
+        outcome = run_to_end(job)
         outcome.show()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -121,14 +114,14 @@ def run_app(job: Job, command: str = "train", compared_by: ComparedBy = compared
         os._exit(outcome.status)
 
 
-def run_to_end(job: Job, compared_by: ComparedBy = compared_as_given) -> Outcome:
+def run_to_end(job: Job) -> Outcome:
     """Compose the config from the command line, hand it to `job`, and return how that ended.
 
     Later signals are ignored. What a job of a sweep has to say is printed.
     """
     try:
         try:
-            _compose_and_run(job, compared_by)
+            _compose_and_run(job)
         finally:
             SIGNALS.ignore()
     except BaseException as error:
@@ -187,17 +180,16 @@ class _JobError(BaseException):
 class _Sweep:
     """The jobs of a sweep. A job that fails does not end the others."""
 
-    def __init__(self, compared_by: ComparedBy = compared_as_given) -> None:
-        self._compared_by = compared_by
+    def __init__(self) -> None:
         self._process = os.getpid()
         self._ends: list[JobResult] = []
 
     def run(self, job: Job, dict_config: DictConfig) -> float | None:
         """Run one job, and print how it failed if it did. Returns its best value; None if it has none."""
         if os.getpid() != self._process:  # a launcher has started this one
-            return _run_launched(job, dict_config, self._compared_by)
+            return _run_launched(job, dict_config)
         LOG_FILE.close()  # the last job's
-        value, outcome = _run_swept(job, dict_config, self._compared_by)
+        value, outcome = _run_swept(job, dict_config)
         if outcome.status == EXIT_STATUS:
             raise _JobError(outcome)
         outcome.show()
@@ -241,7 +233,7 @@ def _swept_name(dict_config: DictConfig) -> str:
         return f"job {HydraConfig.get().job.num}"
 
 
-def _run_swept(job: Job, dict_config: DictConfig, compared_by: ComparedBy) -> tuple[float | None, Outcome]:
+def _run_swept(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome]:
     """Run a job of a sweep. Returns its best value, None if it has none, and how it ended."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -251,7 +243,7 @@ def _run_swept(job: Job, dict_config: DictConfig, compared_by: ComparedBy) -> tu
         SIGNALS.check()
         value = job(config)
         if str(HydraConfig.get().sweeper._target_).endswith(".OptunaSweeper"):
-            metric, _ = compared_by(config.trainer.best_metric, config.trainer.best_mode)
+            metric, _ = config.compared_by
             if value is None:
                 raise UserError(f"trainer.best_metric={metric}: no step has measured it")
             if value == 0 and metric == "val/accuracy":
@@ -265,14 +257,14 @@ def _run_swept(job: Job, dict_config: DictConfig, compared_by: ComparedBy) -> tu
         return None, _outcome(error)
 
 
-def _run_launched(job: Job, dict_config: DictConfig, compared_by: ComparedBy) -> float | None:
+def _run_launched(job: Job, dict_config: DictConfig) -> float | None:
     """Run a job of a sweep in a process of its own, and leave a note of its end for the sweep."""
     from hydra.core.hydra_config import HydraConfig
 
     guard_output()
     show_messages()
     with SIGNALS.listening(), logging_to_file():
-        value, outcome = _run_swept(job, dict_config, compared_by)
+        value, outcome = _run_swept(job, dict_config)
         outcome.show()
     note_end(HydraConfig.get().job.num, JobResult(_swept_name(dict_config), outcome.status, outcome.shown))
     return value
@@ -292,13 +284,13 @@ def _hydra_output() -> Iterator[None]:
         show(redact_yaml(printed.getvalue().rstrip("\n")))
 
 
-def _compose_and_run(job: Job, compared_by: ComparedBy) -> None:
+def _compose_and_run(job: Job) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
     SIGNALS.check()
-    register(compared_by)
+    register()
     sys.argv[1:] = prepared(sys.argv[1:], _FILES)
     register_plugins(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
@@ -316,7 +308,7 @@ def _compose_and_run(job: Job, compared_by: ComparedBy) -> None:
         except Exception as error:
             raise _JobError(_outcome(error)) from error
 
-    composed, sweep = False, _Sweep(compared_by)
+    composed, sweep = False, _Sweep()
     try:
         with _hydra_output():
             app()

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
@@ -19,11 +19,12 @@ from trainer.config.config_file import ConfigFiles, load
 from trainer.config.explanation import unresolved
 from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
 from trainer.config.schema import Config, refuse_unknown_keys, validate
+from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.files.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
-DIRECTION = "${optuna_direction:${trainer.best_metric},${trainer.best_mode}}"
+DIRECTION = "${optuna_direction:${trainer.task},${trainer.best_metric},${trainer.best_mode}}"
 """In which Optuna looks, if the command line does not say it."""
 _OPTUNA = {
     "defaults": [{"sampler": "keyed_tpe"}, "_self_"],
@@ -87,26 +88,13 @@ def with_files_group(arguments: Sequence[str]) -> list[str]:
     return [*arguments[:position], "data=files", *arguments[position:]]
 
 
-ComparedBy = Callable[[str, str], tuple[str, str]]
-"""Of `trainer.best_metric` and `trainer.best_mode`, gives the metric and the mode that jobs are compared by."""
-
-
-def compared_as_given(metric: str, mode: str) -> tuple[str, str]:
-    """Return the metric and the mode as they are."""
-    return metric, mode
-
-
-def register(compared_by: ComparedBy = compared_as_given) -> None:
-    """Make the schema and the resolvers known to Hydra and OmegaConf; harmless when repeated.
-
-    Args:
-        compared_by: for the direction in which Optuna looks.
-    """
+def register() -> None:
+    """Make the schema and the resolvers known to Hydra and OmegaConf; harmless when repeated."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    def direction(metric: str, mode: str) -> str:
-        return f"{compared_by(metric, mode)[1]}imize"
+    def direction(task: str, metric: str, mode: str) -> str:
+        return f"{find_task(task).compared_by(metric, mode)[1]}imize"
 
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)

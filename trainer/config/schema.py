@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig
 from trainer.config.engines import ENGINES
 from trainer.config.environment import EnvironmentConfig
-from trainer.config.fields import Section, config_error, subsection, walk_keys, walk_sections
+from trainer.config.fields import Section, config_error, subsection, value_of, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.renamed import successor_of, successor_of_value
 from trainer.config.reward import RewardConfig
-from trainer.config.role_specs import RoleSpec, policy_gradient_roles
+from trainer.config.role_specs import RoleSpec
 from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
+from trainer.config.tasks import TaskSpec, find_task
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError, did_you_mean
 
@@ -44,9 +46,39 @@ class Config(Section):
         return self.environment.on_failure if self.environment.name else self.reward.on_failure
 
     @property
+    def task(self) -> TaskSpec:
+        """The kind of training.
+
+        Raises:
+            UserError: `trainer.task` names none.
+        """
+        return find_task(self.trainer.task)
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps after which the run is finished."""
+        return value_of(self, self.task.total_steps)
+
+    @property
+    def compared_by(self) -> tuple[str, str]:
+        """The metric that steps and runs are compared by, and its mode (`max` or `min`)."""
+        return self.task.compared_by(self.trainer.best_metric, self.trainer.best_mode)
+
+    @property
+    def num_engines(self) -> int:
+        """Number of inference engines."""
+        return self.rollout.num_engines if self.task.generates else 0
+
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        """Patterns of the keys that this run does not read."""
+        with_path = self.task.unused_with_path if self.model.path is not None else ()
+        return (*self.task.unused, *with_path)
+
+    @property
     def roles(self) -> tuple[RoleSpec, ...]:
         """The models of the run, the policy first."""
-        return policy_gradient_roles(self)
+        return self.task.roles_of(self)
 
     @property
     def syncs_adapter(self) -> bool:
@@ -74,6 +106,8 @@ OPEN_SECTIONS = tuple(key for key, _, constraint in walk_keys(Config()) if const
 def validate(config: Config) -> None:
     """Check every value on its own, then what must hold between them.
 
+    Sections that the task does not read are not checked.
+
     Raises:
         UserError: one sentence that names the key, its value and what is valid.
     """
@@ -82,8 +116,10 @@ def validate(config: Config) -> None:
             raise config_error(config, key, f"this value is now {new}; write {key}={new}")
         if (problem := constraint.problem(value)) is not None:
             raise config_error(config, key, problem)
+    unused = config.task.unused
     for name, section in walk_sections(config):
-        section.check(config, name)
+        if not any(fnmatchcase(f"{name}.", pattern) for pattern in unused):
+            section.check(config, name)
 
 
 def valid_keys(prefix: str = "") -> list[str]:

@@ -38,6 +38,10 @@ _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 @dataclass
 class TrainerConfig(Section):
+    task: str = setting("rl", resume=ResumeRule("never", "it is a checkpoint of that task", ("data",)))
+    """What is trained: `rl` (completions that the policy samples, with rewards or environments), `sft` (examples or
+    kept completions), or a task of your own, by the import path of its `TaskSpec`. `trainer sft` sets it to `sft`. A
+    run continues with no other task."""
     run_name: str = setting("default", resume="harmless")
     """Plain name of the run, without slashes. It is part of `run_dir` and of the name in W&B."""
     run_dir: str = setting("outputs/${trainer.run_name}${sweep_suffix:}", resume="harmless")
@@ -171,7 +175,8 @@ class TrainerConfig(Section):
     best_metric: str = setting("val/accuracy", resume="harmless")
     """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. While no
     held-out completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
-    `val/accuracy`. In supervised training `val/accuracy` stands for the lowest `val/loss`."""
+    `val/accuracy`. A task that measures no accuracy puts a metric of its own in its place: `sft` the lowest
+    `val/loss`."""
     best_mode: str = choice("max", ("max", "min"), resume="harmless")
     """`max`: a higher `best_metric` is better. `min`: a lower one is."""
     resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"), resume="harmless")

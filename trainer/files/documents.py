@@ -13,6 +13,8 @@ _MAX_DEPTH = 50
 Shape = type | Callable[[Any], bool] | dict | list | tuple
 """The shape of a value: a type; a function that tests the value; `(a, b)`: one of these shapes; `[a]`: a list of `a`;
 `{str: a}`: an object with any names; `{"x": a, …}`: an object with at least these fields."""
+ObjectShape = dict[Any, Shape] | Callable[[dict[str, Any]], dict[Any, Shape]]
+"""The shape of an object; a function returns it for an object, whose version it looks at."""
 
 
 def is_count(value: Any) -> bool:
@@ -37,7 +39,7 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def parse_object(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
+def parse_object(text: bytes | str, shape: ObjectShape | None = None) -> dict[str, Any]:
     """Parse a JSON object.
 
     Args:
@@ -118,12 +120,12 @@ def _join(where: str, name: Any) -> str:
     return f"{where}.{name}" if where else f"{name}"
 
 
-def _checked(value: Any, shape: dict[Any, Shape]) -> dict[str, Any]:
+def _checked(value: Any, shape: ObjectShape) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds {'nothing' if value is None else type(value).__name__} instead of fields")
     if nests_deeply(value):
         raise ValueError("it is nested too deeply")
-    problem = mismatch(value, shape)
+    problem = mismatch(value, shape if isinstance(shape, dict) else shape(value))
     if problem:
         raise ValueError(problem)
     return value

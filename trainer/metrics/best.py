@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ACCURACY = "val/accuracy"
-SUPERVISED = ("val/loss", "min")
+from trainer.config.tasks import ACCURACY
+
 INSTEAD = "val/reward/mean"
 """The metric that steps are compared by until one has an accuracy above 0."""
 
@@ -26,11 +26,6 @@ class Best:
     metric: str
     value: float
     step: int
-
-
-def compared_by(best_metric: str, mode: str, supervised: bool) -> tuple[str, str]:
-    """Return the metric that steps are compared by, and the mode: supervised training measures no accuracy."""
-    return SUPERVISED if supervised and best_metric == ACCURACY else (best_metric, mode)
 
 
 def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str, of_training: bool = False) -> Best | None:

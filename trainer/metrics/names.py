@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Collection
 
-
-class Metric(NamedTuple):
-    meaning: str
-    unit: str
-
+from trainer.config.tasks import TASKS, Metric
 
 PHASES = ("rollout", "environment", "reward", "logprob", "update", "sync", "checkpoint_blocked")
 """Parts of a step that are timed, in the order in which they happen. They do not overlap."""
@@ -99,10 +95,7 @@ METRICS: dict[str, Metric] = {
         "`rollout.val_n`: `val/pass@4` with 4. Runs of earlier versions logged it as `val/pass@k`.",
         "share",
     ),
-    "sft/loss": Metric("Cross-entropy of the tokens to learn (supervised training).", "nats"),
-    "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),
-    "sft/clip_frac": Metric("Tokens whose importance weight was cut at `sft.max_weight`.", "share"),
-    "val/loss": Metric("Cross-entropy of the tokens to learn in the held-out examples (supervised training).", "nats"),
+    **{name: metric for task in TASKS.values() for name, metric in task.metrics.items()},
     "time/step": Metric("The whole step.", "s"),
     "time/rollout": Metric("Waiting for the step's completions. Rewards are computed meanwhile.", "s"),
     "time/environment": Metric("Waiting for environments.", "s"),
@@ -134,12 +127,17 @@ METRICS: dict[str, Metric] = {
     "progress/samples": Metric("Completions trained on since the run began.", "completions"),
     "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),
 }
-"""Metrics by name, in the order of the docs. `val/…` is only in the lines of steps that validated."""
+"""Metrics by name, in the order of the docs; those of one task alone are from its `TaskSpec`.
+`val/…` is only in the lines of steps that validated."""
 
 
-def is_metric(name: str) -> bool:
-    """Return whether runs log a metric of this name."""
-    return any(re.fullmatch(_pattern(known), name) for known in METRICS)
+def is_metric(name: str, declared: Collection[str] = ()) -> bool:
+    """Return whether runs log a metric of this name.
+
+    Args:
+        declared: the metrics of the run's own task.
+    """
+    return name in declared or any(re.fullmatch(_pattern(known), name) for known in METRICS)
 
 
 def pass_at(k: int | str) -> str:

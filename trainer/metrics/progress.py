@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer.config import TASKS
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
@@ -31,7 +32,7 @@ _QUIET_S = 30.0
 # Label, metric, format with the width it has in a line. The most important come first: lines are read from the left.
 _CELLS = (
     ("reward", "reward/mean", "6,.3f"),
-    ("loss", "sft/loss", "6,.3f"),
+    *(("loss", name, "6,.3f") for task in TASKS.values() for name in task.watched),
     ("length", "response_length/mean", "5,.1f"),
     ("kl", "policy/kl", "7.1e"),
     ("grad", "policy/grad_norm", "5,.3f"),

@@ -20,14 +20,16 @@ from trainer.checkpoint import record
 from trainer.checkpoint.components import CONFIG_FILE, read_config
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
-from trainer.config import Config, with_new_names, with_new_words
+from trainer.config import with_new_names, with_new_words
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_object, parse_yaml
 from trainer.files.redaction import redact
-from trainer.metrics.best import SUPERVISED, Best, best_of, compared_by, find_best
+from trainer.metrics.best import Best, best_of, find_best
+from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.log_setup import escape, run_tool, show
 from trainer.reports.drawing import curve, label_steps, picture
+from trainer.run.recorded_task import RecordedTask, last_start, recorded_task
 from trainer.run.run_metadata import STARTS_FILE
 
 _PER_RUN = (
@@ -58,6 +60,7 @@ class Run:
     config: dict[str, Any]
     """By dotted key; empty if the run has not saved it yet."""
     rows: list[dict[str, Any]]
+    task: RecordedTask
 
     @property
     def steps(self) -> int:
@@ -73,7 +76,8 @@ def read_run(path: str) -> Run:
     file = os.path.join(path, METRICS_FILE)
     if not os.path.exists(file):
         raise UserError(_no_run(path))
-    return Run(path, flatten(_config_of(path)), read_metrics(file))
+    config, rows = _config_of(path), read_metrics(file)
+    return Run(path, flatten(config), rows, recorded_task(last_start(path) or {"config": config}, rows))
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -190,14 +194,12 @@ def compare_runs(
 
 def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
     """Return the metric to compare, and its mode: that of the run, unless another metric is named."""
-    defaults = Config().trainer
-    own = run.config.get("trainer.best_metric", defaults.best_metric)
-    mode = run.config.get("trainer.best_mode", defaults.best_mode)
-    supervised = any("sft/loss" in row for row in run.rows)
-    name, its_mode = compared_by(own, mode, supervised)
-    if metric in (None, name):
-        return name, its_mode
-    return metric, "min" if metric == SUPERVISED[0] and own != metric else mode
+    task = run.task
+    if metric in (None, task.best_metric):
+        return task.best_metric, task.best_mode
+    known = {**METRICS, **task.metrics}.get(metric)
+    own = run.config.get("trainer.best_mode", task.best_mode)
+    return metric, known.better if known and known.better else own
 
 
 def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], list[str]]:

@@ -18,16 +18,15 @@ from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
-from trainer.config import with_new_names
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError, name_size
-from trainer.files.documents import is_count, parse_object
 from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import escape, run_tool, show
 from trainer.process.signals import CONTINUES
-from trainer.run.next_command import command_of, next_command
+from trainer.run.next_command import next_command
+from trainer.run.recorded_task import last_start, recorded_task
 from trainer.run.recovery_check import compare_since
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
 
@@ -35,7 +34,6 @@ _SHOWN = 10
 _MEMBERS = ("rank", "engine")
 _SUSPECT = 2  # incidents of a node after which it counts as bad
 _READ_S = 30.0
-_START = {"command": [str], "directory": str, "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}}}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,13 +64,13 @@ def diagnose(run_dir: str, seconds: float = _READ_S) -> list[str]:
     if not os.path.isdir(run_dir):
         what = "is a file" if os.path.exists(run_dir) else "no such directory"
         raise UserError(f"{run_dir}: {what}; name the directory of a run, which has a {STARTS_FILE}")
-    start = _last_start(run_dir)
+    start = last_start(run_dir)
     if start is None:
         raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
     rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
     step = rows[-1]["step"] if rows else 0
-    supervised = _is_supervised(start, rows)
-    total = _total_steps(start, supervised)
+    task = recorded_task(start, rows)
+    total = task.total_steps
     good, checkpoints = _checkpoints(run_dir, start, seconds)
     running, gone = holder(run_dir)
     last_words = _last_words(run_dir)
@@ -95,7 +93,7 @@ def diagnose(run_dir: str, seconds: float = _READ_S) -> list[str]:
     elif is_refused:
         advice = "repair one, resume with the version that wrote it, or start over with another trainer.run_name"
     else:
-        advice = _advice(start, run_dir, incidents, last_words, supervised)
+        advice = _advice(start, run_dir, incidents, last_words, task.name)
     return [*lines, f"next       {advice}"]
 
 
@@ -120,30 +118,6 @@ def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
     counts = Counter((one.node, one.role) for one in blamed if one.role.endswith(_MEMBERS))
     reasons = {node: f"{count} incidents" for (node, _), count in counts.items() if count >= _SUSPECT}
     return reasons | {one.node: one.cause for one in blamed if one.cause.startswith("GPU error")}
-
-
-def _last_start(run_dir: str) -> dict[str, Any] | None:
-    try:
-        with open(os.path.join(run_dir, STARTS_FILE), "rb") as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
-        try:
-            start = parse_object(line, _START)
-            return start | {"config": with_new_names(start["config"])}
-        except ValueError:
-            continue
-    return None
-
-
-def _total_steps(start: dict[str, Any], supervised: bool) -> int:
-    sft = start["config"].get("sft", {}).get("steps")
-    return sft if supervised and is_count(sft) else start["config"]["trainer"]["total_steps"]
-
-
-def _is_supervised(start: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    return command_of(start["command"])[:2] == ["trainer", "sft"] or any("sft/loss" in row for row in rows)
 
 
 def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
@@ -253,7 +227,7 @@ def _line(one: Incident) -> str:
     return f"{one.time[:19]}  step {one.step}  {one.name}{where}: {one.cause} ({one.kind}); {one.action}; {one.text}"
 
 
-def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str, supervised: bool) -> str:
+def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str, task: str) -> str:
     """Return the command that continues a run that has not finished."""
     at_fault = incidents and incidents[-1].kind == JOB and incidents[-1].action == "ended the run"
     again = "change what the sentence above names, then: " if at_fault and last_words.startswith("error") else ""
@@ -264,4 +238,4 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
     if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
         drained = sorted({*nodes, *start["config"]["trainer"].get("excluded_nodes", [])})
         changes["trainer.excluded_nodes"] = f"[{','.join(drained)}]"
-    return again + next_command(start, changes, supervised)
+    return again + next_command(start, changes, task)

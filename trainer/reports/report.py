@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import math
 import os
 import re
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
@@ -21,6 +23,7 @@ from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_inci
 from trainer.process.log_setup import run_tool, show
 from trainer.reports import drawing
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
+from trainer.run.recorded_task import last_start, recorded_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +51,8 @@ def write_report(run_dir: str, out: str | None = None) -> str:
         raise UserError(f"{source} does not exist; give the directory of a run")
     rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
     incidents = read_incidents(run_dir)
-    panels = _panels(rows)
+    task = recorded_task(last_start(run_dir) or {"config": {}}, rows)
+    panels = _panels(rows, task.metrics)
     if not panels:
         raise UserError(f"{source} has nothing to draw yet")
     path = out or os.path.join(run_dir, "report.png")
@@ -86,10 +90,15 @@ def _draw_incidents(axes: Axes, incidents: Sequence[Incident]) -> None:
         axes.axvline(step - 0.5, color=colour, linestyle=":", linewidth=1.0, gid=f"incident {step}")
 
 
-def _panels(rows: Rows) -> list[Panel]:
-    """Return the panels whose metrics the run has logged."""
+def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
+    """Return the panels whose metrics the run has logged.
+
+    Args:
+        declared: the metrics of the run's task.
+    """
     logged = {name for row in rows for name, value in row.items() if value is not None}
-    panels = [panel for name, panel in _PANELS if name in logged]
+    known = [*_OF_SAMPLES, *_task_panels(declared), *_PANELS]
+    panels = [panel for name, panel in known if name in logged]
     means = sorted(name for name in logged if name.endswith("/mean"))
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
     if terms and not (len(terms) == 1 and all(_is_whole(row, terms[0]) for row in rows)):
@@ -135,9 +144,21 @@ def _length(axes: Axes, rows: Rows) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _supervised(axes: Axes, rows: Rows) -> None:
-    curves = (("sft/loss", "training", BLUE), ("val/loss", "held out", ORANGE))
-    _curves(axes, rows, "Loss (supervised)", "nats a token", *curves)
+def _task_panels(declared: Mapping[str, Metric]) -> list[tuple[str, Panel]]:
+    """Return entries of `_PANELS` for the metrics that a task declares with a panel."""
+    names = [name for name, metric in declared.items() if metric.panel]
+    panels = []
+    for title, group in itertools.groupby(names, key=lambda name: declared[name].panel):
+        titled = list(group)
+        labels = ["held out" if name.startswith("val/") else "training" for name in titled]
+        curves = list(zip(titled, labels, (BLUE, ORANGE, GREEN, RED, PURPLE), strict=False))
+        panel = partial(_several, title=title, unit=declared[titled[0]].unit, curves=curves)
+        panels += [(name, panel) for name in titled[:1]]
+    return panels
+
+
+def _several(axes: Axes, rows: Rows, title: str, unit: str, curves: Sequence[tuple[str, str, str]]) -> None:
+    _curves(axes, rows, title, unit, *curves)
 
 
 def _curves(axes: Axes, rows: Rows, title: str, unit: str, *curves: tuple[str, str, str]) -> None:
@@ -191,12 +212,13 @@ def _time(axes: Axes, rows: Rows) -> None:
     axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)
 
 
-# The metric that a panel needs, and the panel.
-_PANELS: tuple[tuple[str, Panel], ...] = (
+# The metric that a panel needs, and the panel. Those of the task stand between the two lists.
+_OF_SAMPLES: tuple[tuple[str, Panel], ...] = (
     ("reward/mean", _reward),
     ("val/accuracy", _accuracy),
     ("response_length/mean", _length),
-    ("sft/loss", _supervised),
+)
+_PANELS: tuple[tuple[str, Panel], ...] = (
     _single("policy/kl", "KL", "nats a token", RED),
     _single("policy/entropy", "Entropy", "nats a token", GREEN),
     _single("critic/explained_variance", "Critic: explained variance", "1", PURPLE),

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.checkpoint.components import Restore, is_allowed
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.config import OPEN_SECTIONS, Config, TrainerConfig, own_defaults
+from trainer.config import OPEN_SECTIONS, TASKS, Config, own_defaults
 from trainer.config.fields import HARMLESS, RESUME, ResumeRule, SavedRun
 from trainer.config.fields import resume_rules as config_rules
 from trainer.errors import UserError, as_list
@@ -18,7 +18,13 @@ from trainer.files.redaction import agree
 
 # The metrics that a change alters, by the beginning of their names.
 OF_VALIDATION = ("val/",)
-OF_UPDATE = ("critic/", "policy/", "rollout/", "rollout_is/", "sft/", "val/")
+OF_UPDATE = (
+    "critic/",
+    "policy/",
+    "rollout/",
+    "rollout_is/",
+    *(name for task in TASKS.values() for name in task.families),
+)
 ALL_METRICS = ("",)
 
 
@@ -72,33 +78,13 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     return changes
 
 
-def ignored_keys(cfg: Config, supervised: bool) -> tuple[str, ...]:
-    """Return patterns of the keys that this kind of run does not use."""
-    if supervised:
-        return (
-            "algorithm.*",
-            "rollout.*",
-            "reward.*",
-            "environment.*",
-            "trainer.policy.optimizer.*",
-            "trainer.critic.*",
-            "trainer.reference.*",
-            "trainer.*_batch_size",
-            "trainer.update_epochs",
-            "sft.steps",
-        )
-    return ("sft.*",) if cfg.model.path is not None else ()
-
-
-def resume_rules(
-    cfg: Config, supervised: bool, saved: SavedRun, harmless: Collection[str] = ()
-) -> dict[str, ResumeRule]:
+def resume_rules(cfg: Config, saved: SavedRun, harmless: Collection[str] = ()) -> dict[str, ResumeRule]:
     """Return what a resume of the run `saved` with the config `cfg` may do with each key.
 
     Args:
         harmless: further keys that may change.
     """
-    rules, unused = config_rules(cfg, saved), ignored_keys(cfg, supervised)
+    rules, unused = config_rules(cfg, saved), cfg.unused_keys
     return {key: HARMLESS if key in harmless or matches(key, unused) else rule for key, rule in rules.items()}
 
 
@@ -163,14 +149,15 @@ def same_rounding(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) ->
     return not any(rules[change.key].change == "rounding" for change in changes)
 
 
-def added_steps(changes: list[Change], trainer: TrainerConfig, step: int) -> dict[str, int]:
+def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]:
     """Return how many optimizer steps the learning rate schedule of each role must move by, because of `changes`.
 
     The schedule counts optimizer steps, and new batch sizes give the first `step` steps another number of optimizer
     steps. The difference moves the schedule to the place where a run with the new batch sizes would be, so that it
     still ends with the run.
     """
-    saved = {change.key: change.saved for change in changes}
+    saved = {change.key: change.saved for change in changes if not matches(change.key, cfg.unused_keys)}
+    trainer = cfg.trainer
     before = copy.deepcopy(trainer)
     for name in ("train_batch_size", "mini_batch_size", "update_epochs"):
         setattr(before, name, saved.get(f"trainer.{name}", getattr(trainer, name)))
@@ -186,11 +173,8 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
     """Replace a null `schedule_steps` by the total steps, and the value of a constant schedule by null."""
-    totals = {
-        "trainer.policy.optimizer": "trainer.total_steps",
-        "trainer.critic.optimizer": "trainer.total_steps",
-        "sft.optimizer": "sft.steps",
-    }
+    totals = {"trainer.critic.optimizer": "trainer.total_steps"}
+    totals |= {task.optimizer: task.total_steps for task in TASKS.values()}
     lengths = {}
     for optimizer, total in totals.items():
         key = f"{optimizer}.schedule_steps"

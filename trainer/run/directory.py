@@ -22,7 +22,7 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, mend_last_line
 from trainer.files.hf_hub import is_data, pin
-from trainer.metrics.best import compared_by, instead_of
+from trainer.metrics.best import instead_of
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
@@ -43,14 +43,12 @@ class RunDirectory:
 
     Args:
         cfg: `trainer.run_dir` and `trainer.ckpt_path` are the directories.
-        supervised: the run is supervised training, which does not use all keys of the config.
     """
 
-    def __init__(self, cfg: Config, supervised: bool = False):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
-        self.supervised = supervised
         t = cfg.trainer
-        metric, mode = compared_by(t.best_metric, t.best_mode, supervised)
+        metric, mode = cfg.compared_by
         store = open_tiers(t.ckpt_path, t.ckpt_cache_dir, t.ckpt_replicas)
         self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_lease_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
@@ -92,7 +90,7 @@ class RunDirectory:
                     self.carried.remove_unused()
                 self.checkpoints.store.start(self.claim.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
-                self.resume = find_resume(self.cfg, self.checkpoints, self.supervised)
+                self.resume = find_resume(self.cfg, self.checkpoints)
                 self._revisions = pin(self._revisions_of_parent())
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
                     path = self.cfg.trainer.run_dir
@@ -139,7 +137,7 @@ class RunDirectory:
         self.checkpoints.clean_up()
         newest = find_newest(self.cfg, self.checkpoints)
         if newest is not None:
-            self.resume = compare(self.cfg, newest, False, self.supervised)
+            self.resume = compare(self.cfg, newest, False)
 
     def find_readable(self, ranks: AskedRanks) -> Resume | None:
         """Return the checkpoint to resume from, which these ranks can read; None: training starts from the beginning.
@@ -163,7 +161,7 @@ class RunDirectory:
             newest = find_newest(self.cfg, self.checkpoints)
             if newest is None:
                 raise UserError(f"{text}; there is no other checkpoint of this run")
-            self.resume = compare(self.cfg, newest, False, self.supervised)
+            self.resume = compare(self.cfg, newest, False)
             node, action = socket.gethostname(), f"resumed from {newest.path}"
             INCIDENTS.record(
                 Incident(newest.step, "checkpoint", "shards", node, INFRASTRUCTURE, "lost disk", action, 0.0, text)
@@ -243,7 +241,7 @@ class RunDirectory:
             raise UserError(
                 f"trainer.on_resume_mismatch=fallback: there is no checkpoint before {self.resume.checkpoint.path}"
             )
-        self.resume = compare(self.cfg, before, False, self.supervised)  # it may be older than a config change
+        self.resume = compare(self.cfg, before, False)  # it may be older than a config change
         LOG.info("going back to %s, step %d", before.path, before.step)
         return self.resume
 

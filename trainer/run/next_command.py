@@ -20,6 +20,7 @@ PASSED_FUNCTIONS = "passed_functions"
 """The package of the functions that were passed to `trainer.train` by value."""
 _PASSED = re.compile(rf"{PASSED_FUNCTIONS}\.(\w+?)(?:_\d+)?:(\w+)")
 _RESUME = "trainer.resume_mode"
+_TASK = "trainer.task"
 _NONE = ("none", "null", "None", "")
 
 
@@ -34,27 +35,29 @@ def command_of(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def next_command(start: Mapping[str, Any], changes: Mapping[str, str], supervised: bool) -> str:
+def next_command(start: Mapping[str, Any], changes: Mapping[str, str], task: str = "rl") -> str:
     """Return the text that says how to continue the run: a line for a shell; for a run from Python, the call.
 
     Args:
         start: the line of `starts.jsonl`.
         changes: keys that the next start sets, with their values.
-        supervised: the run is supervised training.
+        task: of the run. Calls of `trainer.train` of earlier versions did not name it among their overrides.
     """
     command = command_of(start["command"])
     directory = shlex.quote(start["directory"])
     module = next((word for word in command if word in _PYTHON_RUNS), None)
+    if module and task != "rl" and _TASK not in map(_key, command):
+        changes = {_TASK: task, **changes}
     arguments = _resuming(command[command.index(module) + 1 :] if module else command, changes)
     hidden = f" (write what {HIDDEN} hides)" if any(HIDDEN in argument for argument in arguments) else ""
     if module:
-        return f"in Python, in {directory}{_call(arguments, supervised)}{hidden}"
+        return f"in Python, in {directory}{_call(arguments)}{hidden}"
     if command[0] == "trainer" and shutil.which("trainer") is None:
         arguments = [sys.executable, "-m", *arguments]
     return f"cd {directory} && {shlex.join(arguments)}{hidden}"
 
 
-def _call(overrides: Sequence[str], supervised: bool) -> str:
+def _call(overrides: Sequence[str]) -> str:
     """Return the call of `trainer.train`, after the names of the functions that it passes again."""
     given, names = {}, {}
     for override in overrides:
@@ -66,7 +69,6 @@ def _call(overrides: Sequence[str], supervised: bool) -> str:
             given[passed[1]] = f"[{', '.join(shown)}]" if value.startswith("[") else shown[0]
     kept = [override for override in overrides if not _PASSED.search(override)]
     arguments = [f"{kept!r}", *(f"{name}={value}" for name, value in given.items())]
-    arguments += ["supervised=True"] if supervised else []
     functions = f", with the same {' and '.join(names)}" if names else ""
     return f"{functions}: trainer.train({', '.join(arguments)})"
 

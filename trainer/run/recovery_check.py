@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.config import TASKS
 from trainer.errors import FailureSource
 from trainer.metrics.names import PHASES
 
@@ -18,7 +19,14 @@ _SLOWER = 1.25
 """How far above the slowest of the steps before counts as slow. The speed of a run varies by itself."""
 
 
-_WATCHED = ("policy/loss", "sft/loss", "policy/grad_norm", "reward/mean", "time/step", "perf/tokens_per_s")
+_WATCHED = (
+    "policy/loss",
+    *(name for task in TASKS.values() for name in task.watched),
+    "policy/grad_norm",
+    "reward/mean",
+    "time/step",
+    "perf/tokens_per_s",
+)
 _COUNTERS = ("progress/prompts", "progress/samples")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import TrainerConfig
+from trainer.config.tasks import find_task
 from trainer.files.atomic_io import write_file
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
@@ -18,7 +19,7 @@ from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
 LOG = logging.getLogger(__name__)
 
 REPLAY_FILE = "metrics.replay.jsonl"
-WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "critic/loss", "sft/loss")
+WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "critic/loss")
 _WATCHED_STEPS = 3
 _HISTORY = 20
 _SMALL = 1e-3
@@ -47,7 +48,9 @@ def audit_of(
     exact = repeats(device, trainer.deterministic)
     tolerance = tolerance_on(device, trainer.resume_tolerance, trainer.deterministic)
     chance = not exact and trainer.resume_tolerance is None
-    return ReplayAudit(trainer.run_dir, step, tolerance, same_layout, altered, exact, chance)
+    return ReplayAudit(
+        trainer.run_dir, step, tolerance, same_layout, altered, exact, chance, find_task(trainer.task).watched
+    )
 
 
 class ReplayAudit:
@@ -67,6 +70,7 @@ class ReplayAudit:
         exact: a step computes the same bits again. If not, the last bits change some sampled tokens, and after them
             whole completions: only the first step is compared.
         chance: metrics that depend on what was sampled may differ as far as chance explains (see `beyond_chance`).
+        watched: metrics of the task that are watched besides `WATCHED`.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class ReplayAudit:
         altered: tuple[str, ...] = (),
         exact: bool = True,
         chance: bool = False,
+        watched: Sequence[str] = (),
     ) -> None:
         self._path = os.path.join(run_dir, REPLAY_FILE)
         self._tolerance = tolerance if same_layout else max(tolerance, _ROUNDING)
@@ -85,6 +90,7 @@ class ReplayAudit:
         same_steps = set(altered) <= set(OF_VALIDATION)
         self._all_steps = same_layout and same_steps and exact
         self._chance = chance
+        self._watched = (*WATCHED, *watched)
         self._start = step
         rows = read_metrics(os.path.join(run_dir, METRICS_FILE))
         earlier = read_metrics(self._path)
@@ -102,7 +108,7 @@ class ReplayAudit:
         """Compare the metrics of a new step with its logged line; returns a sentence if they differ, else None."""
         if not self._expected:
             if step <= self._start + _WATCHED_STEPS:
-                for jump in jumps(metrics, self._history):
+                for jump in jumps(metrics, self._history, self._watched):
                     LOG.warning(
                         "after the resume, %s; if the next steps do not return to what was before, go back with "
                         "`trainer checkpoint rollback %s --to` and a step before that",
@@ -115,8 +121,8 @@ class ReplayAudit:
             same = {name: value for name, value in row.items() if not name.startswith(self._altered)}
             difference = (
                 first_difference(same, metrics, self._tolerance)
-                if not self._chance or "reward/mean" not in row  # supervised training samples nothing
-                else beyond_chance(same, metrics, self._history)
+                if not self._chance or "reward/mean" not in row  # nothing was sampled
+                else beyond_chance(same, metrics, self._history, self._watched)
             )
             if difference is not None:
                 self._expected.clear()
@@ -156,18 +162,21 @@ def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolera
 
 
 def beyond_chance(
-    logged: Mapping[str, Any], now: Mapping[str, float], history: Sequence[Mapping[str, Any]]
+    logged: Mapping[str, Any],
+    now: Mapping[str, float],
+    history: Sequence[Mapping[str, Any]],
+    watched: Sequence[str] = WATCHED,
 ) -> str | None:
     """Return the first metric that differs although some tokens may have been sampled differently.
 
-    Learning rates must be equal. A `WATCHED` metric differs if it leaves the logged value by a tenth and by eight times
+    Learning rates must be equal. A `watched` metric differs if it leaves the logged value by a tenth and by eight times
     the deviation of this value and those of the steps before. With fewer than five steps before, it is not compared.
     """
     rates = {name: value for name, value in logged.items() if name.endswith("/lr")}
     difference = first_difference(rates, now, _RATE_ROUNDING)
     if difference is not None:
         return difference
-    for name in WATCHED:
+    for name in watched:
         past = [row[name] for row in history if row.get(name) is not None]
         if name not in now or logged.get(name) is None or len(past) < 5:
             continue
@@ -182,10 +191,12 @@ def _deviation(past: Sequence[float]) -> float:
     return math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
 
 
-def jumps(metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]]) -> list[str]:
+def jumps(
+    metrics: Mapping[str, float], history: Sequence[Mapping[str, Any]], watched: Sequence[str] = WATCHED
+) -> list[str]:
     """Return a sentence for each watched metric that is far outside its recent history."""
     sentences = []
-    for name in WATCHED:
+    for name in watched:
         past = [row[name] for row in history if row.get(name) is not None]
         value = metrics.get(name)
         if value is None or len(past) < 5:

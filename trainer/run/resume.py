@@ -43,7 +43,7 @@ class Resume:
     (see `compatibility.altered_metrics`)."""
 
 
-def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -> Resume | None:
+def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     """Find the checkpoint that `trainer.resume_mode` asks for, and compare its config with `cfg`.
 
     Returns None if training starts from the beginning.
@@ -68,9 +68,9 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager, supervised: bool) -
         if found is None:
             _check_no_fork(t.run_dir)
             return None
-        return compare(cfg, found, False, supervised)
+        return compare(cfg, found, False)
     found, fork = _find_named(cfg, checkpoints, holds_run)
-    resume = compare(cfg, found, fork, supervised)
+    resume = compare(cfg, found, fork)
     if fork:
         lineage.write(t.run_dir, found)
         if "state" in resume.restore.kinds:  # else the fork counts its steps from 0
@@ -162,7 +162,7 @@ def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Ch
     return checkpoint
 
 
-def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -> Resume:
+def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint.
 
     Raises:
@@ -172,9 +172,11 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     restored = frozenset(cfg.trainer.load_components or LOAD_COMPONENTS) if fork else frozenset(LOAD_COMPONENTS)
     # A new password is no change of the run. Earlier versions saved secrets.
     pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
-    changes = compatibility.find_changes(*pair, dataclasses.asdict(Config()))
+    defaults = dataclasses.asdict(Config())
+    defaults["trainer"]["task"] = cfg.trainer.task  # earlier versions saved no task; the data, which is compared, tells
+    changes = compatibility.find_changes(*pair, defaults)
     movable = () if fork else movable_paths(checkpoint, cfg)
-    rules = compatibility.resume_rules(cfg, supervised, SavedRun(saved, checkpoint.manifest["roles"]), movable)
+    rules = compatibility.resume_rules(cfg, SavedRun(saved, checkpoint.manifest["roles"]), movable)
     allowed = cfg.trainer.allow_config_change
     try:
         compatibility.check(changes, allowed, rules, forked=restored if fork else None)
@@ -188,7 +190,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool, supervised: bool) -
     altered, by = compatibility.altered_metrics(changes, rules)
     if by and not fork:
         LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(by))
-    added_steps = {} if supervised else compatibility.added_steps(changes, cfg.trainer, checkpoint.step)
+    added_steps = compatibility.added_steps(changes, cfg, checkpoint.step)
     return Resume(
         checkpoint,
         Restore(restored, fork, added_steps),

@@ -75,10 +75,23 @@ def record_start(run_dir: str, cfg: Config) -> None:
         "pid": os.getpid(),
         "versions": versions(),
         "git": git_states([os.path.dirname(__file__), os.getcwd()]),
+        "task": describe_task(cfg),
         "config": config,
     }
     write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     append_line(os.path.join(run_dir, STARTS_FILE), json.dumps(start).encode())
+
+
+def describe_task(cfg: Config) -> dict[str, Any]:
+    """Return what a start records of its task."""
+    metric, mode = cfg.compared_by
+    return {
+        "name": cfg.trainer.task,
+        "total_steps": cfg.total_steps,
+        "best_metric": metric,
+        "best_mode": mode,
+        "metrics": {name: metric._asdict() for name, metric in cfg.task.metrics.items()},
+    }
 
 
 def versions() -> dict[str, str]:

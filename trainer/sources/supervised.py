@@ -12,7 +12,6 @@ import xxhash
 from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
-from trainer.metrics.best import compared_by
 from trainer.seeding import permutation
 
 _NAMES = {"policy/loss": "sft/loss", "policy/kl": "sft/kl", "policy/clip_frac": "sft/clip_frac"}
@@ -33,7 +32,6 @@ def loop_config(cfg: Config) -> Config:
     )
     most = cfg.sft.batch_size * cfg.sft.max_length  # examples in a step
     t = cfg.trainer
-    metric, mode = compared_by(t.best_metric, t.best_mode, supervised=True)
     return dataclasses.replace(
         cfg,
         algorithm=algorithm,
@@ -45,8 +43,6 @@ def loop_config(cfg: Config) -> Config:
             mini_batch_size=most,
             update_epochs=1,
             val_before_train=False,
-            best_metric=metric,
-            best_mode=mode,
             policy=dataclasses.replace(t.policy, optimizer=cfg.sft.optimizer),
             critic=CriticConfig(),
         ),

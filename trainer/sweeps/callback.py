@@ -12,8 +12,10 @@ from hydra.experimental.callback import Callback
 
 from trainer.config.hydra import DIRECTION
 from trainer.config.launched import prepare_notes
+from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.files.redaction import redact_command, redact_text
+from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process.log_setup import show
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 LOG = logging.getLogger(__name__)
-_LOSSES = ("val/loss", "sft/loss")
 
 
 class SweepCallback(Callback):
@@ -114,13 +115,15 @@ def _check_direction(config: DictConfig) -> None:
     from omegaconf import OmegaConf
 
     t, chosen = config.trainer, config.hydra.sweeper.direction
-    own = OmegaConf.create({"trainer": {"best_metric": t.best_metric, "best_mode": t.best_mode}, "value": DIRECTION})
+    settings = {name: t[name] for name in ("task", "best_metric", "best_mode")}
+    own = OmegaConf.create({"trainer": settings, "value": DIRECTION})
     if chosen != own.value:
         raise UserError(
             f"hydra.sweeper.direction={chosen}: trainer.best_metric={t.best_metric} with "
             f"trainer.best_mode={t.best_mode} says {own.value} here; leave hydra.sweeper.direction out"
         )
-    if chosen == "maximize" and t.best_metric in _LOSSES:
+    known = METRICS | find_task(t.task).metrics
+    if chosen == "maximize" and t.best_metric in known and known[t.best_metric].better == "min":
         raise UserError(
             f"trainer.best_mode=max: the sweep would look for the highest {t.best_metric}; set trainer.best_mode=min"
         )

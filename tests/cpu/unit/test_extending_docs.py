@@ -163,7 +163,7 @@ def test_the_source_of_episodes(tmp_path):
 
     def run(root: Path, steps: int) -> SimpleNamespace:
         cfg = toy_config(root, total_steps=steps)
-        with RunDirectory(cfg, supervised=True).open() as directory:
+        with RunDirectory(cfg).open() as directory:
             trainer = toy_trainer(cfg, directory, tmp_path / "model")
             trainer.source = given["RecordedEpisodes"](episodes, size=3)
             trainer.fit()

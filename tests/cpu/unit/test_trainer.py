@@ -56,7 +56,7 @@ class Killed(Exception):
 
 def run_until(root: Path, model: Path, step: int, **settings) -> None:
     """Run, and end without a word after the episodes of `step` were drawn."""
-    with RunDirectory(toy_config(root, **settings), supervised=True).open() as directory:
+    with RunDirectory(toy_config(root, **settings)).open() as directory:
         trainer = toy_trainer(toy_config(root, **settings), directory, model)
         update = trainer.learner.update
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, mod
     def warnings(total_steps: int) -> list[str]:
         caplog.clear()
         cfg = toy_config(tmp_path, total_steps=total_steps)
-        with RunDirectory(cfg, supervised=True).open() as directory:
+        with RunDirectory(cfg).open() as directory:
             trainer = toy_trainer(cfg, directory, model)
             update = trainer.learner.update
             trainer.learner.update = lambda *step: update(*step) | {"response_length/clip_ratio": 0.9}
@@ -107,7 +107,7 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, cap
     # Regular saves that fail in a row would end the run: the last one is tried again nevertheless.
     cfg = toy_config(tmp_path, ckpt_failures_allowed=0, ckpt_interval=100)
     stop = StopRequest(None)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
         trainer.learner.ranks.fail_saves = [OSError("No space left on device"), OSError("Stale file handle")]
         if reason is None:
@@ -125,7 +125,7 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, cap
 def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
     toy_run(toy_config(tmp_path, total_steps=1), model)
     cfg, stop = toy_config(tmp_path, ckpt_interval=100), StopRequest(None)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
         trainer.learner.ranks.fail_saves = [OSError("No space left on device")] * 9
         if reason is not None:
@@ -138,7 +138,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
 
 def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
     cfg = toy_config(tmp_path, ckpt_failures_allowed=1, total_steps=9, ckpt_async=False)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         update = trainer.learner.update
 
@@ -201,7 +201,7 @@ def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplo
 def failing(root: Path, model: Path, failures: dict[int, list[Exception]], **settings: Any) -> Iterator[Trainer]:
     """A trainer whose updates raise the exceptions of `failures`, by step, one after another."""
     cfg = toy_config(root, **settings)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         update = trainer.learner.update
 
@@ -341,7 +341,7 @@ def test_user_code_of_the_driver_draws_the_same_numbers_in_every_run(tmp_path, m
 
 def test_a_run_that_was_asked_to_stop_does_not_start_its_ranks_again(tmp_path, model):
     cfg, stop = toy_config(tmp_path), StopRequest(None)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
 
         def die(experience, step):
@@ -367,7 +367,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_p
 
 def test_a_run_that_stays_slow_names_the_phase_the_rank_and_its_node(tmp_path, model, caplog):
     cfg = toy_config(tmp_path)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         trainer.recovery.watch([{"time/step": 1e-9, "time/rollout": 1e-9}] * 3)  # so quick that every step is slow
         trainer.fit()
@@ -402,7 +402,7 @@ def test_a_run_stops_while_there_is_time_for_a_save_as_long_as_the_last(tmp_path
     """Ten minutes are left. Steps take no time, and the last save took six minutes: twice that is too much."""
     cfg = toy_config(tmp_path, ckpt_interval=100)
     stop = StopRequest((datetime.now() + timedelta(minutes=10)).isoformat())
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
         update = trainer.learner.update
 
@@ -433,7 +433,7 @@ def test_on_another_number_of_ranks_the_first_replayed_step_alone_is_compared(tm
     shutil.rmtree(tmp_path / "checkpoints/global_step_4")
     caplog.set_level("INFO")
     cfg = toy_config(tmp_path, ckpt_interval=2)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         trainer.learner.ranks.count = ranks
         trainer.fit()
@@ -455,14 +455,16 @@ def diverge(trainer: Trainer, step: int) -> None:
 def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole):
     cfg = toy_config(tmp_path, divergence_limits={"policy/grad_norm": 10.0, "policy/kl": 1.0})
     for _ in range(2):  # the second run resumes from step 4, and its history counts
-        with RunDirectory(cfg, supervised=True).open() as directory:
+        with RunDirectory(cfg).open() as directory:
             trainer = toy_trainer(cfg, directory, model)
             diverge(trainer, step=3)
             with pytest.raises(DivergedError) as diverged:
                 trainer.fit()
     said = str(diverged.value)
     assert "policy/grad_norm has been above 10 since step 3, and is 100 now (trainer.divergence_limits)" in said
-    assert "a lower sft.optimizer.lr, and add trainer.allow_config_change=[sft.optimizer.lr]" in said
+    assert (
+        "a lower trainer.policy.optimizer.lr, and add trainer.allow_config_change=[trainer.policy.optimizer.lr]" in said
+    )
     incident = read_incidents(str(tmp_path))[-1]
     assert (incident.kind, incident.cause, incident.step, incident.action) == (JOB, "divergence", 5, "ended the run")
     command = shlex.split(said.split("`")[1])
@@ -473,7 +475,7 @@ def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole)
 
 def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_path, model):
     cfg = toy_config(tmp_path, divergence_limits={"policy/grad_norm": 10.0}, divergence_patience=1)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         diverge(trainer, step=1)
         with pytest.raises(DivergedError, match="no checkpoint is from before that, so start a new run"):
@@ -483,7 +485,7 @@ def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_p
 def test_the_state_of_an_older_supervised_run_is_read(tmp_path, model):
     """Supervised runs once had a loop of their own, which counted less."""
     cfg = toy_config(tmp_path)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         trainer.load_state_dict({"step": 3, "tracker": {"wandb_run_id": None}})
         assert (trainer.state.step, trainer.state.tokens, trainer.state.best) == (3, 0, {})

@@ -112,14 +112,14 @@ def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp
     store.keep_piece(orphan, b"lost")
     CheckpointManager(store).delete([1])
     aside = store.archive(2)
-    with RunDirectory(cfg, supervised=True).open():
+    with RunDirectory(cfg).open():
         assert set(store.pieces()) == {*named, orphan}, "what is set aside may name any piece"
     store.remove(aside)
-    with RunDirectory(cfg, supervised=True).open():
+    with RunDirectory(cfg).open():
         assert set(store.pieces()) == named
     lines = (tmp_path / "first" / "metrics.jsonl").read_bytes()
     second = tmp_path / "second"
-    with RunDirectory(toy_config(second, ckpt_path=root), supervised=True).open():
+    with RunDirectory(toy_config(second, ckpt_path=root)).open():
         assert (second / "metrics.jsonl").read_bytes() == lines
 
 

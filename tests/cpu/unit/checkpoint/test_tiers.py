@@ -222,7 +222,7 @@ def test_pieces_that_no_checkpoint_names_are_deleted_in_both_tiers(root, tmp_pat
     named = [set(tier.pieces()) for tier in (disk, above)]
     for tier in (disk, above):
         tier.keep_piece(orphan, b"lost")
-    with RunDirectory(cfg, supervised=True).open():
+    with RunDirectory(cfg).open():
         assert [set(tier.pieces()) for tier in (disk, above)] == named and named[0] == named[1] != set()
 
 

@@ -219,7 +219,7 @@ def test_a_start_mends_every_torn_file_even_if_nothing_is_left_to_do(tmp_path):
         (tmp_path / name).write_bytes(WHOLE + b'{"step": 9, "a": 0.')
     (tmp_path / "log.txt").write_bytes(b"a line\nhalf")
     cfg = toy_config(tmp_path)
-    with RunDirectory(cfg, supervised=True).open():
+    with RunDirectory(cfg).open():
         assert {name: (tmp_path / name).read_bytes() for name in names} == dict.fromkeys(names, WHOLE)
         assert (tmp_path / "log.txt").read_bytes() == b"a line\nhalf\n"
         with (tmp_path / "starts.jsonl").open("ab") as file:

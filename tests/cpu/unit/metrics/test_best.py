@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.support.runs import settings as run_settings
 from trainer.api.results import describe_result
+from trainer.config import TASKS
 from trainer.metrics.best import best_of as best_of_run
-from trainer.metrics.best import better, compared_by, compared_metric, instead_of
+from trainer.metrics.best import better, compared_metric, instead_of
 from trainer.reports.compare import compare_runs
 from trainer.run.directory import RunDirectory
 
@@ -79,9 +80,9 @@ def test_another_metric_is_compared_as_it_is(mode, step):
 
 
 def test_a_supervised_run_is_compared_by_the_held_out_loss_unless_it_names_a_metric():
-    assert compared_by("val/accuracy", "max", supervised=True) == ("val/loss", "min")
-    assert compared_by("val/accuracy", "max", supervised=False) == ("val/accuracy", "max")
-    assert compared_by("sft/loss", "max", supervised=True) == ("sft/loss", "max")
+    assert TASKS["sft"].compared_by("val/accuracy", "max") == ("val/loss", "min")
+    assert TASKS["rl"].compared_by("val/accuracy", "max") == ("val/accuracy", "max")
+    assert TASKS["sft"].compared_by("sft/loss", "max") == ("sft/loss", "max")
 
 
 def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
@@ -93,8 +94,8 @@ def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
 
 
 def test_checkpoints_of_a_supervised_run_are_kept_by_the_held_out_loss(tmp_path):
-    cfg = run_settings(tmp_path, keep_best=1, max_ckpts_to_keep=1)
-    rules = [RunDirectory(cfg, supervised=supervised).checkpoints.retention for supervised in (False, True)]
+    configs = [run_settings(tmp_path, keep_best=1, max_ckpts_to_keep=1, task=task) for task in ("rl", "sft")]
+    rules = [RunDirectory(cfg).checkpoints.retention for cfg in configs]
     assert [(one.best_metric, one.instead, one.best_mode) for one in rules] == [
         ("val/accuracy", "val/reward/mean", "max"),
         ("val/loss", "val/loss", "min"),

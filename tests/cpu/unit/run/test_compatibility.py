@@ -271,14 +271,14 @@ def test_a_key_without_a_rule_is_an_error_at_import():
     ],
 )
 def test_some_rules_follow_from_values(now, saved, key, change):
-    assert compatibility.resume_rules(compose(now), False, saved)[key].change == change
+    assert compatibility.resume_rules(compose(now), saved)[key].change == change
 
 
 def test_a_weight_that_a_controller_has_steered_cannot_change():
     adaptive = compose(["algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"])
     for kind, change in (("adaptive", "never"), ("fixed", "update")):
         saved = SavedRun({"algorithm": {"kl_controller": kind}}, ["policy"])
-        assert compatibility.resume_rules(adaptive, False, saved)["algorithm.kl_coef"].change == change
+        assert compatibility.resume_rules(adaptive, saved)["algorithm.kl_coef"].change == change
 
 
 @pytest.mark.parametrize(

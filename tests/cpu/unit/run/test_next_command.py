@@ -45,7 +45,7 @@ def program(tmp_path, monkeypatch):
     ],
 )
 def test_it_is_the_same_command_which_resumes(command, arguments):
-    shown = next_command(start(*command), {}, supervised=False)
+    shown = next_command(start(*command), {})
     where, _, rest = shown.partition(" && ")
     assert shlex.split(where) == ["cd", "/home/me/my project"]
     assert shlex.split(rest) == ["trainer", *arguments, "trainer.resume_mode=latest"]
@@ -53,13 +53,13 @@ def test_it_is_the_same_command_which_resumes(command, arguments):
 
 @pytest.mark.parametrize("mode", ["trainer.resume_mode=latest", "+trainer.resume_mode=from_path"])
 def test_a_command_that_resumes_stays_as_it_is(mode):
-    shown = next_command(start(*PYTHON, "trainer.main", mode, "trainer.seed=3"), {}, supervised=False)
+    shown = next_command(start(*PYTHON, "trainer.main", mode, "trainer.seed=3"), {})
     assert shown.endswith(f" && trainer train {mode} trainer.seed=3")
 
 
 def test_a_change_takes_the_place_of_the_key_in_the_command():
     command = start(*PYTHON, "trainer.main", "trainer.run_dir=old", "+trainer.excluded_nodes=[a]", "x=1")
-    shown = next_command(command, {"trainer.run_dir": "/new", "trainer.excluded_nodes": "[a,b]"}, supervised=False)
+    shown = next_command(command, {"trainer.run_dir": "/new", "trainer.excluded_nodes": "[a,b]"})
     assert shown.endswith(
         "trainer train x=1 trainer.resume_mode=latest trainer.run_dir=/new 'trainer.excluded_nodes=[a,b]'"
     )
@@ -67,7 +67,7 @@ def test_a_change_takes_the_place_of_the_key_in_the_command():
 
 def test_without_the_program_on_the_search_path_python_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    shown = next_command(start(*PYTHON, "trainer.sft"), {}, supervised=True)
+    shown = next_command(start(*PYTHON, "trainer.sft"), {}, "sft")
     assert shown.endswith(f" && {sys.executable} -m trainer sft trainer.resume_mode=latest")
 
 
@@ -76,8 +76,10 @@ def test_a_run_from_python_is_called_again(module):
     """The process of such a run waits for a pickle on stdin. Earlier versions called its module `child`."""
     child = start(*PYTHON, module, "algorithm=ppo", "trainer.run_name=it's")
     call = """trainer.train(['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest'])"""
-    assert next_command(child, {}, supervised=False) == f"in Python, in '/home/me/my project': {call}"
-    assert next_command(child, {}, supervised=True).endswith("'trainer.resume_mode=latest'], supervised=True)")
+    assert next_command(child, {}) == f"in Python, in '/home/me/my project': {call}"
+    assert next_command(child, {}, "sft").endswith("'trainer.resume_mode=latest', 'trainer.task=sft'])")
+    named = start(*PYTHON, module, "trainer.task=sft")
+    assert next_command(named, {}, "sft").endswith("trainer.train(['trainer.task=sft', 'trainer.resume_mode=latest'])")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_functions_that_were_passed_from_python_are_passed_again(functions):
     """As overrides they would name modules in the run directory, which no later start can import."""
     overrides, pickles = _with_functions(["algorithm=ppo"], functions)
     assert pickles
-    shown = next_command(start(*PYTHON, "trainer.api.worker_main", *overrides), {}, supervised=False)
+    shown = next_command(start(*PYTHON, "trainer.api.worker_main", *overrides), {})
     where, _, call = shown.partition(": ")
     names = {"score": score, "reward": functions["reward"]}
     calls: list[tuple] = []
@@ -102,5 +104,5 @@ def test_functions_that_were_passed_from_python_are_passed_again(functions):
 
 
 def test_a_hidden_secret_is_to_be_written_again():
-    shown = next_command(start(*PYTHON, "trainer.main", "reward.url=http://x?key=***"), {}, supervised=False)
+    shown = next_command(start(*PYTHON, "trainer.main", "reward.url=http://x?key=***"), {})
     assert shown.endswith(" (write what *** hides)")

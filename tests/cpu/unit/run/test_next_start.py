@@ -37,7 +37,7 @@ def test_the_last_step_is_saved_whatever_the_interval(tmp_path, model, whole, sc
         return sorted(path.name for path in (root / "checkpoints").glob("global_step_*"))
 
     cfg, stop = toy_config(tmp_path, total_steps=3, **schedule), StopRequest(None)
-    with RunDirectory(cfg, supervised=True).open() as directory:
+    with RunDirectory(cfg).open() as directory:
         stop.ask("SIGTERM")
         with pytest.raises(Stopped):
             toy_trainer(cfg, directory, model, stop).fit()
@@ -72,7 +72,7 @@ def test_a_run_does_not_continue_with_another_config_or_tokenizer(tmp_path, mode
 
 
 def test_metrics_that_are_deleted_during_a_run_are_complete_and_checked_by_a_resume(tmp_path, model, whole):
-    with RunDirectory(toy_config(tmp_path, total_steps=4), supervised=True).open() as directory:
+    with RunDirectory(toy_config(tmp_path, total_steps=4)).open() as directory:
         trainer = toy_trainer(directory.cfg, directory, model)
         update = trainer.learner.update
 

@@ -151,29 +151,29 @@ def test_a_fork_does_not_list_the_paths_that_follow_from_its_name(tmp_path, capl
 
 
 @pytest.mark.parametrize(
-    "settings, key, supervised, refused",
+    "settings, key, task, refused",
     [
-        ({}, "trainer.total_steps", False, ""),
-        (POLICY_COSINE, "trainer.total_steps", False, "trainer.policy.optimizer.schedule_steps"),
-        (CRITIC_COSINE, "trainer.total_steps", False, "trainer.critic.optimizer.schedule_steps"),
-        (POLICY_COSINE | {"trainer.policy.optimizer.schedule_steps": 5}, "trainer.total_steps", False, ""),
-        (SFT_COSINE, "trainer.total_steps", False, ""),
-        (POLICY_COSINE, "trainer.total_steps", True, ""),
-        ({}, "sft.steps", True, ""),
-        (SFT_COSINE, "sft.steps", True, "sft.optimizer.schedule_steps"),
-        (SFT_COSINE | {"sft.optimizer.schedule_steps": 5}, "sft.steps", True, ""),
-        ({}, "sft.steps", False, "sft.steps"),
-        ({"model.path": "a/model"}, "sft.steps", False, ""),
+        ({}, "trainer.total_steps", "rl", ""),
+        (POLICY_COSINE, "trainer.total_steps", "rl", "trainer.policy.optimizer.schedule_steps"),
+        (CRITIC_COSINE, "trainer.total_steps", "rl", "trainer.critic.optimizer.schedule_steps"),
+        (POLICY_COSINE | {"trainer.policy.optimizer.schedule_steps": 5}, "trainer.total_steps", "rl", ""),
+        (SFT_COSINE, "trainer.total_steps", "rl", ""),
+        (POLICY_COSINE, "trainer.total_steps", "sft", ""),
+        ({}, "sft.steps", "sft", ""),
+        (SFT_COSINE, "sft.steps", "sft", "sft.optimizer.schedule_steps"),
+        (SFT_COSINE | {"sft.optimizer.schedule_steps": 5}, "sft.steps", "sft", ""),
+        ({}, "sft.steps", "rl", "sft.steps"),
+        ({"model.path": "a/model"}, "sft.steps", "rl", ""),
     ],
 )
-def test_the_number_of_steps_is_free_unless_a_schedule_goes_by_it(tmp_path, settings, key, supervised, refused):
-    save_steps(configured(tmp_path, settings), 1, supervised=supervised)
-    cfg = configured(tmp_path, settings, {key: 777}, resume_mode="latest")
+def test_the_number_of_steps_is_free_unless_a_schedule_goes_by_it(tmp_path, settings, key, task, refused):
+    save_steps(configured(tmp_path, settings, task=task), 1)
+    cfg = configured(tmp_path, settings, {key: 777}, resume_mode="latest", task=task)
     if refused:
         with pytest.raises(UserError, match=rf"{refused}=777: .*allow_config_change=\[{refused}\]"):
-            RunDirectory(cfg, supervised).open()
+            RunDirectory(cfg).open()
         cfg.trainer.allow_config_change = [refused]
-    with RunDirectory(cfg, supervised).open() as run:
+    with RunDirectory(cfg).open() as run:
         assert run.resume.checkpoint.step == 1
 
 
@@ -197,10 +197,8 @@ def test_a_schedule_is_where_a_run_started_with_the_new_batch_sizes_would_be(tmp
     allowed = {"trainer.allow_config_change": list(change)}
     with RunDirectory(configured(tmp_path, gae, change, allowed, resume_mode="latest")).open() as run:
         assert run.resume.restore.added_steps == {"critic": critic, "policy": policy}
-    save_steps(configured(tmp_path / "sft"), 3, supervised=True)
-    with RunDirectory(
-        configured(tmp_path / "sft", change, allowed, resume_mode="latest"), supervised=True
-    ).open() as run:
+    save_steps(configured(tmp_path / "sft", task="sft"), 3)
+    with RunDirectory(configured(tmp_path / "sft", change, allowed, resume_mode="latest", task="sft")).open() as run:
         assert not any(run.resume.restore.added_steps.values())
 
 

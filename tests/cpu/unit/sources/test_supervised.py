@@ -108,12 +108,14 @@ def test_other_seeds_and_examples_are_refused():
 
 
 def test_the_loop_of_a_supervised_run_takes_one_optimizer_step_with_its_own_optimizer():
-    cfg = compose(["sft.steps=7", "sft.optimizer.lr=0.25", "sft.optimizer.schedule_steps=5", "algorithm=ppo"])
+    cfg = compose(
+        ["trainer.task=sft", "sft.steps=7", "sft.optimizer.lr=0.25", "sft.optimizer.schedule_steps=5", "algorithm=ppo"]
+    )
     loop = loop_config(cfg)
     t = loop.trainer
     assert (t.total_steps, t.optimizer_steps(1)["policy"], t.scheduled_steps()["policy"]) == (7, 1, 5)
     assert t.policy.optimizer is cfg.sft.optimizer
-    assert (t.best_metric, t.best_mode) == ("val/loss", "min")
+    assert loop.compared_by == ("val/loss", "min") and loop.total_steps == 7
     assert [role.name for role in loop.roles] == ["policy"] and loop.algorithm.policy_loss == "reinforce"
     assert cfg.trainer.total_steps != 7, "the user's config stays as it is"
 

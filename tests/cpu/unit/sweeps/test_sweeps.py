@@ -59,7 +59,7 @@ import json, os
 import trainer.jobs
 from trainer.sft import main
 
-def train(cfg, device):
+def train(cfg, task, device):
     lr = cfg.sft.optimizer.lr
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
     with open("jobs", "a") as file:
@@ -67,7 +67,7 @@ def train(cfg, device):
     with open(os.path.join(cfg.trainer.run_dir, "metrics.jsonl"), "w") as file:
         file.write(json.dumps({"step": 1, "sft/loss": 1.0, "val/loss": (lr - 0.3) ** 2}) + "\\n")
 
-trainer.jobs.train_supervised = train
+trainer.jobs.run_task = train
 main()
 """
 OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "trainer.policy.optimizer.lr=interval(0.1,0.9)"]

@@ -36,9 +36,9 @@ from tests.support.training import (
 )
 from trainer.config import Config, FSDPConfig, TinyConfig, compose
 from trainer.errors import UserError
-from trainer.jobs import rollout_trainer, supervised_trainer
 from trainer.models.parallel_checks import check_model_axes
 from trainer.models.tiny import build_tiny
+from trainer.tasks.base import make_trainer
 from trainer.workers.base import SHARDING_FILE
 from trainer.workers.rank import Rank
 
@@ -279,14 +279,15 @@ def test_what_a_model_cannot_do_is_refused_by_its_config(axes, model, problem):
         check_model_axes(of_layout(Config(), **axes), model)
 
 
-@pytest.mark.parametrize("make", [rollout_trainer, supervised_trainer])
-def test_a_run_refuses_before_it_starts_ranks(make, tmp_path):
+@pytest.mark.parametrize("task", ["rl", "sft"])
+def test_a_run_refuses_before_it_starts_ranks(task, tmp_path):
     build_tiny(TinyConfig(), str(tmp_path))
     no_cluster: Any = None
     with pytest.raises(
         UserError, match="trainer.tensor_parallel_size=4: must divide the number of key and value heads"
     ):
-        make(of_layout(Config(), tensor_parallel_size=4), no_cluster, None, str(tmp_path), None)
+        cfg = of_layout(Config(), tensor_parallel_size=4, task=task)
+        make_trainer(cfg.task(cfg), no_cluster, None, str(tmp_path), None)
 
 
 def build(rank: Rank, path: str) -> None:

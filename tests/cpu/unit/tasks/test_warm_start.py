@@ -1,0 +1,93 @@
+"""Which built-in model a run uses, and how it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.config import set_value
+from tests.support.ranks import local_cluster
+from tests.support.runs import configured
+from trainer.config import Config, DataConfig, TinyConfig
+from trainer.config.fields import value_of
+from trainer.process.signals import Stopped
+from trainer.run.stopping import StopRequest
+from trainer.tasks import warm_start
+from trainer.tasks.warm_start import cached_model, prepare_model
+
+
+def on_files(tmp_path) -> Config:
+    """A config whose training file has a column with chats."""
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"chat": chat}) + "\n")
+    cfg = Config()
+    cfg.data.train_files = cfg.data.val_files = [str(tmp_path / "train.jsonl")]
+    return cfg
+
+
+def test_what_is_held_out_of_files_makes_no_other_embedded_model(tmp_path):
+    cfg = on_files(tmp_path)
+    others = [dataclasses.replace(cfg.data, **change) for change in ({"val_size": 5}, {"val_files": []})]
+    assert {cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {cached_model(cfg)}
+    other = dataclasses.replace(cfg.data, train_size=5)
+    assert cached_model(dataclasses.replace(cfg, data=other)) != cached_model(cfg)
+
+
+@pytest.mark.parametrize("key", ["sft.new", "data.new"])
+def test_a_new_key_with_its_default_leaves_the_name_of_the_model_as_it_is(tmp_path, monkeypatch, key):
+    """And another value of it makes another model."""
+    cfg = on_files(tmp_path)
+    before = cached_model(cfg)
+    walk = warm_start.walk_keys
+    for value, same in ((1, True), (2, False)):
+        monkeypatch.setattr(warm_start, "walk_keys", lambda cfg, value=value: [*walk(cfg), (key, value, None)])
+        monkeypatch.setattr(warm_start, "value_of", lambda cfg, name: 1 if name == key else value_of(cfg, name))
+        assert (cached_model(cfg) == before) == same
+
+
+@pytest.mark.parametrize("key, value", [("sft.optimizer.lr", 0.5), ("model.tiny.seed", 7), ("data.system_prompt", "x")])
+def test_what_makes_the_model_is_in_its_name(tmp_path, key, value):
+    cfg, other = on_files(tmp_path), on_files(tmp_path)
+    set_value(other, key, value)
+    assert cached_model(other) != cached_model(cfg)
+
+
+class StopAfter(StopRequest):
+    """Asks to stop after so many steps of this process."""
+
+    def __init__(self, steps: int):
+        super().__init__(None)
+        self._left = steps
+
+    def consider_deadline(self, seconds_needed: float) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.ask("the test")
+
+
+def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_stop(tmp_path, caplog):
+    """After the same step, with the same weights; what ends it is said."""
+    caplog.set_level("INFO", "trainer.tasks.warm_start")
+
+    def prepared(cache: str, accuracy: float | None, steps: int, *stops: int) -> bytes:
+        cfg = configured(tmp_path / "run", num_workers=1)
+        cfg.model.cache_dir, cfg.sft.steps, cfg.sft.batch_size = str(tmp_path / cache), steps, 2
+        cfg.model.tiny = TinyConfig(hidden_size=64, intermediate_size=128, start_accuracy=accuracy)
+        cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 4}, train_size=12, val_size=1)
+        for stop in stops:
+            with local_cluster(1, cfg, "cpu") as cluster, pytest.raises(Stopped):
+                prepare_model(cfg, cluster, StopAfter(stop))
+        with local_cluster(1, cfg, "cpu") as cluster:
+            path = prepare_model(cfg, cluster, StopRequest(None))
+        return (Path(path) / "model.safetensors").read_bytes()
+
+    whole = prepared("whole", 0.5, 400)
+    step, share = re.findall(r"warm start: after (\d+) steps the model answers ([\d.]+)% of", caplog.text)[-1]
+    assert int(step) < 400 and int(step) % 5 == 0 and float(share) >= 50
+    assert prepared("stopped", 0.5, 400, 7) == whole
+    assert prepared("alone", None, int(step)) == whole, "the checks change nothing"
+    assert "at most 400 supervised steps" in caplog.text

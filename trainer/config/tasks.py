@@ -1,0 +1,163 @@
+"""The tasks that `trainer.task` can name, and what must be known of each before it runs, and without torch.
+
+Whatever depends on the kind of training asks this table, so that a new kind is one more `TaskSpec`: an entry here, or
+a value in a module of the user.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.config.fields import value_of
+from trainer.config.role_specs import RoleSpec, policy_gradient_roles, policy_role
+from trainer.errors import UserError
+from trainer.import_utils import import_function
+from trainer.process.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+KEY = "trainer.task"
+ACCURACY = "val/accuracy"
+
+
+class Metric(NamedTuple):
+    """What a metric is. The rest is for the metrics that a task declares."""
+
+    meaning: str
+    unit: str
+    better: str = ""
+    """`min` or `max`, if lower or higher values are better."""
+    panel: str = ""
+    """Title of the panel of the report that draws it. Metrics with one title share a panel."""
+    watched: bool = False
+    """The first steps after a resume, and after a failure, are compared with the steps before in this metric."""
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One kind of training."""
+
+    build: str | Callable[[Config], Any]
+    """Returns the `Task` (`trainer.tasks.base`) that a config describes; or the import path of such a function."""
+    total_steps: str = "trainer.total_steps"
+    """The key with the number of steps."""
+    optimizer: str = "trainer.policy.optimizer"
+    """The section with the optimizer of the policy."""
+    best: str = ""
+    """The metric that `val/accuracy` stands for in `trainer.best_metric`, one of `metrics`. Empty: the task measures
+    accuracy."""
+    roles: Callable[[Config], tuple[RoleSpec, ...]] | None = None
+    """Returns the models of a run, the policy first. None: the policy alone."""
+    generates: bool = False
+    """Inference engines sample its episodes."""
+    unused: tuple[str, ...] = ()
+    """Patterns of the keys that the task does not read. They may change when a run resumes."""
+    unused_with_path: tuple[str, ...] = ()
+    """Further such patterns if `model.path` is set."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """The metrics of this task alone, by name."""
+
+    def __call__(self, config: Config) -> Any:
+        """Return the `Task` that the config describes."""
+        build = import_function(self.build, KEY) if isinstance(self.build, str) else self.build
+        return build(config)
+
+    def roles_of(self, config: Config) -> tuple[RoleSpec, ...]:
+        """Return the models of the run that the config describes, the policy first."""
+        return self.roles(config) if self.roles else (policy_role(config, value_of(config, self.optimizer)),)
+
+    def compared_by(self, metric: str, mode: str) -> tuple[str, str]:
+        """Return the metric that steps are compared by, and its mode (`max` or `min`).
+
+        Args:
+            metric, mode: `trainer.best_metric` and `trainer.best_mode`.
+        """
+        return (self.best, self.metrics[self.best].better) if self.best and metric == ACCURACY else (metric, mode)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Its own metrics that are watched after a resume."""
+        return tuple(name for name, metric in self.metrics.items() if metric.watched)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The beginnings of the names of its own metrics, such as `sft/`."""
+        return tuple(dict.fromkeys(name.partition("/")[0] + "/" for name in self.metrics))
+
+
+_LOSS = "Loss (supervised)"
+TASKS: dict[str, TaskSpec] = {
+    "rl": TaskSpec("trainer.tasks.rl:build", roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
+    "sft": TaskSpec(
+        "trainer.tasks.sft:build",
+        total_steps="sft.steps",
+        optimizer="sft.optimizer",
+        best="val/loss",
+        unused=(
+            "algorithm.*",
+            "rollout.*",
+            "reward.*",
+            "environment.*",
+            "trainer.policy.optimizer.*",
+            "trainer.critic.*",
+            "trainer.reference.*",
+            "trainer.*_batch_size",
+            "trainer.update_epochs",
+            "sft.steps",
+        ),
+        metrics={
+            "sft/loss": Metric(
+                "Cross-entropy of the tokens to learn (supervised training).", "nats", "min", _LOSS, watched=True
+            ),
+            "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),
+            "sft/clip_frac": Metric("Tokens whose importance weight was cut at `sft.max_weight`.", "share"),
+            "val/loss": Metric(
+                "Cross-entropy of the tokens to learn in the held-out examples (supervised training).",
+                "nats",
+                "min",
+                _LOSS,
+            ),
+        },
+    ),
+}
+"""The built-in tasks, by the name that `trainer.task` gives them."""
+
+
+_added: dict[str, TaskSpec] = {}
+
+
+def add_task(path: str, spec: TaskSpec) -> None:
+    """Make a task known whose module cannot be imported yet."""
+    _added[path] = spec
+
+
+@functools.cache
+def find_task(name: str) -> TaskSpec:
+    """Return the task that `trainer.task` names.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in TASKS or name in _added:
+        return {**TASKS, **_added}[name]
+    with SIGNALS.blocked():
+        import numpy  # noqa: F401 - its threads, which the module may start, must block signals while Ray starts
+    spec = import_function(name, KEY, known=TASKS)
+    if not isinstance(spec, TaskSpec):
+        raise UserError(f"{KEY}={name}: is a {type(spec).__name__}; it must be a trainer.tasks.TaskSpec")
+    problem = _problem_of(spec)
+    if problem is not None:
+        raise UserError(f"{KEY}={name}: {problem}")
+    return spec
+
+
+def _problem_of(spec: TaskSpec) -> str | None:
+    if spec.best and spec.best not in spec.metrics:
+        return f"its `best` is {spec.best}, which its `metrics` do not declare"
+    if spec.best and spec.metrics[spec.best].better not in ("min", "max"):
+        return f"its `metrics` do not say whether a high or a low {spec.best} is better"
+    return None

@@ -1,0 +1,56 @@
+"""What a run has done so far: its counters, its best step, and the shape in which a checkpoint holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
+
+from trainer.files.documents import Shape, is_count, is_number
+
+_SHAPE: dict[Any, Shape] = {
+    "step": is_count,
+    "counters": {"prompts": is_count, "samples": is_count, "tokens": is_count},
+    "kl_controller": {"kind": str, "coef": is_number},
+    "best": {str: is_number},
+    "tracker": {"wandb_run_id": (str, NoneType)},
+    "rng": {str: str},
+}
+
+
+def shape_of_state(state: dict[str, Any]) -> dict[Any, Shape]:
+    """Return the shape of a saved state. Earlier versions saved step and tracker alone for runs without rewards."""
+    is_short = not state.keys() & {"counters", "kl_controller", "best", "rng"}
+    return {name: _SHAPE[name] for name in ("step", "tracker")} if is_short else _SHAPE
+
+
+@dataclass
+class TrainerState:
+    """The state of a run, besides its models and its place in the data."""
+
+    step: int = 0
+    """The last finished step."""
+    prompts: int = 0
+    samples: int = 0
+    tokens: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+    """The best value so far of the metric that is compared (see `trainer.metrics.best`), and its step."""
+    wandb_run_id: str | None = None
+    exported: int | None = None
+    """The step that this process has exported last."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of it a checkpoint holds. The tracker saves `wandb_run_id`."""
+        return {
+            "step": self.step,
+            "counters": {"prompts": self.prompts, "samples": self.samples, "tokens": self.tokens},
+            "best": self.best,
+            "weight_version": self.step + 1,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint, whose shape is that of `shape_of_state`."""
+        counters = state.get("counters", {})
+        self.step, self.best = state["step"], state.get("best", {})
+        self.prompts, self.samples, self.tokens = (counters.get(name, 0) for name in ("prompts", "samples", "tokens"))
+        self.wandb_run_id = state["tracker"]["wandb_run_id"]

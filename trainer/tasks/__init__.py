@@ -1,0 +1,6 @@
+"""Kinds of training: what each trains on, from which weights, and how far. A kind of your own is a `TaskSpec`."""
+
+from trainer.config import Metric, TaskSpec
+from trainer.tasks.base import Ingredients, Task
+
+__all__ = ["Ingredients", "Metric", "Task", "TaskSpec"]

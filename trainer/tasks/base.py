@@ -1,0 +1,127 @@
+"""What a task is: the value that a `TaskSpec` builds from a config, and the trainer that is made of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+from trainer.cluster.worker_groups import Cluster
+from trainer.config import Config
+from trainer.errors import WorkerError
+from trainer.learner.learner import Learner
+from trainer.metrics.timing import Timer
+from trainer.models.files import resolve_model_path
+from trainer.models.parallel_checks import check_axes
+from trainer.models.tokenizer import load_tokenizer
+from trainer.process.startup import stage
+from trainer.run.directory import RunDirectory
+from trainer.run.stopping import StopRequest
+from trainer.sources.base import EpisodeSource, Evaluator
+from trainer.trainer import Trainer
+
+
+@dataclass
+class Ingredients:
+    """What the source of a task is made of, while the processes of the run start."""
+
+    cfg: Config
+    """That of the task."""
+    path: str
+    """The start weights, a local directory."""
+    learner: Learner
+    cluster: Cluster
+    timer: Timer
+    fence: Callable[[], None]
+    """Raises an error if another job has taken the run."""
+    waits: list[Callable[[], Any]] = field(default_factory=list)
+    """What a source has begun in the background, and must be complete before training. Called in order."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return tokenizer_of(self.cfg, self.path)
+
+
+class SavedData(Protocol):
+    """Data with a place in it, such as a `Ledger`."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _accept(asks_servers: bool) -> None:
+    pass
+
+
+def _never(learner: Learner, source: EpisodeSource, step: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run's training: from which weights, on what, and how far. Nothing is started or read before it is called."""
+
+    cfg: Config
+    """Of the loop and of all processes of the run."""
+    source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]]
+    """Returns where the episodes come from, and what evaluates the policy (None: there is no validation data)."""
+    start_weights: Callable[[Cluster, StopRequest], str]
+    """Returns the directory or the Hugging Face id of the policy's start weights; makes them if they are made here."""
+    check_inputs: Callable[[bool], None] = _accept
+    """Refuses bad input before anything expensive starts, with a `UserError`. It may try what servers give, which
+    costs time and perhaps money, if its argument is true."""
+    data: Callable[[Any, str], SavedData] | None = None
+    """(tokenizer, directory of the start weights) -> the training data, which refuses the place in other data. It is
+    called for a resume that is refused for other reasons, too, to tell all reasons at once. None: it is not compared
+    then."""
+    weights_to_compare: str | None = None
+    """The directory or id of start weights that are there before the run. None: there are none yet."""
+    exports_last: bool = False
+    """The run exports its last step, whatever the config says."""
+    is_enough: Callable[[Learner, EpisodeSource, int], bool] = _never
+    """Whether the run ends after this step, before its last one. A resumed run asks again."""
+
+
+def tokenizer_of(cfg: Config, path: str) -> Any:
+    """Return the tokenizer in the model directory `path`, with the chat template of the config."""
+    model = cfg.model
+    return load_tokenizer(path, model.chat_template, model.trust_remote_code, model.chat_template_kwargs)
+
+
+def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest) -> Trainer:
+    """Start the processes of a task, and return its trainer.
+
+    Args:
+        cluster: started.
+        directory: of the run, open.
+        model_path: the start weights.
+    """
+    timer, path = Timer(), resolve_model_path(model_path)
+    check_axes(task.cfg, path)
+    # The processes start, and import for many seconds, while this one reads the data.
+    learner = Learner(task.cfg, cluster, timer)
+    ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check)
+    with stage("reading the data"):
+        source, evaluator = task.source(ingredients)
+        is_enough = partial(task.is_enough, learner, source)
+        trainer = Trainer(
+            task.cfg, directory, source, learner, path, ingredients.tokenizer, timer, stop, evaluator, is_enough
+        )
+        trainer.load_data()
+    if ingredients.waits:
+        with stage("starting ranks and engines, and reading the model's files"):
+            for wait in ingredients.waits:
+                wait()
+    return trainer
+
+
+def read_ahead(ingredients: Ingredients) -> None:
+    """Let the ranks read the model's files into host memory, while engines start."""
+    reading = ingredients.learner.ranks.read_files(ingredients.path)
+
+    def wait() -> None:
+        with contextlib.suppress(WorkerError):  # if ranks have died, `Trainer.fit` notices, and starts new ones
+            reading.result()
+
+    ingredients.waits.append(wait)

@@ -1,0 +1,60 @@
+"""The task `sft`: the policy learns the tokens of examples, or of kept completions."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from trainer.cluster.worker_groups import Cluster
+from trainer.config import Config
+from trainer.data.datasets import check_files
+from trainer.data.sft_dataset import load_train, load_val
+from trainer.models.files import load_config
+from trainer.process.startup import stage
+from trainer.run.stopping import StopRequest
+from trainer.sources.evaluation import LossEvaluator
+from trainer.sources.supervised import SupervisedSource, loop_config
+from trainer.tasks.base import Ingredients, Task
+
+
+def build(cfg: Config) -> Task:
+    """Return the task that the config describes."""
+    return Task(
+        loop_config(cfg),
+        source=_source,
+        start_weights=partial(_start_weights, cfg),
+        check_inputs=partial(_check_inputs, cfg),
+        data=partial(_examples, cfg),
+        weights_to_compare=cfg.model.path,
+        exports_last=True,
+    )
+
+
+def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]:
+    cfg = given.cfg
+    source = _examples(cfg, given.tokenizer, given.path)
+    val_examples = load_val(cfg.data, cfg.sft, given.tokenizer) if cfg.trainer.val_interval > 0 else []
+    return source, LossEvaluator(val_examples, given.learner.loss) if val_examples else None
+
+
+def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
+    vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
+    return SupervisedSource(cfg.sft, load_train(cfg.data, cfg.sft, tokenizer, vocab_size), cfg.trainer.seed)
+
+
+def _start_weights(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
+    """Return `model.path`, or the built-in model with random weights."""
+    if cfg.model.path is not None:
+        return cfg.model.path
+    from trainer.models.tiny import build_tiny  # imports the model classes
+
+    path = os.path.join(cfg.trainer.run_dir, "start")
+    build_tiny(cfg.model.tiny, path)
+    return path
+
+
+def _check_inputs(cfg: Config, asks_servers: bool) -> None:
+    """Refuse data that cannot be read as the config says."""
+    with stage("checking the data files"):
+        check_files(cfg.data, cfg.sft.source == "examples", validation=cfg.trainer.val_interval > 0)
