@@ -99,7 +99,7 @@ _STATUS = (
     "Exit status: 0 success (also if two checkpoints differ, and for a list with damaged ones), "
     "1 a checkpoint is damaged, 2 bad input."
 )
-_LOCK_TIMEOUT_S = 60  # the default of trainer.lock_lease_s
+_LOCK_LEASE_S = 60  # the default of trainer.lock_lease_s
 
 
 def _ls(args: argparse.Namespace) -> Result:
@@ -354,8 +354,9 @@ def _printable(text: str) -> str:
 @contextlib.contextmanager
 def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
     """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
-    with checkpoints.store.lock(_LOCK_TIMEOUT_S, "checkpoint directory", "end that job first") as lock:
-        lock.acquire()
+    with contextlib.ExitStack() as held:
+        for lock in checkpoints.store.locks(_LOCK_LEASE_S, "checkpoint directory", "end that job first"):
+            held.enter_context(lock).acquire()
         yield
 
 

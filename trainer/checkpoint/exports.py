@@ -6,10 +6,10 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.storage import for_each
 
 _LAST = ("config.json", "adapter_config.json")
 """No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""
@@ -45,10 +45,5 @@ def place_for(target: str, scratch: str | None = None) -> Iterator[str]:
         paths = [path.relative_to(made).as_posix() for path in sorted(Path(made).rglob("*")) if path.is_file()]
         for name in _LAST:
             files.storage.delete(name)  # of an earlier export, which is replaced
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            first = [path for path in paths if path not in _LAST]
-            for _ in pool.map(lambda path: files.upload(os.path.join(made, path), path), first):
-                pass
-        for path in _LAST:
-            if path in paths:
-                files.upload(os.path.join(made, path), path)
+        for batch in ([path for path in paths if path not in _LAST], [path for path in _LAST if path in paths]):
+            for_each(lambda path: files.upload(os.path.join(made, path), path), batch, _PARALLEL)

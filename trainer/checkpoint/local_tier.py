@@ -16,7 +16,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at
 from trainer.checkpoint.manifest import CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.names import NODE, step_in
-from trainer.checkpoint.storage import LocalStorage
+from trainer.checkpoint.storage import LocalStorage, for_each
 from trainer.checkpoint.store import LocalStore
 from trainer.files.atomic_io import read_file
 
@@ -168,9 +168,7 @@ class LocalTier:
         source, staging = self._store.path(step), files_at(url)
 
         def upload() -> dict[str, tuple[int, str]]:
-            with ThreadPoolExecutor(_PARALLEL) as pool:
-                for _ in pool.map(lambda path: staging.upload(os.path.join(source, path), path), paths):
-                    pass
+            for_each(lambda path: staging.upload(os.path.join(source, path), path), paths, _PARALLEL)
             return staging.written
 
         key = secrets.token_hex(4)

@@ -37,33 +37,37 @@ class RunLock:
 
     An owner on this machine is dead if its process is gone; its lock is taken over immediately. An owner on another
     machine (or in another container, whose processes are not visible) is dead if its heartbeat has not moved for
-    `timeout_s` while this process watched it. Clocks of different machines are never compared.
+    `lease_s` while this process watched it. Clocks of different machines are never compared.
 
     Every write is on the condition that the lock is as this process has seen it last. So of two jobs that find a dead
     owner one wins, and no heartbeat can overwrite a lock that another job has taken.
 
     Args:
         directory: the directory or URL to lock. A directory is created if it is missing.
-        timeout_s: seconds without a heartbeat after which an owner counts as dead.
+        lease_s: seconds without a heartbeat after which an owner counts as dead.
         name: the name of the directory in messages.
         remedy: the advice to the user if another job holds the lock.
+        trusts_heartbeat: `check` asks nothing of the storage, which may be out of service. It returns what the last
+            heartbeat has seen.
     """
 
     def __init__(
         self,
         directory: str,
-        timeout_s: float,
+        lease_s: float,
         name: str = "run directory",
         remedy: str = "choose another trainer.run_name, or end that job",
+        trusts_heartbeat: bool = False,
     ):
         self._storage = open_storage(directory)
         self.directory = directory
         self.path = f"{directory}/{NAME}"
-        self.timeout_s = timeout_s
+        self.lease_s = lease_s
         self._name = name
         self._remedy = remedy
         self._token = secrets.token_hex(8)
         self._beats = 0
+        self._trusts_heartbeat = trusts_heartbeat
         self._lost_to: dict[str, Any] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,7 +75,7 @@ class RunLock:
     def acquire(self, wait: bool = False) -> str | None:
         """Take the lock; returns a line about the dead owner if the lock was taken over.
 
-        Watch an owner on another machine until its heartbeat moves (it is alive) or `timeout_s` have passed.
+        Watch an owner on another machine until its heartbeat moves (it is alive) or `lease_s` have passed.
 
         Args:
             wait: if another job runs here, wait for its end.
@@ -106,9 +110,9 @@ class RunLock:
             if (_is_local(owner) or watch.moved) and not wait:
                 raise UserError(f"{self.directory}: in use by {_describe(owner)}; {self._remedy}")
             if silent_s == 0 and not _is_local(owner) and not watch.moved:
-                seconds = f"{self.timeout_s:g} s"
+                seconds = f"{self.lease_s:g} s"
                 LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
-            time.sleep(min(0.2, self.timeout_s / 20))
+            time.sleep(min(0.2, self.lease_s / 20))
             SIGNALS.check()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         with SIGNALS.blocked():
@@ -119,9 +123,16 @@ class RunLock:
         """Check that this process still holds the lock.
 
         Raises:
-            UserError: another job has taken the lock (this process was suspended for longer than the timeout), or the
+            UserError: another job has taken the lock (this process was suspended for longer than the lease), or the
                 directory is gone.
         """
+        if self._trusts_heartbeat:
+            self._raise_if_lost()
+        else:
+            self.check_now()
+
+    def check_now(self) -> None:
+        """Do what `check` does, whatever the last heartbeat has seen."""
         try:
             owner = self._fetch()[0]
         except UserError:
@@ -134,14 +145,9 @@ class RunLock:
                 "removed or unmounted?); nothing more is written there"
             )
         self._lost_to = owner if owner.get("token") != self._token else None
-        self.check_last_beat()
+        self._raise_if_lost()
 
-    def check_last_beat(self) -> None:
-        """Check that no heartbeat has found another owner. The storage, which may be out of service, is not asked.
-
-        Raises:
-            UserError: another job has taken the lock.
-        """
+    def _raise_if_lost(self) -> None:
         if self._lost_to is not None:
             raise UserError(
                 f"{self.directory}: this job lost the {self._name} to {_describe(self._lost_to)}; nothing more is "
@@ -167,7 +173,7 @@ class RunLock:
         self.release()
 
     def _beat(self) -> None:
-        while not self._stop.wait(self.timeout_s / 6):
+        while not self._stop.wait(self.lease_s / 6):
             with contextlib.suppress(OSError):  # a busy or absent file system: the next beat may succeed
                 self._renew()
                 if self._lost_to is not None:  # the next check raises
@@ -190,7 +196,7 @@ class RunLock:
         if owner is not None and owner.get("token") != self._token:
             self._lost_to = owner
         elif self._storage.disk is not None:
-            os.utime(self.path)  # a write would wait for the disk, which may be busy for longer than `timeout_s`
+            os.utime(self.path)  # a write would wait for the disk, which may be busy for longer than `lease_s`
         elif owner is not None:
             self._put(self._owner(), etag)
 
@@ -222,7 +228,7 @@ class RunLock:
         if _is_local(owner):
             pid = owner["pid"]
             return None if _started(pid) == owner["started"] else f"its process {pid} is gone"
-        return f"no heartbeat for {self.timeout_s:g} s" if silent_s >= self.timeout_s else None
+        return f"no heartbeat for {self.lease_s:g} s" if silent_s >= self.lease_s else None
 
 
 def holder(directory: str) -> tuple[str | None, str | None]:

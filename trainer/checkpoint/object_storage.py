@@ -14,10 +14,9 @@ import importlib
 import posixpath
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, Protocol, TypeVar
 
-from trainer.checkpoint.storage import StoreError
+from trainer.checkpoint.storage import StoreError, for_each
 from trainer.errors import UserError, one_line
 from trainer.files.redaction import redact_text
 from trainer.files.uris import SCHEMES
@@ -30,7 +29,6 @@ _RETRY_FOR_S = 60
 _LONGEST_WAIT_S = 10
 PART_BYTES = 16 << 20
 """The bytes of a large object that one request sends."""
-_PARALLEL = 16
 _JITTER = random.Random()
 """Of the waits between requests. Python's own generator belongs to user code, such as a loss, and its state to the
 checkpoints: what user code draws must not depend on how often a request failed."""
@@ -193,9 +191,7 @@ class ObjectStorage:
 
     def delete_below(self, prefix: str) -> None:
         """Delete all objects below a prefix."""
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in pool.map(self.delete, self.list(prefix)):
-                pass
+        for_each(self.delete, self.list(prefix))
 
     def _put_if(self, key: str, data: bytes, etag: str | None) -> bool:
         try:

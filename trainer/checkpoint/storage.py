@@ -12,8 +12,9 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from typing import IO, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Protocol, TypeVar
 
 from trainer.errors import UserError
 from trainer.files.atomic_io import (
@@ -27,6 +28,8 @@ from trainer.files.atomic_io import (
     write_file,
 )
 from trainer.files.uris import is_url
+
+T = TypeVar("T")
 
 _GUARD_ATTEMPTS = 10
 
@@ -62,6 +65,17 @@ class Storage(Protocol):
     def names(self, prefix: str = "") -> list[str]: ...
     def delete(self, key: str) -> None: ...
     def delete_below(self, prefix: str) -> None: ...
+
+
+def for_each(function: Callable[[T], object], items: Iterable[T], parallel: int = 16) -> None:
+    """Call a function with each item, several at a time.
+
+    Raises:
+        Exception: what the first call that failed has raised.
+    """
+    with ThreadPoolExecutor(parallel) as pool:
+        for _ in pool.map(function, items):
+            pass
 
 
 def open_storage(root: str) -> Storage:

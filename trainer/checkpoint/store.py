@@ -12,19 +12,17 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import LATEST, MANIFEST, step_in
-from trainer.checkpoint.storage import LocalStorage, Storage, open_storage
+from trainer.checkpoint.storage import LocalStorage, Storage, for_each, open_storage
 from trainer.files.atomic_io import forget
 from trainer.process.failpoints import failpoint
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
 _INTERRUPTED = {_STAGING: "an interrupted save", _TOMBSTONE: "an interrupted deletion", _PROBE: "an interrupted test"}
-_PARALLEL = 16
 
 
 def open_store(root: str) -> CheckpointStore:
@@ -51,9 +49,9 @@ class CheckpointStore:
         self.keeps_record = storage.disk is None
         """Whether checkpoints hold the files of the run directory, because the disk of the driver may be lost."""
 
-    def lock(self, timeout_s: float, name: str, remedy: str) -> RunLock:
-        """Return the lock of the storage, not yet taken."""
-        return RunLock(self.root, timeout_s, name, remedy)
+    def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
+        """Return the locks of the storage, not yet taken."""
+        return [RunLock(self.root, lease_s, name, remedy)]
 
     def exists(self) -> bool:
         """Return whether the root exists."""
@@ -152,9 +150,7 @@ class CheckpointStore:
 
     def remove_pieces(self, names: Collection[str]) -> None:
         """Delete pieces."""
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in pool.map(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names):
-                pass
+        for_each(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names)
 
     # ---------------------------------------------------------------------------------------------------
     # Uploads: there are none if a commit is the end of a save (see `trainer.checkpoint.tiers`)

@@ -61,13 +61,14 @@ class TieredStore(CheckpointStore):
         self._remote_lock: RunLock | None = None
         self._fence: Callable[[], None] = lambda: None
 
-    def lock(self, timeout_s: float, name: str, remedy: str) -> RunLock:
-        """Return the locks of both tiers, not yet taken."""
-        own, self._remote_lock = (tier.lock(timeout_s, name, remedy) for tier in (self._local, self._remote))
-        return _Locks(own, self._remote_lock)
+    def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
+        """Return the locks of both tiers, not yet taken.
 
-    def names(self) -> list[str]:
-        return sorted({*self._local.names(), *self._remote.names()})
+        The remote store may be out of service while checkpoints are committed on the disk. So a save checks what the
+        last heartbeat has seen of its lock. Before anything is written or deleted there, the lock itself is checked.
+        """
+        self._remote_lock = RunLock(self.root, lease_s, name, remedy, trusts_heartbeat=True)
+        return [*self._local.locks(lease_s, name, remedy), self._remote_lock]
 
     def steps(self) -> list[int]:
         return sorted({*self._local.steps(), *self._uploads.uploaded()})
@@ -202,10 +203,10 @@ class TieredStore(CheckpointStore):
         self._uploads.finish(timeout_s)
 
     def _check_remote(self) -> None:
-        """Check that this process may write to the remote store (see `_Locks.check`)."""
+        """Check that this process may write to the remote store."""
         self._fence()
         if self._remote_lock is not None:
-            self._remote_lock.check()
+            self._remote_lock.check_now()
 
     # ---------------------------------------------------------------------------------------------------
     # Several nodes
@@ -269,33 +270,3 @@ class TieredStore(CheckpointStore):
         INCIDENTS.record(
             Incident(INCIDENTS.step, "checkpoint", "copies", node, INFRASTRUCTURE, cause, action, 0.0, text)
         )
-
-
-class _Locks(RunLock):
-    """The locks of both tiers, which are held together."""
-
-    def __init__(self, local: RunLock, remote: RunLock):
-        self._local = local
-        self._remote = remote
-
-    def acquire(self, wait: bool = False) -> str | None:
-        taken_from = self._local.acquire(wait)
-        try:
-            also = self._remote.acquire(wait)
-            return taken_from or also
-        except BaseException:
-            self._local.release()
-            raise
-
-    def check(self) -> None:
-        """Check the lock of the disk, and what the last heartbeat has seen of the other one.
-
-        The remote store may be out of service while checkpoints are committed on the disk. Before anything is written
-        or deleted there, `TieredStore` checks its lock, too.
-        """
-        self._local.check()
-        self._remote.check_last_beat()
-
-    def release(self) -> None:
-        self._remote.release()
-        self._local.release()

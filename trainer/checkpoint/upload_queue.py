@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.replica_ranks import NodeDisks
+from trainer.checkpoint.storage import for_each
 from trainer.checkpoint.store import CheckpointStore, LocalStore
 from trainer.process.failpoints import failpoint
 
@@ -223,7 +224,8 @@ class UploadQueue:
             failpoint("upload:copied")
             content = manifests.content_of(checkpoint.manifest)
             content.pop("nodes", None)
-            data = manifests.dump({**content, "folder": staging.folder}, checkpoint.entries)
+            folder = {"folder": staging.folder} if staging.folder else {}
+            data = manifests.dump({**content, **folder}, checkpoint.entries)
             with self.moving:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
@@ -242,7 +244,5 @@ class UploadQueue:
 
     def _upload_pieces(self) -> None:
         new = [name for name in self._local.pieces() if name not in self._uploaded_pieces]
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in pool.map(lambda name: self._remote.keep_piece(name, self._local.piece(name)), new):
-                pass
+        for_each(lambda name: self._remote.keep_piece(name, self._local.piece(name)), new)
         self._uploaded_pieces.update(new)

@@ -26,7 +26,7 @@ class Claim:
         self._locks = [self.run_dir]
         if not is_same(ckpt_path, run_dir):
             remedy = "choose another trainer.ckpt_path, or end that job"
-            self._locks.append(store.lock(timeout_s, "checkpoint directory", remedy))
+            self._locks += store.locks(timeout_s, "checkpoint directory", remedy)
 
     def acquire(self, wait: bool) -> None:
         """Lock both directories, and test that a save can write to the checkpoint directory.

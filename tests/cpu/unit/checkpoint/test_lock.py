@@ -119,7 +119,7 @@ def test_a_lost_lock_is_not_released(tmp_path):
 
 
 def test_a_held_lock_has_a_heartbeat(tmp_path):
-    with RunLock(str(tmp_path), timeout_s=0.6) as lock:
+    with RunLock(str(tmp_path), lease_s=0.6) as lock:
         lock.acquire()
         first = os.stat(tmp_path / ".lock").st_mtime_ns
         deadline = time.monotonic() + 60
@@ -129,9 +129,9 @@ def test_a_held_lock_has_a_heartbeat(tmp_path):
 
 
 def test_a_heartbeat_finds_that_the_lock_is_another_s_and_does_not_keep_it_alive(tmp_path):
-    with RunLock(str(tmp_path), timeout_s=0.6) as lock:
+    with RunLock(str(tmp_path), lease_s=0.6, trusts_heartbeat=True) as lock:
         lock.acquire()
-        lock.check_last_beat()
+        lock.check()
         other = tmp_path / "other"  # replaced in one go, as the other job does
         other.write_text(json.dumps({**json.loads((tmp_path / ".lock").read_text()), "token": "x", "pid": 7}))
         os.utime(other, (1e9, 1e9))
@@ -139,7 +139,7 @@ def test_a_heartbeat_finds_that_the_lock_is_another_s_and_does_not_keep_it_alive
 
         def is_lost() -> bool:
             try:
-                lock.check_last_beat()
+                lock.check()
             except UserError as error:
                 assert "lost the run directory to process 7" in str(error)
                 return True
@@ -150,7 +150,7 @@ def test_a_heartbeat_finds_that_the_lock_is_another_s_and_does_not_keep_it_alive
 
 
 def test_a_heartbeat_outlives_a_moment_without_its_lock_file(tmp_path):
-    with RunLock(str(tmp_path), timeout_s=0.6) as lock:
+    with RunLock(str(tmp_path), lease_s=0.6) as lock:
         lock.acquire()
         owner = (tmp_path / ".lock").read_text()
         (tmp_path / ".lock").unlink()

@@ -21,7 +21,7 @@ HOLD = """
 import sys
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
-lock = RunLock(sys.argv[1], timeout_s=3.0)
+lock = RunLock(sys.argv[1], lease_s=3.0)
 try:
     print(lock.acquire(), flush=True)
     for line in sys.stdin:

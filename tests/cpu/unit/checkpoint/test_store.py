@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.checkpoints import hidden
 from trainer.checkpoint.checkpoint_files import files_at
-from trainer.checkpoint.names import step_in
 from trainer.checkpoint.store import open_store
 
 
@@ -58,39 +57,3 @@ def test_a_checkpoint_is_withdrawn_atomically_and_then_removed(tmp_path):
 def test_a_probe_leaves_no_files(tmp_path):
     open_store(str(tmp_path / "new")).probe()
     assert os.listdir(tmp_path / "new") == []
-
-
-@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "./x", "a//x", "out", "out/x", ""])
-def test_paths_outside_of_the_directory_or_not_in_shortest_form_are_not_contained(tmp_path, path):
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint/out").symlink_to(tmp_path)
-    assert not files_at(str(tmp_path / "checkpoint")).contains(path)
-    assert files_at(str(tmp_path / "checkpoint")).contains("policy/__0_0.distcp")
-
-
-def test_files_are_not_read_through_links(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/file").write_text("content")
-    (tmp_path / "link").symlink_to("folder")
-    (tmp_path / "folder/link").symlink_to("file")
-    files = files_at(str(tmp_path))
-    assert files.read("folder/file") == b"content"
-    for path in ("link/file", "folder/link"):
-        with pytest.raises(OSError):
-            files.read(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("global_step_0", 0),
-        ("global_step_12", 12),
-        ("global_step_012", None),
-        ("global_step_1\n", None),
-        ("global_step_", None),
-        ("global_step_-1", None),
-        (".aside-global_step_1-ab", None),
-    ],
-)
-def test_the_step_comes_from_the_name(name, step):
-    assert step_in(f"/runs/{name}") == step and step_in(f"/runs/{name}/") == step

@@ -24,7 +24,7 @@ def gs(monkeypatch):
 def test_saves_locks_and_retention_work(gs):
     store = open_store("gs://bucket/run")
     store.probe()
-    with store.lock(10, "checkpoint directory", "end it") as lock:
+    with store.locks(10, "checkpoint directory", "end it")[0] as lock:
         assert lock.acquire() is None
         checkpoints, state = CheckpointManager(store, Retention(newest=1), fence=lock.check), {}
         for step in (1, 2):

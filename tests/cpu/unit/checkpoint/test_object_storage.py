@@ -129,7 +129,7 @@ def test_of_two_jobs_one_gets_the_lock_and_the_other_is_told(root, faults):
     lost = itertools.count()
     faults.plan = lambda method, path: LOST if method == "PUT" and next(lost) % 2 == 0 else PASS
     store = open_store(root)
-    first, second = (store.lock(2, "checkpoint directory", "end it") for _ in range(2))
+    first, second = (store.locks(2, "checkpoint directory", "end it")[0] for _ in range(2))
     assert first.acquire() is None
     with pytest.raises(ValueError, match="in use by process"):
         second.acquire()
@@ -143,7 +143,7 @@ def test_of_two_jobs_one_gets_the_lock_and_the_other_is_told(root, faults):
 
 def test_a_lock_whose_owner_is_silent_is_taken_over_and_cannot_come_back(root, monkeypatch):
     store = open_store(root)
-    silent, other = (store.lock(1, "checkpoint directory", "end it") for _ in range(2))
+    silent, other = (store.locks(1, "checkpoint directory", "end it")[0] for _ in range(2))
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("trainer.checkpoint.lock._machine", lambda: "another machine")
         silent.acquire()

@@ -1,0 +1,39 @@
+"""Exports at a path and at a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_proxy import ERROR, PASS
+from trainer.checkpoint.exports import is_exported, place_for
+from trainer.checkpoint.storage import StoreError, open_storage
+
+
+def write(directory: str, text: str) -> None:
+    Path(directory, "extra").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "extra/template"):
+        Path(directory, name).write_text(f"{text} {name}")
+
+
+def test_an_export_to_a_path_is_made_there(tmp_path):
+    target = str(tmp_path / "export")
+    assert not is_exported(target)
+    with place_for(target) as place:
+        assert place == target
+        write(place, "one")
+    assert is_exported(target)
+
+
+def test_an_export_at_a_url_is_whole_or_has_no_config(bucket_behind_proxy, faults, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
+    target = f"{bucket_behind_proxy}/export"
+    for text in ("one", "two"):
+        with place_for(target, str(tmp_path)) as place:
+            write(place, text)
+    assert is_exported(target) and open_storage(target).get("extra/template") == b"two extra/template"
+    faults.plan = lambda method, path: ERROR if method == "PUT" and path.endswith("model.safetensors") else PASS
+    with pytest.raises(StoreError), place_for(target, str(tmp_path)) as place:
+        write(place, "three")
+    assert not is_exported(target), "the older export is replaced in part"

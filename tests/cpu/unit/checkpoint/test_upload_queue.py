@@ -1,0 +1,78 @@
+"""The queue of uploads. Here a directory stands for the remote store: the queue knows stores, not their kinds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import save
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.store import open_store
+from trainer.checkpoint.upload_queue import UploadQueue
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A store with three checkpoints."""
+    store = open_store(str(tmp_path / "local"))
+    for step in (1, 2, 3):
+        save(CheckpointManager(store), step)
+    return store
+
+
+@pytest.fixture
+def remote(tmp_path):
+    (tmp_path / "remote").mkdir()
+    return open_store(str(tmp_path / "remote"))
+
+
+def test_the_queue_is_derived_from_what_lies_in_both_stores(local, remote):
+    shutil.copytree(local.path(2), remote.path(2))
+    queue = UploadQueue(local, remote)
+    assert queue.uploaded() == {2} and queue.waiting() == [1, 3]
+    assert queue.not_yet_uploaded() == {2, 3}, "1 is older than an uploaded one"
+    assert queue.lag_s() > 0 and not queue.needs_ranks()
+    queue.lose(3)
+    assert queue.waiting() == [1] and queue.lag_s() == 0 and not queue.readable(3)
+    queue.add(3)
+    assert queue.waiting() == [1, 3] and queue.readable(3), "it has been saved again"
+
+
+def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, monkeypatch):
+    queue, seen = UploadQueue(local, remote), []
+    commit = remote.commit
+    monkeypatch.setattr(remote, "commit", lambda *arguments: (seen.append(arguments[1]), commit(*arguments)))
+    queue.start()
+    while queue.waiting():
+        threading.Event().wait(0.02)
+    queue.finish(10)
+    assert seen == [3, 2, 1] and queue.lag_s() == 0
+    for step in (1, 2, 3):
+        verify(remote.path(step))
+        assert Path(remote.path(step), "weights/shard").read_bytes() == b"abc"
+
+
+def test_damage_on_the_disk_is_not_uploaded(local, remote, caplog):
+    Path(local.path(3), "weights/shard").write_bytes(b"abd")
+    queue = UploadQueue(local, remote)
+    queue.start()
+    queue.finish(0.5)
+    assert 3 not in remote.steps() and "does not have the content that was saved" in caplog.text
+    assert f"global_step_3 is in {local.root} alone" in caplog.text
+    assert remote.orphans() == {}
+
+
+def test_nothing_is_written_by_a_job_that_has_lost_the_lock(local, remote):
+    def refuse() -> None:
+        raise PermissionError("lost the lock")
+
+    queue = UploadQueue(local, remote)
+    queue.check = refuse
+    queue.start()
+    queue.finish(0.3)
+    assert os.listdir(remote.root) == [] and queue.not_yet_uploaded() >= {1, 2, 3}
