@@ -30,6 +30,12 @@ from trainer.reports.report import write_report
 ROOT = Path(__file__).parents[4]
 
 
+def test_lines_of_earlier_versions_are_read_under_the_names_of_today(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "perf/tokens_shared": 0.5, "rollout/corrected_frac": null}\n')
+    assert read_metrics(str(path)) == [{"step": 1, "perf/prefix_reuse_frac": 0.5, "rollout_is/clip_frac": None}]
+
+
 def run_python(code: str, *args: str, **kwargs) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs

@@ -213,6 +213,20 @@ def test_long_keys_and_values_are_not_cut_where_output_goes_to_a_file(tmp_path, 
     assert "allow_config_change" not in header
 
 
+def test_a_run_of_an_earlier_version_is_compared_under_the_names_of_today(tmp_path, capsys):
+    old = write_run(tmp_path / "old", [0.5], replicas=2, best_metric="rollout/pearson", stop_at=None)
+    new = write_run(tmp_path / "new", [0.5], dp_replicate=4, best_metric="rollout/logprob_corr", deadline=None)
+    for path, name, value in ((old, "rollout/pearson", 0.25), (new, "rollout/logprob_corr", 0.75)):
+        row = {"step": 1, name: value}
+        Path(path, "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    start = {"command": ["python", "-m", "trainer.main", "trainer.replicas=2"]}
+    Path(old, "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert main([old, new, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    shown = [(row["trainer.dp_replicate"], row["best rollout/logprob_corr"]) for row in table]
+    assert shown == [(4, 0.75), (2, 0.25)]
+
+
 def test_secrets_of_runs_of_earlier_versions_are_not_shown(tmp_path, capsys):
     paths = [write_run(tmp_path / str(seed), [seed], seed=seed, secret_key=f"hush-{seed}") for seed in (1, 2)]
     assert main([*paths, "--out", str(tmp_path / "x.png")]) == 0

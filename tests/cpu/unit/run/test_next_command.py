@@ -103,6 +103,18 @@ def test_functions_that_were_passed_from_python_are_passed_again(functions):
     )
 
 
+def test_a_command_of_an_earlier_version_is_given_with_the_names_of_today():
+    words = ["/v/bin/trainer", "train", "trainer.drained_nodes=[a]", "+environment.options.n=2"]
+    command = next_command(start("/v/bin/python", *words), {"trainer.excluded_nodes": "[a,b]"}, False)
+    assert shlex.split(command.partition(" && ")[2]) == [
+        "trainer",
+        "train",
+        "+environment.kwargs.n=2",
+        "trainer.resume_mode=latest",
+        "trainer.excluded_nodes=[a,b]",
+    ]
+
+
 def test_a_hidden_secret_is_to_be_written_again():
     shown = next_command(start(*PYTHON, "trainer.main", "reward.url=http://x?key=***"), {})
     assert shown.endswith(" (write what *** hides)")
