@@ -1,4 +1,4 @@
-"""The config: the typed schema with its rules, the way from the command line to it, and its reference.
+"""The config: the typed schema with its rules, how a command line becomes a config, and the generated reference.
 
 Nothing here imports torch, so that `--help` and a refused config answer within half a second.
 """

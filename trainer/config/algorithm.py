@@ -62,7 +62,7 @@ class AlgorithmConfig(Section):
     tau_neg: float | None = option(LOSS, above=0)
     """`sapo`: temperature of the gate for negative advantages."""
     cov_frac: float | None = option(LOSS, at_least=0, at_most=1)
-    """`clip_cov`: share of the tokens that is detached. `kl_cov`: share of the tokens that pays the penalty."""
+    """`clip_cov`: fraction of the tokens that is detached. `kl_cov`: fraction of the tokens that gets the penalty."""
     cov_low: float | None = option(LOSS)
     """`clip_cov`: only tokens whose covariance is above this are detached."""
     cov_high: float | None = option(LOSS)
@@ -110,23 +110,23 @@ class AlgorithmConfig(Section):
     """One ratio per `token`, or one per sequence: the `arithmetic` mean, the `geometric` mean or the `product` of the
     ratios of its tokens."""
     rollout_correction_low: float = number(0.5, at_least=0, resume="update")
-    """`rollout_correction=mis`: tokens with a ratio below this are not learnt from."""
+    """`rollout_correction=mis`: tokens with a ratio below this do not count in the loss."""
     rollout_correction_high: float = number(2.0, above=0, resume="update")
-    """Ratios above this are set to it (`tis`), or their tokens are not learnt from (`mis`)."""
+    """Ratios above this are set to it (`tis`), or their tokens do not count in the loss (`mis`)."""
     filter_zero_variance: bool = setting(False, resume="update")
     """Exclude prompts whose completions all got the same reward from the losses and from their denominators."""
     overlong_buffer: int = number(0, at_least=0, resume="update")
-    """DAPO's soft punishment of long completions: a penalty that grows over this many last tokens before the limit. 0:
-    no penalty."""
+    """Number of last tokens before the length limit over which a penalty for long completions grows (DAPO). 0: no
+    penalty."""
     overlong_factor: float = number(1.0, at_least=0, resume="update")
-    """Penalty at the limit, subtracted from the reward (with `overlong_buffer`)."""
+    """Penalty at the length limit, subtracted from the reward. Needs `overlong_buffer`."""
     overlong_masking: bool = setting(False, resume="update")
     """Exclude completions that were cut at the limit from the losses."""
     dynamic_sampling: bool = setting(False, resume="rollouts")
     """Replace prompts whose completions all get the same reward by further prompts (DAPO, Yu et al., 2025)."""
     max_gen_batches: int = number(10, at_least=1, resume="rollouts")
-    """`dynamic_sampling`: most batches of prompts that a step draws. If they hold too few prompts with different
-    rewards, the step is filled up with the others."""
+    """Largest number of batches of prompts that a step samples with `dynamic_sampling`. If they hold too few prompts
+    with different rewards, the step is filled up with the other prompts."""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -213,10 +213,10 @@ def check_group_size(config: Config, key: str) -> None:
 
 
 def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
-    """The options of `function` (see `options_of`) that the config sets.
+    """Return the options of `function` (see `options_of`) that the config sets.
 
     Args:
-        key: the key that chooses the function, `ESTIMATOR` or `LOSS`. The options of the other one are not for it.
+        key: the key that chooses the function, `ESTIMATOR` or `LOSS`. Options of the other key are left out.
     """
     names, any_name = set(options_of(function)), takes_any_option(function)
     known = {name: value for name, value in named_options(algorithm, key).items() if name in names}
@@ -225,25 +225,25 @@ def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key
 
 
 def aggregation_of(policy_loss: Callable[..., Any], algorithm: AlgorithmConfig) -> str:
-    """How token losses are averaged: as the config says, or else by the default of the function's signature."""
+    """Return how token losses are averaged: as the config says, else by the default in the function's signature."""
     return algorithm.aggregation or default_of(policy_loss, "aggregation") or "token_mean"
 
 
 def named_options(algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
-    """The options that are keys of the schema, are for the function that `key` chooses, and are set."""
+    """Return the options that the config sets for the function that `key` chooses, without `algorithm.options`."""
     return {name: value for name in option_names(key) if (value := getattr(algorithm, name)) is not None}
 
 
 def option_names(key: str) -> list[str]:
-    """The keys of the schema that are options of the functions that `key` chooses."""
+    """Return the keys of the schema that are options of the functions that `key` chooses."""
     return [f.name for f in dataclasses.fields(AlgorithmConfig) if constraint_of(f).option_of == key]
 
 
 def own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str, Any]:
-    """The defaults of the options of the functions that the section `algorithm` chooses.
+    """Return the default options of the functions that the section `algorithm` chooses.
 
     Args:
-        custom: of functions that are given by import path, too. One that cannot be imported has none.
+        custom: include functions that are given by import path. A function that cannot be imported has no defaults.
     """
     found: dict[str, Any] = {}
     for key in (ESTIMATOR, LOSS):
@@ -254,7 +254,7 @@ def own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str
 
 
 def with_own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str, Any]:
-    """The section `algorithm` with the defaults of its functions (see `own_defaults`) where their options are null."""
+    """Return the section `algorithm` with the functions' own defaults (see `own_defaults`) in place of null."""
     return {**algorithm, **{k: v for k, v in own_defaults(algorithm, custom).items() if algorithm.get(k) is None}}
 
 

@@ -77,7 +77,7 @@ class Outcome:
 
     @property
     def shown(self) -> str:
-        """What the user and the log get to read, without secrets."""
+        """Return the text for the user and the log, without secrets."""
         return redact_text(
             self.trace or (f"error: {self.text}" if self.text and self.status != EXIT_STATUS else self.text)
         )

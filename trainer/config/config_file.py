@@ -151,7 +151,7 @@ def _defaults_of(
 
 
 def _choices(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The choices of groups in the overrides, those of sweeps and lists included."""
+    """Yield the choices of groups in the overrides, those of sweeps and lists included."""
     for word in words:
         name, _, value = word.partition("=")
         for choice in re.findall(r"[\w.-]+", value):
@@ -202,7 +202,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, int], str]:
 
 
 def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted key and line of each key in a mapping of YAML."""
+    """Yield the dotted key and the line of each key in a mapping of YAML."""
     seen: dict[str, int] = {}
     for key, value in node.value:
         name, line = f"{prefix}{key.value}", key.start_mark.line + 1

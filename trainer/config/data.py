@@ -21,7 +21,7 @@ class DataConfig(Section):
     `hf://OWNER/NAME?config=C&split=S&revision=COMMIT`. On the command line it implies `data=files`, unless a group or
     an experiment chooses the data."""
     val_files: list[str] = setting(default_factory=list, resume="validation")
-    """Held-out prompts for validation, in the same formats as `train_files`."""
+    """Prompts for validation, in the same formats as `train_files`."""
     prompt_key: str = setting("prompt", resume="harmless")
     """Column of the prompt: a string, or a list of chat messages."""
     answer_key: str = setting("answer", resume="harmless")

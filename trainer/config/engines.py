@@ -43,7 +43,7 @@ class EngineSpec:
     """With `trainer.deterministic`, torch is to choose deterministic kernels for it. false: it chooses its own."""
 
     def environment_on(self, device: str, deterministic: bool = False) -> dict[str, str]:
-        """Variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""
+        """Return the variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""
         if device == "cpu":
             return {**STABLE_KERNELS, **self.environment, **self.cpu_environment}
         strict = {**DETERMINISTIC_CUDA, **self.deterministic_environment} if deterministic else {}
@@ -86,5 +86,5 @@ ENGINES: dict[str, EngineSpec] = {
 
 
 def engines_with(feature: str) -> str:
-    """Names of the engines that have a feature of `EngineSpec`, for messages."""
+    """Return the names of the engines that have a feature of `EngineSpec`, for messages."""
     return " or ".join(name for name, spec in ENGINES.items() if getattr(spec, feature))

@@ -1,4 +1,4 @@
-"""`environment.*`: the world that answers the policy in episodes of several turns."""
+"""`environment.*`: the environment that answers the policy in episodes of several turns."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class EnvironmentConfig(Section):
     kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Arguments for the class, by name."""
     max_turns: int = number(8, at_least=1, resume="rollouts")
-    """Most replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens, and what comes
-    before it, the messages and replies so far, at most `rollout.max_prompt_tokens`."""
+    """Largest number of replies of the policy in an episode. A reply has at most `rollout.max_response_tokens` tokens.
+    The messages and replies before it have at most `rollout.max_prompt_tokens`."""
     timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
     environment; then the episode counts as failed."""
     num_processes: int = number(1, at_least=1, resume="harmless")
     """Number of processes that run environments. Each holds many of them."""
     on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
-    """What becomes of an episode whose environment failed. `leave_out`: it is neither learnt from nor compared with
-    the others of its row, and no metric of rewards counts it. If the algorithm compares episodes, a row with fewer than
-    two others teaches nothing. `zero`: its reward is 0."""
+    """What the run does with an episode whose environment failed. `leave_out`: it is neither trained on nor compared
+    with the others of its row, and no metric of rewards counts it. If the algorithm compares episodes, a row with fewer
+    than two others is left out as a whole. `zero`: its reward is 0."""
     max_error_rate: float = number(0.5, at_least=0, at_most=1, resume="harmless")
-    """The run ends if a greater share of the episodes that are played together fails. 1: it never ends for that."""
+    """The run ends if a greater fraction of the episodes of a batch fails. 1: never."""
 
     def check(self, config: Config, name: str) -> None:
         if self.name is None:

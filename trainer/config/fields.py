@@ -1,4 +1,4 @@
-"""Fields of the schema that carry their rules: bounds, choices, and whether a value turns the key off."""
+"""Fields of the schema that carry their rules: bounds, choices, and what a resume may do with the key."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LARGEST_SEED = 2**32 - 1
 """vLLM hands its seed to NumPy, which takes 32 bits."""
 
 ON_FAILURE = ("leave_out", "zero")
-"""What may become of an episode whose reward or environment failed."""
+"""What the run may do with an episode whose reward or environment failed."""
 
 LONGEST_TIME = 1_000_000
-"""Greatest value of most times: days in seconds, years in minutes. The clocks of libraries end not far above."""
+"""Greatest value of most times: days in seconds, years in minutes. Clocks of libraries overflow not far above."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the value of one key may be. null is allowed wherever the type allows it."""
+    """The values that one key may have. null is allowed wherever the type allows it."""
 
     at_least: float | None = None
     above: float | None = None
@@ -37,14 +37,14 @@ class Constraint:
     off: float | None = None
     """A value outside of the bounds that turns the key off."""
     choices: tuple[str | None, ...] = ()
-    """Texts that a value, or each item of a list, may be. Empty: any."""
+    """The texts that a value, or each item of a list, may be. Empty: any text."""
     is_open: bool = False
-    """The key is a section whose keys are the user's choice."""
+    """The key is a section whose keys the user chooses."""
     option_of: str | None = None
-    """The key of `algorithm` that chooses the function to which the value is handed, by the name of the key."""
+    """The key of `algorithm` that chooses the function which gets the value as a keyword argument."""
 
     def problem(self, value: Any) -> str | None:
-        """Why `value` is refused; None: it is allowed."""
+        """Return why `value` is refused; None: it is allowed."""
         for scalar in _scalars(value):
             if (problem := self._problem_of_scalar(scalar)) is not None:
                 return problem
@@ -56,7 +56,7 @@ class Constraint:
         return None
 
     def bounds(self) -> str:
-        """The bounds in words, such as `at least 1, or -1`; empty if there are none."""
+        """Return the bounds in words, such as `at least 1, or -1`; empty if there are none."""
         lowest = f"at least {self.at_least:g}" if self.at_least is not None else ""
         lowest = f"above {self.above:g}" if self.above is not None else lowest
         highest = f"at most {self.at_most}" if self.at_most is not None else ""
@@ -138,7 +138,7 @@ _CONSTRAINT, _RESUME = "constraint", "resume"
 
 
 def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory: Any = MISSING) -> Any:
-    """A key without bounds.
+    """Return the field of a key without bounds.
 
     Args:
         resume: what a resume may do with the key, one of `RESUME`, or a rule with its reason. The same in all
@@ -156,17 +156,17 @@ def number(
     at_most: float | None = None,
     off: float | None = None,
 ) -> Any:
-    """A key with bounds."""
+    """Return the field of a key with bounds."""
     return _field(Constraint(at_least, above, at_most, off), resume, default=default)
 
 
 def choice(default: str | None, choices: Iterable[str | None], *, resume: str | ResumeRule) -> Any:
-    """A key whose value is one of `choices`."""
+    """Return the field of a key whose value is one of `choices`."""
     return _field(Constraint(choices=tuple(choices)), resume, default=default)
 
 
 def choices(names: Iterable[str], *, resume: str | ResumeRule) -> Any:
-    """A list, empty by default, of any of `names`."""
+    """Return the field of a list, empty by default, of any of `names`."""
     return _field(Constraint(choices=tuple(names)), resume, default_factory=list)
 
 
@@ -178,7 +178,7 @@ def option(
     at_most: float | None = None,
     choices: Iterable[str] = (),
 ) -> Any:
-    """An option of the function that `algorithm.<of>` chooses. null, the default: the function's own default.
+    """Return the field of an option of the function that `algorithm.<of>` chooses. null: the function's own default.
 
     Such functions are called in the update, so a changed option acts there.
     """
@@ -187,12 +187,12 @@ def option(
 
 
 def open_section(*, resume: str | ResumeRule) -> Any:
-    """A section whose keys are the user's choice."""
+    """Return the field of a section whose keys the user chooses."""
     return _field(Constraint(is_open=True), resume, default_factory=dict)
 
 
 def subsection(factory: Callable[[], Any], *, resume: str | None = None) -> Any:
-    """A section of the config.
+    """Return the field of a section.
 
     Args:
         resume: replaces "rollouts" as the rule of the keys in the section: "update" for a role that does not sample.
@@ -206,7 +206,7 @@ def constraint_of(key: dataclasses.Field[Any]) -> Constraint:
 
 
 class Section:
-    """A section of the config. What must hold between keys is checked by the section that it concerns."""
+    """A section of the config. It checks what must hold between its keys and others."""
 
     def __init_subclass__(cls) -> None:
         for name in cls.__dict__.get("__annotations__", {}):
@@ -236,7 +236,7 @@ class Section:
 
 
 def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of this section and of all sections in it, outer ones first."""
+    """Yield the dotted name and the value of this section and of all sections in it, outer sections first."""
     yield name, section
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
@@ -245,7 +245,7 @@ def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constraint]]:
-    """Dotted name, value and constraint of every key, those of nested sections included."""
+    """Yield the dotted name, value and constraint of every key, nested sections included."""
     for inner, value in walk_sections(section, name):
         for f in dataclasses.fields(value):
             if not dataclasses.is_dataclass(item := getattr(value, f.name)):
@@ -275,13 +275,13 @@ def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -
 
 
 def changed_keys(section: Any, default: Any, name: str) -> list[str]:
-    """Dotted names of the keys whose values differ from `default`, a section of the same type."""
+    """Return the dotted names of the keys whose values differ from `default`, a section of the same type."""
     pairs = zip(walk_keys(section, name), walk_keys(default, name), strict=True)
     return [key for (key, value, _), (_, other, _) in pairs if value != other]
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     for part in key.split("."):
         config = getattr(config, part)
     return config

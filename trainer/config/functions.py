@@ -15,7 +15,7 @@ _ALGORITHMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 
 def built_in_defaults(key: str, name: str | None) -> dict[str, Any]:
-    """The keyword-only parameters that have a default, of the function `name` that `algorithm.<key>` chooses.
+    """Return the keyword-only parameters that have a default, of the function `name` that `algorithm.<key>` chooses.
 
     Empty for a function that is given by import path.
     """

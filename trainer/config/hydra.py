@@ -45,7 +45,7 @@ _LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
 
 
 def conf_dir() -> str:
-    """Absolute path of the YAML groups: inside the installed package, or beside it in a checkout."""
+    """Return the absolute path of the YAML groups: inside the installed package, or next to it in a checkout."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for candidate in (os.path.join(package, "conf"), os.path.join(os.path.dirname(package), "conf")):
         if os.path.isdir(candidate):
@@ -158,7 +158,7 @@ def to_config(dict_config: Any) -> Config:
 
 
 def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
-    """The validated config that `trainer train --config CONFIG_FILE OVERRIDES` would run with."""
+    """Return the validated config that `trainer train --config CONFIG_FILE OVERRIDES` would run with."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -169,12 +169,15 @@ def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Co
 
 
 def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:
-    """`value` while the built-in model is trained; `otherwise` when `model.path` names another model."""
+    """Return `value` if the built-in model is trained, `otherwise` if `model.path` names another model."""
     return value if _root_.model.path is None else otherwise
 
 
 def _if_eq(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: Any) -> Any:
-    """`value` while `choice` is the value of `key`; else `otherwise`. So presets set options for one function alone."""
+    """Return `value` if the key `key` has the value `choice`, else `otherwise`.
+
+    Presets use it to set options for one function alone.
+    """
     from omegaconf import OmegaConf
 
     chosen = OmegaConf.select(_root_, key)
@@ -184,7 +187,7 @@ def _if_eq(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: 
 
 
 def _sweep_suffix() -> str:
-    """`/key=value,…` of the keys that a multirun job sweeps, so that each job has its own directory; else empty.
+    """Return `/key=value,…` of the keys that a multirun job sweeps, so that each job has its own directory; else "".
 
     Overrides that the command line gives to all jobs alike are left out (see `trainer.sweeps.callback`), so that
     resuming the sweep finds the directories of the sweep that was killed.

@@ -37,10 +37,10 @@ class LoggerConfig(Section):
     """Draw `{run_dir}/report.png` at the end."""
     samples: int = number(3, at_least=0, resume="harmless")
     """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard. Each validation
-    shows other ones."""
+    shows other completions."""
     samples_interval: int = number(10, at_least=0, resume="harmless")
-    """Every so many steps, show as many training completions in W&B and TensorBoard; in a run without validation, also
-    on the terminal. 0: never."""
+    """Steps between two times that `samples` training completions are shown in W&B and TensorBoard; in a run without
+    validation, also on the terminal. 0: never."""
     validation: bool = setting(True, resume="harmless")
     """Write the completions of every validation, with rewards, to `{run_dir}/validation/step_N.jsonl`."""
     save_rollouts: bool = setting(False, resume="harmless")

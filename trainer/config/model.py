@@ -39,13 +39,13 @@ class TinyConfig(Section):
     head_dim: int = number(32, at_least=1, resume=_OTHER_MODEL)
     """Width of a head. vLLM's CPU attention needs a multiple of 32."""
     max_position_embeddings: int = number(4096, at_least=1, resume=_OTHER_MODEL)
-    """Longest sequence, in tokens."""
+    """Length of the longest sequence, in tokens."""
     tie_word_embeddings: bool = setting(True, resume=_OTHER_MODEL)
     """The output head shares the weights of the embedding."""
     # A resume compares the initial weights where a checkpoint depends on them, so the key itself is harmless.
     start_accuracy: float | None = number(0.7, above=0, at_most=1, resume="harmless")
     """The warm start ends when the model answers this share of 128 training prompts exactly, and at the latest after
-    `sft.steps`: a model that knows its task leaves nothing to learn. null: always after `sft.steps`, as in versions
+    `sft.steps`: reinforcement learning needs answers to improve. null: always after `sft.steps`, as in versions
     without this key. A run that such a version began needs null to continue with a reference or adapters."""
     seed: int = number(1, at_least=0, at_most=LARGEST_SEED, resume=_OTHER_MODEL)
     """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs

@@ -1,4 +1,4 @@
-"""`docs/config.md`, generated from the schema: every key with its type, bounds, default and meaning."""
+"""`docs/config.md`, generated from the schema: each key with its type, bounds, default, resume rule and meaning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEADER = [
 
 
 def page() -> str:
-    """The text of `docs/config.md`."""
+    """Return the text of `docs/config.md`."""
     lines, rules = list(_HEADER), resume_rules(Config())
     for name, section in walk_sections(Config()):
         docs, rows = field_docs(type(section)), []
@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, inherited ones included."""
+    """Return the docstring under each field of a dataclass, inherited fields included."""
     parents = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
     docs = {name: text for base in parents for name, text in field_docs(base).items()}
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ class RemoteConfig(Section):
 class RewardConfig(Section):
     name: Any = setting("reverse_text", resume="rollouts")
     """`gsm8k`, `math`, `arithmetic`, `reverse_text`, `remote` (the server at `url`), or the import path
-    `package.module:function` of a function, which names what it wants as parameters (docs/rewards.md). A list of
+    `package.module:function` of a function, whose parameters name its inputs (docs/rewards.md). A list of
     these: the weighted sum of their rewards."""
     weights: list[float] = setting(default_factory=list, resume="rollouts")
     """Weight of each reward of `name`. Empty: 1 each."""
@@ -45,15 +45,15 @@ class RewardConfig(Section):
     concurrency: int = number(16, at_least=1, at_most=1024, resume="harmless")
     """Calls of an `async` reward, or requests to `url`, that run at the same time in each process."""
     on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
-    """What becomes of a completion whose reward failed. `leave_out`: it is neither learnt from nor compared with the
-    others of its prompt, and no metric of rewards counts it. If the algorithm compares completions, a prompt with fewer
-    than two others teaches nothing. `zero`: what failed counts as 0, like a wrong answer."""
+    """What the run does with a completion whose reward failed. `leave_out`: it is neither trained on nor compared with
+    the others of its prompt, and no metric of rewards counts it. If the algorithm compares completions, a prompt with
+    fewer than two others is left out as a whole. `zero`: the reward counts as 0, like a wrong answer."""
     max_error_rate: float = number(0.2, at_least=0, at_most=1, resume="harmless")
     """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
     them. 1: it never ends for that, and a reward that fails on the first rows of the data is no reason not to start."""
     success_threshold: float = number(1.0, resume="validation")
-    """A held-out completion with at least this reward is a success: `val/accuracy` is the share of successes, and
-    `val/pass@<k>` the share of prompts with at least one."""
+    """A validation completion with at least this reward is a success: `val/accuracy` is the fraction of successes, and
+    `val/pass@<k>` the fraction of prompts with at least one success."""
     cache: bool = setting(False, resume="harmless")
     """Store the results of all rewards by their content in `rewards.jsonl` of the run directory, and do not compute
     them again. The answers of `url` are always stored."""
@@ -63,11 +63,11 @@ class RewardConfig(Section):
     """Requests to `url`."""
 
     def names(self) -> list[str]:
-        """The rewards, as a list."""
+        """Return the rewards as a list."""
         return [self.name] if isinstance(self.name, str) else list(self.name)
 
     def key(self) -> str:
-        """The key of the rewards with its value, for errors."""
+        """Return the key of the rewards with its value, for errors."""
         return f"reward.name={self.name if isinstance(self.name, str) else ','.join(self.name)}"
 
     def check(self, config: Config, name: str) -> None:

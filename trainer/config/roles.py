@@ -130,7 +130,7 @@ class PolicyConfig(Section):
 @dataclass
 class CriticConfig(Section):
     path: str | None = setting(None, resume="update")
-    """Start weights of the critic's backbone: a Hugging Face id or a directory. null: those of the policy."""
+    """Initial weights of the critic's backbone: a Hugging Face id or a directory. null: those of the policy."""
     optimizer: OptimizerConfig = subsection(lambda: OptimizerConfig(lr=5e-6))
     """Optimizer of the critic."""
     lora: LoraConfig = subsection(LoraConfig)

@@ -23,7 +23,8 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
     """GPUs per engine (vLLM)."""
     colocate: bool = setting(False, resume="harmless")
-    """Engines share the GPUs of the ranks and sleep while the ranks train. false: engines have GPUs of their own."""
+    """Engines share the GPUs of the ranks and free their memory while the ranks train. false: engines have GPUs
+    of their own."""
     n: int = number(8, at_least=1, resume="rollouts")
     """Completions per prompt."""
     max_prompt_tokens: int = number(512, at_least=1, resume="rollouts")
@@ -45,7 +46,7 @@ class RolloutConfig(Section):
     kv_cache_mb: int = number(128, at_least=1, resume="rounding")
     """KV cache of a vLLM engine on CPU, in MiB."""
     gpu_memory_utilization: float = number(0.85, above=0, at_most=1, resume="rounding")
-    """Share of a GPU's memory that a vLLM engine takes for weights and KV cache."""
+    """Fraction of a GPU's memory that a vLLM engine uses for weights and KV cache."""
     enforce_eager: bool = setting(False, resume="rounding")
     """Run vLLM without CUDA graphs. On CPU it always runs without."""
     weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast", "ipc"), resume="rounding")
@@ -53,10 +54,10 @@ class RolloutConfig(Section):
     over ranks and engines), `ipc` (from rank to engine within the GPU that they share) or `auto`: ipc on shared GPUs,
     broadcast across nodes and to engines with GPUs of their own, else shared memory."""
     weight_sync_bucket_mb: int = number(256, at_least=1, resume="rounding")
-    """Size of the parts, in MiB, in which weights travel by broadcast and ipc. Two of them are in memory at a time."""
+    """Size of the buckets, in MiB, in which weights are sent by broadcast and ipc. Two are in memory at a time."""
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"), resume="rounding")
-    """What engines get of a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the engine
-    can serve it, else merged weights."""
+    """What engines receive from a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the
+    engine can serve it, else merged weights."""
     engine_args: dict[str, Any] = open_section(resume="rollouts")
     """Further arguments for `vllm.LLM`."""
 

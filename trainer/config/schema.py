@@ -42,7 +42,7 @@ class Config(Section):
 
     @property
     def on_failure(self) -> str:
-        """What becomes of an episode whose reward or environment failed, one of `ON_FAILURE`."""
+        """What the run does with an episode whose reward or environment failed, one of `ON_FAILURE`."""
         return self.environment.on_failure if self.environment.name else self.reward.on_failure
 
     @property
@@ -82,7 +82,7 @@ class Config(Section):
 
     @property
     def syncs_adapter(self) -> bool:
-        """Engines serve the adapters over the start weights."""
+        """Whether engines serve the adapters over the initial weights."""
         rank, setting = self.trainer.policy.lora.rank, self.rollout.lora_sync
         if rank is None or setting == "merged":
             return False
@@ -97,10 +97,10 @@ class Config(Section):
 
 
 _FEW = 12
-"""Most keys that a sentence lists."""
+"""Largest number of keys that a message lists."""
 
 OPEN_SECTIONS = tuple(key for key, _, constraint in walk_keys(Config()) if constraint.is_open)
-"""Sections whose keys the schema does not know."""
+"""Sections whose keys the user chooses."""
 
 
 def validate(config: Config) -> None:
@@ -123,7 +123,7 @@ def validate(config: Config) -> None:
 
 
 def valid_keys(prefix: str = "") -> list[str]:
-    """Dotted names of all keys below the section `prefix` (empty: all sections)."""
+    """Return the dotted names of all keys below the section `prefix` (empty: all sections)."""
     for name, section in walk_sections(Config()):
         if name == prefix:
             return [f"{prefix}.{f.name}".lstrip(".") for f in dataclasses.fields(section)]
@@ -131,7 +131,7 @@ def valid_keys(prefix: str = "") -> list[str]:
 
 
 def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
-    """One sentence about a key that the schema does not have: its successor, or the keys that may be meant.
+    """Return a message about a key that the schema does not have: its successor, or similar keys.
 
     Args:
         groups: names of groups of values, which the command line takes as well.
@@ -167,7 +167,7 @@ def _instead_of(name: str) -> str:
 
 
 def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
-    """What may be meant by a name that is neither a key nor a section."""
+    """Return the names that a name which is neither a key nor a section may stand for."""
     sections = [name for name, _ in walk_sections(Config()) if name]
     keys = [key for key, *_ in walk_keys(Config())]
     if meant := did_you_mean(wrong, dict.fromkeys([*groups, *sections, *keys])):

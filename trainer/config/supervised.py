@@ -18,18 +18,18 @@ class SFTConfig(Section):
     """Optimizer steps of supervised training. Most optimizer steps of the warm start of the built-in model (see
     `model.tiny.start_accuracy`)."""
     batch_size: int = number(8, at_least=1, resume="rollouts")
-    """An optimizer step learns as many whole examples as fill this many rows of `sft.max_length` tokens."""
+    """An optimizer step trains on as many whole examples as fill this many rows of `sft.max_length` tokens."""
     max_length: int = number(256, at_least=1, resume="rollouts")
     """Longest example in tokens. A longer one is cut."""
     train_on: list[str] = setting(default_factory=lambda: ["assistant"], resume="rollouts")
-    """Roles whose messages are learnt."""
+    """Roles whose messages are trained on."""
     weights: list[float] = setting(default_factory=list, resume="rollouts")
-    """Relative frequency with which examples of each of `data.train_files` are drawn, one number per file. Empty:
-    every example is drawn equally often."""
+    """Relative frequency with which examples of each of `data.train_files` are sampled, one number per file. Empty:
+    every example is sampled equally often."""
     source: str = choice("examples", ("examples", "rollouts"), resume="rollouts")
     """Content of `data.train_files`: `examples`, or `rollouts` as `logger.save_rollouts` writes them."""
     min_reward: float | None = setting(None, resume="rollouts")
-    """`source=rollouts`: learn only completions with at least this reward (rejection sampling). null: all."""
+    """`source=rollouts`: train only on completions with at least this reward (rejection sampling). null: all."""
     max_weight: float | None = number(None, above=0, resume="rollouts")
     """`source=rollouts`: multiply the loss of each token by its importance weight, at most this (the loss
     `importance_weighted_ce`). The weight is the token's probability under the model divided by its probability under

@@ -86,17 +86,17 @@ class TrainerConfig(Section):
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
     placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
-    """The longest time, in seconds, that the job waits for room in the cluster of `ray_address`. Set it if nodes are
-    added during the wait, because that can take minutes. null: 60 seconds, but a cluster that is too small ends the job
-    at once."""
+    """The longest time, in seconds, that the job waits for capacity in the cluster of `ray_address`. Set it if nodes
+    are added during the wait, because that can take minutes. null: 60 seconds, but a cluster that is too small ends the
+    job at once."""
     master_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
     """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
     broadcasts, meet. 0: any free ports."""
     collective_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds that one collective may take before the ranks give up."""
+    """Seconds that one collective may take before the ranks fail."""
     heartbeat_timeout_s: float = number(300.0, at_least=0.001, resume="harmless")
-    """Seconds without any sign of life from a rank or an engine after which it counts as dead. A stopped process, or a
-    process on a frozen machine, is silent; a process that computes is not. While a process starts, at least 60."""
+    """Seconds without a heartbeat from a rank or an engine after which it counts as dead. A stopped process, or a
+    process on a frozen machine, sends none; a process that computes does. At least 60 while a process starts."""
     node_timeout_s: float = number(15.0, at_least=0.001, resume="harmless")
     """Seconds without an answer from a node of the cluster of `ray_address` after which the node counts as lost, with
     all ranks and engines on it."""
@@ -137,7 +137,7 @@ class TrainerConfig(Section):
     val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
     """Validate every this many steps and after the last step. -1: never."""
     val_before_train: bool = setting(True, resume="harmless")
-    """Validate the start weights, as step 0."""
+    """Validate the initial weights, as step 0."""
     ckpt_path: str = setting("${trainer.run_dir}/checkpoints", resume="harmless")
     """Directory of the checkpoints, or a prefix in an object store: `s3://bucket/run` (needs the extra `s3`),
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
@@ -147,9 +147,9 @@ class TrainerConfig(Section):
     node, where checkpoints are committed first. They are uploaded while training continues. null: checkpoints go
     straight to `ckpt_path`."""
     ckpt_replicas: int = number(0, at_least=0, resume="harmless")
-    """With `ckpt_cache_dir`: the number of other nodes whose local directories also get each rank's shards, as a part
-    of every save. With 1, a lost node costs nothing that is committed. Each copy needs the room of the shards once
-    more. 0: a lost node costs what had not been uploaded."""
+    """With `ckpt_cache_dir`: the number of other nodes whose local directories also get each rank's shards in
+    every save. With 1, the failure of a node loses nothing that is committed. Each copy takes the space of the
+    shards once more. 0: the failure of a node loses what is not uploaded yet."""
     ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME, resume="harmless")
     """With `ckpt_cache_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1, resume="harmless")
@@ -174,7 +174,7 @@ class TrainerConfig(Section):
     """Also keep this many checkpoints with the best `best_metric`."""
     best_metric: str = setting("val/accuracy", resume="harmless")
     """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. While no
-    held-out completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
+    validation completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
     `val/accuracy`. A task that measures no accuracy puts a metric of its own in its place: `sft` the lowest
     `val/loss`."""
     best_mode: str = choice("max", ("max", "min"), resume="harmless")
@@ -198,12 +198,12 @@ class TrainerConfig(Section):
     (resume from the checkpoint before)."""
     resume_tolerance: float | None = number(None, at_least=0, at_most=1, resume="harmless")
     """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, and on CUDA with
-    `deterministic`. Else, on CUDA, one step alone is compared, and what was sampled may differ by chance."""
+    `deterministic`. Else, on CUDA, only one step is compared, and sampled values may differ by chance."""
     deadline: str | None = setting(None, resume="harmless")
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""
     lock_lease_s: float = number(60, at_least=1, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds without a sign of life after which a job on another machine loses its lock on the run directory."""
+    """Seconds without a renewal after which a job on another machine loses its lock on the run directory."""
     hf_save_interval: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Steps between exports in Hugging Face format. -1: no exports."""
     hf_save_lora: str = choice("merged", ("merged", "adapter"), resume="harmless")
@@ -223,12 +223,12 @@ class TrainerConfig(Section):
         return self.train_batch_size // self.mini_batch_size * self.update_epochs
 
     def optimizer_steps(self, steps: int) -> dict[str, int]:
-        """Optimizer steps of each trained role in the first `steps` steps of a run."""
+        """Return the optimizer steps of each trained role in the first `steps` steps of a run."""
         per_step = self.optimizer_steps_per_step
         return {"critic": steps * per_step, "policy": max(0, steps - self.critic.warmup_steps) * per_step}
 
     def scheduled_steps(self) -> dict[str, int]:
-        """Optimizer steps over which the learning rate of each trained role is scheduled."""
+        """Return the optimizer steps over which the learning rate of each trained role is scheduled."""
         lengths = {"policy": self.policy.optimizer.schedule_steps, "critic": self.critic.optimizer.schedule_steps}
         return {role: self.optimizer_steps(length or self.total_steps)[role] for role, length in lengths.items()}
 
