@@ -41,7 +41,7 @@ from trainer.process.startup import stage
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
 from trainer.run.replay import ReplayAudit, audit_of
-from trainer.run.save_tracker import SaveResults
+from trainer.run.save_tracker import SaveTracker
 from trainer.run.schedule import SaveSchedule
 from trainer.run.state import TrainerState, shape_of_state
 from trainer.run.stopping import StopRequest
@@ -218,7 +218,7 @@ class Trainer:
         """Build the state with which ranks start. `_train` then loads the last commit."""
         t, resume = self.cfg.trainer, self.directory.resume
         self.state = TrainerState()
-        self.saves = SaveResults(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
+        self.saves = SaveTracker(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
         self.saves.last_good = resume.checkpoint.path if resume is not None else ""
 
     def _restart(self, begin: Sequence[Callable[[], None]]) -> None:
@@ -229,7 +229,7 @@ class Trainer:
             self.checkpoints.wait()
             self.saves.collect(self.checkpoints.outcomes(), last=True)
             self.recovery.wait()
-            self.directory.find_again()
+            self.directory.rediscover()
             self.recovery.lost_s = self.directory.lost_seconds()
             self.recovery.watch(read_metrics(self.directory.metrics_file))
             self._begin()
@@ -277,7 +277,7 @@ class Trainer:
             json_part("data", self.source.state_dict, self.source.load_state_dict),
             models_part(self.learner.ranks),
             assets_part(self.model_path, self.tokenizer, self.cfg.model.trust_remote_code, adapters),
-            *([self.directory.carried.part()] if self.checkpoints.store.keeps_record else []),
+            *([self.directory.run_files.part()] if self.checkpoints.store.keeps_record else []),
         ]
 
     def save_if_due(self, metrics: dict[str, float]) -> None:

@@ -29,9 +29,9 @@ from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage
 from trainer.run import lineage
-from trainer.run.directory_lock import Claim
+from trainer.run.directory_lock import DirectoryLocks
 from trainer.run.resume import Resume, compare, find_newest, find_resume
-from trainer.run.run_files import PATTERNS, CarriedFiles
+from trainer.run.run_files import PATTERNS, RunFiles
 from trainer.run.run_metadata import LOG_NAME
 
 LOG = logging.getLogger(__name__)
@@ -50,19 +50,19 @@ class RunDirectory:
         t = cfg.trainer
         metric, mode = cfg.compared_by
         store = open_tiers(t.ckpt_path, t.ckpt_cache_dir, t.ckpt_replicas)
-        self.claim = Claim(t.run_dir, t.ckpt_path, store, t.lock_lease_s)
+        self.locks = DirectoryLocks(t.run_dir, t.ckpt_path, store, t.lock_lease_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             store,
             Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, mode, metric, instead_of(metric)),
             t.verify_checkpoint,
-            fence=self.claim.check,
+            fence=self.locks.check,
             committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
         )
         self._incidents: AppendedFile | None = None  # the file of an outer run
         self._revisions: dict[str, str] | None = None  # those that were pinned before
         self._checked = False  # that ranks can write checkpoints
-        self.carried = CarriedFiles(t.run_dir, store)
+        self.run_files = RunFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
         self.lineage: dict[str, Any] = {}
@@ -81,14 +81,14 @@ class RunDirectory:
         """
         try:
             with stage("looking for a checkpoint to resume from"):
-                self.claim.acquire(wait)
+                self.locks.acquire(wait)
                 self._mend_last_lines()
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
-                self._restore_carried()
+                self._restore_run_files()
                 if self.checkpoints.store.keeps_record:
-                    self.carried.remove_unused()
-                self.checkpoints.store.start(self.claim.check)
+                    self.run_files.remove_unused()
+                self.checkpoints.store.start(self.locks.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self.resume = find_resume(self.cfg, self.checkpoints)
                 self._revisions = pin(self._revisions_of_parent())
@@ -99,8 +99,8 @@ class RunDirectory:
                 if self.resume is not None and not self.resume.restore.fork:
                     self._complete_record(self.resume)
                 self._check_metrics()
-                if self.claim.taken_over:
-                    self._record_death(self.claim.taken_over)
+                if self.locks.taken_over:
+                    self._record_death(self.locks.taken_over)
         except BaseException:
             self.close()
             raise
@@ -127,7 +127,7 @@ class RunDirectory:
         cause, action = "killed process", "started again with the same command"
         INCIDENTS.record(Incident(step, "driver", "driver", node, INFRASTRUCTURE, cause, action, cost_s, text))
 
-    def find_again(self) -> None:
+    def rediscover(self) -> None:
         """Find the newest checkpoint of this run, after the ranks have died. Without one, `resume` stays as it is.
 
         Raises:
@@ -175,13 +175,13 @@ class RunDirectory:
         rows = read_metrics(self.metrics_file)
         return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
 
-    def _restore_carried(self) -> None:
+    def _restore_run_files(self) -> None:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""
         if self.cfg.trainer.resume_mode in (None, "none") or not self.checkpoints.store.keeps_record:
             return
         for step in reversed(self.checkpoints.steps()):
             try:
-                self.carried.restore(manifests.read(self.checkpoints.store.path(step)))
+                self.run_files.restore(manifests.read(self.checkpoints.store.path(step)))
                 return
             except UnreadableError as error:
                 raise UserError(
@@ -251,7 +251,7 @@ class RunDirectory:
         Raises:
             UserError: another job has taken it.
         """
-        self.claim.run_dir.check()
+        self.locks.run_dir.check()
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
@@ -277,7 +277,7 @@ class RunDirectory:
         INCIDENTS.close(self._incidents)
         if self._revisions is not None:
             pin(self._revisions)
-        self.claim.release()
+        self.locks.release()
 
     def __enter__(self) -> RunDirectory:
         return self

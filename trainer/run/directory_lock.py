@@ -14,7 +14,7 @@ from trainer.files.uris import is_same, is_url
 LOG = logging.getLogger(__name__)
 
 
-class Claim:
+class DirectoryLocks:
     """The locks of this process on a run's directory and its checkpoint directory, which several runs could name."""
 
     def __init__(self, run_dir: str, ckpt_path: str, store: CheckpointStore, timeout_s: float):

@@ -19,7 +19,7 @@ from trainer.files.atomic_io import read_file, write_file
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
-from trainer.run.run_files import CarriedFiles
+from trainer.run.run_files import RunFiles
 
 LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def copy_metrics(run_dir: str, parent: Checkpoint, parent_run_dir: str) -> None:
     with tempfile.TemporaryDirectory() as carried:
         try:
             store = open_store(os.path.dirname(parent.path))
-            CarriedFiles(carried, store).restore(parent, (METRICS_FILE, PARENT_FILE))
+            RunFiles(carried, store).restore(parent, (METRICS_FILE, PARENT_FILE))
             for directory in (carried, os.path.dirname(os.path.dirname(parent.path)), parent_run_dir):
                 own = read_metrics(os.path.join(directory, METRICS_FILE))
                 earlier = read_metrics(os.path.join(directory, PARENT_FILE))

@@ -14,7 +14,7 @@ from trainer.metrics.divergence import Divergence
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, classify, describe
 from trainer.process.restart_policy import Decision, Restarts
 from trainer.process.signals import SIGNALS, Stopped
-from trainer.run.recovery_check import Aftermath, name_slow_ranks
+from trainer.run.recovery_check import RecoveryCheck, name_slow_ranks
 from trainer.run.stopping import StopRequest
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Recovery:
         self._delay_s = 0.0
         self._step = 0
         self._step_began = time.monotonic()
-        self._aftermath: Aftermath | None = None
+        self._recovery_check: RecoveryCheck | None = None
         self.lost_s = 0.0
         """Seconds of the finished steps that are trained again."""
 
@@ -107,7 +107,7 @@ class Recovery:
 
     def watch(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Compare the speed of the next steps with that of `rows`, the lines of `metrics.jsonl` before the failure."""
-        self._aftermath = Aftermath(rows)
+        self._recovery_check = RecoveryCheck(rows)
 
     def end_step(self, metrics: Mapping[str, float], speeds: Callable[[], Mapping[FailureSource, float]]) -> None:
         """Warn if the run has stayed slow since the last recovery.
@@ -115,7 +115,7 @@ class Recovery:
         Args:
             speeds: measures the speed of each rank. Called only before a warning.
         """
-        if self._aftermath is not None and (sentence := self._aftermath.update(metrics)):
+        if self._recovery_check is not None and (sentence := self._recovery_check.update(metrics)):
             LOG.warning("%s; %s", sentence, name_slow_ranks(speeds()))
 
     def diverged(self, divergence: Divergence, saved: Sequence[int]) -> DivergedError:

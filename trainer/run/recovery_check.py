@@ -90,7 +90,7 @@ def name_slow_ranks(speeds: Mapping[FailureSource, float]) -> str:
     return f"slower than the fastest rank, each measured by itself: {', '.join(named)}"
 
 
-class Aftermath:
+class RecoveryCheck:
     """Compares the speed of the first steps after a recovery with the band of the steps before the incident.
 
     Args:

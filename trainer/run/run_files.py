@@ -62,7 +62,7 @@ class _Known:
     pieces: list[Piece] = field(default_factory=list)
 
 
-class CarriedFiles:
+class RunFiles:
     """The files of one run directory, and the pieces of them that the store has."""
 
     def __init__(self, run_dir: str, store: CheckpointStore):

@@ -12,7 +12,7 @@ from trainer.run.schedule import SaveSchedule
 LOG = logging.getLogger(__name__)
 
 
-class SaveResults:
+class SaveTracker:
     """Logs the result of each save, and ends the run if too many saves fail in a row.
 
     Args:

@@ -73,7 +73,7 @@ class Run(OpenRun):
     def __init__(self, cfg: Config, ranks: TrainWorkers):
         super().__init__(cfg, {"step": 0})
         self.ranks = ranks
-        self.parts += [models_part(ranks), self.directory.carried.part()]
+        self.parts += [models_part(ranks), self.directory.run_files.part()]
 
     def __enter__(self) -> Run:
         super().__enter__()

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainer.errors import FailureSource
-from trainer.run.recovery_check import Aftermath, compare_since, name_slow_ranks
+from trainer.run.recovery_check import RecoveryCheck, compare_since, name_slow_ranks
 
 
 def rows(*seconds: float, rollout: float = 0.5) -> list[dict[str, float]]:
@@ -18,8 +18,8 @@ def rows(*seconds: float, rollout: float = 0.5) -> list[dict[str, float]]:
 
 
 def said(before: list[dict[str, float]], after: list[dict[str, float]]) -> list[str]:
-    aftermath = Aftermath(before)
-    return [sentence for row in after if (sentence := aftermath.update(row))]
+    check = RecoveryCheck(before)
+    return [sentence for row in after if (sentence := check.update(row))]
 
 
 @pytest.mark.parametrize("after", [(9.0, 2.0, 2.1, 9.0), (2.6, 2.6, 2.6), (9.0, 9.0)])

@@ -6,12 +6,12 @@ import pytest
 
 from trainer.checkpoint.manager import SaveResult
 from trainer.errors import UserError
-from trainer.run.save_tracker import SaveResults
+from trainer.run.save_tracker import SaveTracker
 from trainer.run.schedule import SaveSchedule
 
 
-def results(allowed: int) -> SaveResults:
-    return SaveResults("/runs", allowed, SaveSchedule(1, -1, 240))
+def results(allowed: int) -> SaveTracker:
+    return SaveTracker("/runs", allowed, SaveSchedule(1, -1, 240))
 
 
 def good(step: int, seconds: float = 1.0) -> SaveResult:
