@@ -28,24 +28,23 @@ from trainer.trainer import Trainer
 LOG = logging.getLogger(__name__)
 
 
-def run_task(cfg: Config, task: Task, device: str, cluster: Cluster | None = None) -> None:
+def run_task(task: Task, device: str, cluster: Cluster | None = None) -> None:
     """Run a task to its end.
 
     Args:
-        cfg: of the user; `task` is what its `trainer.task` builds of it.
         device: `cuda` or `cpu`.
         cluster: not started yet. None: as `trainer.ray_address` says.
     """
-    t = cfg.trainer
+    cfg, t = task.cfg, task.cfg.trainer
     stop = StopRequest(t.deadline)
-    with open_run(cfg, task) as directory:
+    with open_run(task) as directory:
         record_start(t.run_dir, cfg)
         task.check_inputs(True)
         total = cfg.total_steps
         if _is_finished(directory, total, task.exports_last or t.hf_save_interval > 0):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
-        with cluster or _cluster(task.cfg, device) as cluster, directory.settling(), DriverWatch(t, cluster):
+        with cluster or _cluster(cfg, device) as cluster, directory.settling(), DriverWatch(t, cluster):
             trainer = make_trainer(task, cluster, directory, task.start_weights(cluster, stop), stop)
             trainer.fit()
             model = f"; model: {trainer.export_last()}" if task.exports_last else ""
@@ -59,7 +58,7 @@ def _best_of(trainer: Trainer) -> str:
     return f"{best} at step {trainer.state.best['step']}" if best else ""
 
 
-def open_run(cfg: Config, task: Task) -> RunDirectory:
+def open_run(task: Task) -> RunDirectory:
     """Open the directory of the run.
 
     Raises:
@@ -67,7 +66,7 @@ def open_run(cfg: Config, task: Task) -> RunDirectory:
             what of the data and the start weights cannot, and what the task refuses.
     """
     try:
-        return RunDirectory(cfg).open()
+        return RunDirectory(task.cfg).open()
     except ConfigRefused as refused:
         sentences = [*refused.sentences]
         # A change of these keys changes data or weights, too: then its own sentence is enough.

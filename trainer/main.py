@@ -125,7 +125,7 @@ def train(cfg: Config) -> float | None:
             from trainer.jobs import run_task
 
             task = cfg.task(cfg)
-        run_task(cfg, task, device)
+        run_task(task, device)
     return best_value(cfg)
 
 

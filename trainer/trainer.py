@@ -415,7 +415,7 @@ class Trainer:
     def export(self, target: str) -> None:
         """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
         with SIGNALS.waiting(), place_for(target, self.cfg.trainer.run_dir) as place:
-            self.exporter.export(place, self.cfg.rollout.dtype)
+            self.exporter.export(place, self.cfg.export_dtype)
         self.state.exported = self.state.step
         LOG.info("exported %s", target)
 
@@ -436,8 +436,7 @@ class Trainer:
     # Helpers
 
     def _evaluate_start_weights(self) -> None:
-        t = self.cfg.trainer
-        if self.state.step == 0 and t.val_before_train and t.val_interval > 0:
+        if self.state.step == 0 and self.cfg.validates_start:
             self._log(0, self._evaluate(0))
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -71,7 +71,7 @@ def run(*overrides: str) -> None:
 
     show_messages()
     cfg = config(*overrides)
-    run_task(cfg, cfg.task(cfg), "cpu")
+    run_task(cfg.task(cfg), "cpu")
 
 
 def run_until(

@@ -65,6 +65,17 @@ class Config(Section):
         return self.task.compared_by(self.trainer.best_metric, self.trainer.best_mode)
 
     @property
+    def export_dtype(self) -> str:
+        """Dtype of exported weights, one of those of `rollout.dtype`."""
+        return self.rollout.dtype if self.task.generates else "float32"
+
+    @property
+    def validates_start(self) -> bool:
+        """The initial weights are validated, as step 0."""
+        t = self.trainer
+        return t.val_before_train and t.val_interval > 0 and "trainer.val_before_train" not in self.task.unused
+
+    @property
     def num_engines(self) -> int:
         """Number of inference engines."""
         return self.rollout.num_engines if self.task.generates else 0

@@ -50,6 +50,8 @@ class TaskSpec:
     best: str = ""
     """The metric that `val/accuracy` stands for in `trainer.best_metric`, one of `metrics`. Empty: the task measures
     accuracy."""
+    objective: str | type = "trainer.objectives.policy_gradient:PolicyGradient"
+    """A class of `trainer.objectives.Objective`, or its import path. The driver and each rank build one."""
     roles: Callable[[Config], tuple[RoleSpec, ...]] | None = None
     """Returns the models of a run, the policy first. None: the policy alone."""
     generates: bool = False
@@ -69,6 +71,11 @@ class TaskSpec:
     def roles_of(self, config: Config) -> tuple[RoleSpec, ...]:
         """Return the models of the run that the config describes, the policy first."""
         return self.roles(config) if self.roles else (policy_role(config, value_of(config, self.optimizer)),)
+
+    def objective_of(self, config: Config) -> Any:
+        """Return the objective of the run that the config describes."""
+        name = self.objective
+        return (import_function(name, KEY) if isinstance(name, str) else name)(config)
 
     def compared_by(self, metric: str, mode: str) -> tuple[str, str]:
         """Return the metric that steps are compared by, and its mode (`max` or `min`).
@@ -94,6 +101,7 @@ TASKS: dict[str, TaskSpec] = {
     "rl": TaskSpec("trainer.tasks.rl:build", roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
     "sft": TaskSpec(
         "trainer.tasks.sft:build",
+        objective="trainer.objectives.cross_entropy:CrossEntropy",
         total_steps="sft.steps",
         optimizer="sft.optimizer",
         best="val/loss",
@@ -107,6 +115,7 @@ TASKS: dict[str, TaskSpec] = {
             "trainer.reference.*",
             "trainer.*_batch_size",
             "trainer.update_epochs",
+            "trainer.val_before_train",
             "sft.steps",
         ),
         metrics={

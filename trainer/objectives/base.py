@@ -13,7 +13,6 @@ from trainer.algorithms import FixedKL, Totals
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.config import LM, Config, RoleSpec
 from trainer.episodes import Episode
-from trainer.import_utils import import_function
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
 
 ROW, GROUP = "row", "group"
@@ -127,9 +126,9 @@ class Objective:
 
     def scheduled_steps(self, spec: RoleSpec) -> int:
         """Return the number of optimizer steps over which the learning rate of a trained role is scheduled."""
-        t = self.cfg.trainer
         assert spec.optimizer is not None, f"{spec.name} is not trained"
-        return max(0, (spec.optimizer.schedule_steps or t.total_steps) - spec.skipped_steps) * self.steps_per_step
+        steps = spec.optimizer.schedule_steps or self.cfg.total_steps
+        return max(0, steps - spec.skipped_steps) * self.steps_per_step
 
     @property
     def steps_per_step(self) -> int:
@@ -165,4 +164,4 @@ class Objective:
 
 def make_objective(cfg: Config) -> Objective:
     """Return the objective of the config's task."""
-    return import_function("trainer.objectives.policy_gradient:PolicyGradient", "trainer.task")(cfg)
+    return cfg.task.objective_of(cfg)

@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import xxhash
 
-from trainer.config import AlgorithmConfig, Config, CriticConfig, SFTConfig
+from trainer.config import SFTConfig
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
 from trainer.seeding import permutation
-
-_NAMES = {"policy/loss": "sft/loss", "policy/kl": "sft/kl", "policy/clip_frac": "sft/clip_frac"}
-
-
-def loop_config(cfg: Config) -> Config:
-    """The config of the loop for the supervised run that the user's `cfg` describes.
-
-    Maximum likelihood is the loss `reinforce` with advantage 1 on every token that is to be learnt. A step is one
-    optimizer step on all of its examples.
-    """
-    weighted = cfg.sft.max_weight is not None
-    algorithm = AlgorithmConfig(
-        advantage_estimator="reward",
-        policy_loss="importance_weighted_ce" if weighted else "reinforce",
-        max_weight=cfg.sft.max_weight,
-        old_logprobs="rollout",
-    )
-    most = cfg.sft.batch_size * cfg.sft.max_length  # examples in a step
-    t = cfg.trainer
-    return dataclasses.replace(
-        cfg,
-        algorithm=algorithm,
-        rollout=dataclasses.replace(cfg.rollout, temperature=1.0, dtype="float32"),
-        trainer=dataclasses.replace(
-            t,
-            total_steps=cfg.sft.steps,
-            train_batch_size=most,
-            mini_batch_size=most,
-            update_epochs=1,
-            val_before_train=False,
-            policy=dataclasses.replace(t.policy, optimizer=cfg.sft.optimizer),
-            critic=CriticConfig(),
-        ),
-    )
 
 
 class SupervisedSource:
@@ -104,7 +69,7 @@ class SupervisedSource:
         return episodes
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        return {_NAMES.get(name, name): value for name, value in metrics.items()}
+        return metrics
 
     def commit(self, step: int) -> None:
         self.ledger.commit(self._steps.pop(step))

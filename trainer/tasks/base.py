@@ -28,7 +28,6 @@ class Ingredients:
     """What the source of a task is made of, while the processes of the run start."""
 
     cfg: Config
-    """That of the task."""
     path: str
     """The start weights, a local directory."""
     learner: Learner
@@ -63,7 +62,6 @@ class Task:
     """A run's training: from which weights, on what, and how far. Nothing is started or read before it is called."""
 
     cfg: Config
-    """Of the loop and of all processes of the run."""
     source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]]
     """Returns where the episodes come from, and what evaluates the policy (None: there is no validation data)."""
     start_weights: Callable[[Cluster, StopRequest], str]

@@ -14,14 +14,14 @@ from trainer.models.files import load_config
 from trainer.process.startup import stage
 from trainer.run.stopping import StopRequest
 from trainer.sources.evaluation import LossEvaluator
-from trainer.sources.supervised import SupervisedSource, loop_config
+from trainer.sources.supervised import SupervisedSource
 from trainer.tasks.base import Ingredients, Task
 
 
 def build(cfg: Config) -> Task:
     """Return the task that the config describes."""
     return Task(
-        loop_config(cfg),
+        cfg,
         source=_source,
         start_weights=partial(_start_weights, cfg),
         check_inputs=partial(_check_inputs, cfg),

@@ -41,7 +41,7 @@ def test_inputs_are_refused_together_with_changed_keys(tmp_path, task):
     cfg = configured(tmp_path, {"reward.name": "no_such:function"}, resume_mode="latest", seed=5, task=task)
     cfg.data.train_files, cfg.trainer.val_interval = [str(tmp_path / "bad.jsonl")], -1
     with pytest.raises(UserError) as refused:
-        open_run(cfg, cfg.task(cfg))
+        open_run(cfg.task(cfg))
     headline, *sentences = str(refused.value).split("\n  ")
     assert headline == "the checkpoint cannot be used with this config:"
     assert any(sentence.startswith("trainer.seed=5: ") for sentence in sentences)

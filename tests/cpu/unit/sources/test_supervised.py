@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import SFTConfig, compose
+from trainer.config import SFTConfig
 from trainer.episodes import Sample
 from trainer.errors import UserError
-from trainer.sources.supervised import SupervisedSource, loop_config
+from trainer.sources.supervised import SupervisedSource
 
 WIDTH = 12
 
@@ -105,26 +105,3 @@ def test_other_seeds_and_examples_are_refused():
         source_of([changed]).load_state_dict(source.state_dict())
     with pytest.raises(UserError, match="format None"):
         source.load_state_dict({})
-
-
-def test_the_loop_of_a_supervised_run_takes_one_optimizer_step_with_its_own_optimizer():
-    cfg = compose(
-        ["trainer.task=sft", "sft.steps=7", "sft.optimizer.lr=0.25", "sft.optimizer.schedule_steps=5", "algorithm=ppo"]
-    )
-    loop = loop_config(cfg)
-    t = loop.trainer
-    assert (t.total_steps, t.optimizer_steps(1)["policy"], t.scheduled_steps()["policy"]) == (7, 1, 5)
-    assert t.policy.optimizer is cfg.sft.optimizer
-    assert loop.compared_by == ("val/loss", "min") and loop.total_steps == 7
-    assert [role.name for role in loop.roles] == ["policy"] and loop.algorithm.policy_loss == "reinforce"
-    assert cfg.trainer.total_steps != 7, "the user's config stays as it is"
-
-
-@pytest.mark.parametrize("weight, loss", [(None, "reinforce"), (2.5, "importance_weighted_ce")])
-def test_the_loss_of_rollouts_is_weighted_if_its_bound_is_set(weight, loss):
-    """Their own log-probs are those of the sampler: no pass computes others."""
-    cfg = compose([])
-    cfg.sft.max_weight = weight
-    algorithm = loop_config(cfg).algorithm
-    assert (algorithm.policy_loss, algorithm.max_weight) == (loss, weight)
-    assert (algorithm.old_logprobs, algorithm.advantage_estimator) == ("rollout", "reward")

@@ -59,7 +59,8 @@ import json, os
 import trainer.jobs
 from trainer.sft import main
 
-def train(cfg, task, device):
+def train(task, device):
+    cfg = task.cfg
     lr = cfg.sft.optimizer.lr
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
     with open("jobs", "a") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -15,12 +16,12 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
-from trainer.sources.supervised import loop_config
 from trainer.workers.base import TrainedWorker, learning_rate
 from trainer.workers.rank import Rank
 
 GROUPS, PER_GROUP, WIDTH = 4, 2, 16
 ALL = ("weights", "optimizer", "rng")
+TASKS = {"policy": "rl", "critic": "rl", "supervised": "sft"}
 OPTIMIZERS = {"policy": "trainer.policy.optimizer", "critic": "trainer.critic.optimizer", "supervised": "sft.optimizer"}
 
 Settings = dict[str, Any]
@@ -151,9 +152,9 @@ def make_batch() -> Batch:
 
 
 def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
-    rank.cfg = loop_config(cfg) if role == "supervised" else cfg
+    rank.cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, task=TASKS[role]))
     name = "critic" if role == "critic" else "policy"
-    rank.build(roles(rank.cfg, [name]), path)
+    rank.build(rank.cfg.roles if role == "supervised" else roles(rank.cfg, [name]), path)
     worker = rank.roles[name]
     assert isinstance(worker, TrainedWorker)
     return worker
