@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RewardConfig, RolloutConfig, TinyConfig
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
@@ -94,7 +94,7 @@ def main() -> None:
         path = os.path.join(root, "model")
         build_tiny(TinyConfig(), path)
         reward = RewardConfig(name="slow_rewards:slow", num_processes=1)
-        with LocalCluster(cfg, "cpu") as cluster, RewardPool(reward) as pool:
+        with ProcessCluster(cfg, "cpu") as cluster, RewardPool(reward) as pool:
             ranks = TrainWorkers(cfg, cluster)
             fleet = EnginePool(cfg, cluster, ranks, path)
             ranks.connect()

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.models import SHAPES, Shape, add_data, make_model
 from benchmarks.ranks import TimedRank, cpu_seconds, gsm8k_lengths, make_batch, one_policy
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config
 
 SMALL = Shape(2048, 256, 768, 4, 4, 2)
@@ -48,10 +48,10 @@ def measure_ranks(path: str, vocabulary: int, rows: int, counts: list[int]) -> N
         cfg = Config()
         cfg.trainer = dataclasses.replace(cfg.trainer, num_workers=count, mini_batch_size=10_000)
         cfg.trainer.max_tokens_per_micro_batch = 4096
-        with LocalCluster(cfg, "cpu") as cluster:
+        with ProcessCluster(cfg, "cpu") as cluster:
             group = cluster.launch_ranks("rank", functools.partial(TimedRank, cfg), {"OMP_NUM_THREADS": "1"})
             batch = make_batch(gsm8k_lengths(rows), vocabulary)
-            times = group.call("run", cluster.meeting_place(group), path, cluster.put(batch))
+            times = group.call("run", cluster.rendezvous_address(group), path, cluster.put(batch))
         wall, cpu = max(one for one, _ in times), sum(one for _, one in times)
         base = base or (wall, cpu)
         print(f"| {count} | {wall:.2f} s | {base[0] / wall:.2f} | {cpu:.2f} s | {cpu / base[1]:.2f} |", flush=True)

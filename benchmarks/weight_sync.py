@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RolloutConfig, TinyConfig
 from trainer.generation.engine_pool import EnginePool
 from trainer.learner.train_workers import TrainWorkers
@@ -37,7 +37,7 @@ def plain_copy(size: int, device: str, repeats: int) -> float:
 
 def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float], int]:
     """Return the seconds of each sync, without the first, and its bytes."""
-    with LocalCluster(cfg, device) as cluster:
+    with ProcessCluster(cfg, device) as cluster:
         ranks = TrainWorkers(cfg, cluster)
         fleet = EnginePool(cfg, cluster, ranks, path)
         fleet.settle()

@@ -24,26 +24,26 @@ class WorkerError(RuntimeError):
     """A process of the job died, does not answer, takes too long, or has no memory left.
 
     Args:
-        fact: what happened.
-        advice: what the user can do, if the job does not recover by itself.
+        message: what happened.
+        hint: what the user can do, if the job does not recover by itself.
         cause: `killed`, `silent`, `late`, `memory`, `occupied` (other programs hold the GPU's memory), `gpu` (the text
             names a GPU error), `node` (its machine is lost), `cluster` (a part of Ray died), `weights` (the first
             ones did not reach the engines), or `spent` (it was started again as often as the config allows). Empty:
             another cause.
     """
 
-    def __init__(self, fact: str, advice: str = "", cause: str = ""):
-        super().__init__(f"{fact}; {advice}" if advice else fact)
-        self.fact = fact
+    def __init__(self, message: str, hint: str = "", cause: str = ""):
+        super().__init__(f"{message}; {hint}" if hint else message)
+        self.message = message
         self.cause = cause
 
     def __reduce__(self) -> tuple:
-        return _as_it_was, (str(self), self.fact, self.cause)
+        return _as_it_was, (str(self), self.message, self.cause)
 
 
-def _as_it_was(text: str, fact: str, cause: str) -> WorkerError:
+def _as_it_was(text: str, message: str, cause: str) -> WorkerError:
     error = WorkerError(text, cause=cause)
-    error.fact = fact
+    error.message = message
     return error
 
 
@@ -62,12 +62,12 @@ class FailureSource:
         return self.name.rstrip(" 0123456789")
 
 
-def set_origin(error: Exception, origin: FailureSource) -> None:
+def set_failure_source(error: Exception, origin: FailureSource) -> None:
     """Note in which process `error` was raised."""
     error._origin = origin  # type: ignore[attr-defined]
 
 
-def origin_of(error: BaseException) -> FailureSource | None:
+def failure_source_of(error: BaseException) -> FailureSource | None:
     """Return the process in which `error` was raised; None: in the driver."""
     return getattr(error, "_origin", None)
 
@@ -91,7 +91,7 @@ class NotSavedError(RuntimeError):
     """The last save of a process failed: the steps since the last checkpoint must be trained again."""
 
 
-def memory_ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that the machine or the GPU is out of memory."""
     # By name, because this module does not import torch.
     from_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
@@ -99,12 +99,12 @@ def memory_ran_out(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or from_torch or from_vllm
 
 
-def disk_refuses(error: BaseException) -> bool:
+def is_disk_unwritable(error: BaseException) -> bool:
     """Return whether `error` says that a disk or a quota is full, or that the disk can only be read."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
-def name_size(size: int) -> str:
+def format_size(size: int) -> str:
     """Return a number of bytes in words, as `4.2 MB`."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 

@@ -8,7 +8,7 @@ from trainer.checkpoint.components import Restore
 from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.start_weights import read_revisions, start_weights_part
-from trainer.cluster.watchdog import DriverWatch
+from trainer.cluster.watchdog import Watchdog
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.trainer import PROCESSES
@@ -44,7 +44,7 @@ def run_task(task: Task, device: str, cluster: Cluster | None = None) -> None:
         if _is_finished(directory, total, task.exports_last or t.hf_save_interval > 0):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
-        with cluster or _cluster(cfg, device) as cluster, directory.settling(), DriverWatch(t, cluster):
+        with cluster or _cluster(cfg, device) as cluster, directory.settling(), Watchdog(t, cluster):
             trainer = make_trainer(task, cluster, directory, task.start_weights(cluster, stop), stop)
             trainer.fit()
             model = f"; model: {trainer.export_last()}" if task.exports_last else ""
@@ -112,9 +112,9 @@ def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> lis
 
 def _cluster(cfg: Config, device: str) -> Cluster:
     if cfg.trainer.ray_address == PROCESSES:
-        from trainer.cluster.process_cluster import LocalCluster
+        from trainer.cluster.process_cluster import ProcessCluster
 
-        return LocalCluster(cfg, device)
+        return ProcessCluster(cfg, device)
     from trainer.cluster.ray_cluster import RayCluster  # imports Ray
 
     return RayCluster(cfg, device)

@@ -154,7 +154,7 @@ class Trainer:
             self.recovery.complete()
             with stage("evaluating the start weights"):
                 self._evaluate_start_weights()
-            with SIGNALS.between_steps(), self._saves_completed():
+            with SIGNALS.in_training_loop(), self._saves_completed():
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)

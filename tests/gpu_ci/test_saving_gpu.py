@@ -111,12 +111,12 @@ def test_a_kill_in_a_save_leaves_the_checkpoint_before(device, tiny_path, tmp_pa
     (expected,) = run_ranks(1, save_then_step, tiny_path, f"{tmp_path}/1", cfg=cfg, device=device)
     with local_cluster(1, cfg, device) as cluster:
         group = start_ranks(cluster, {"TRAINER_FAILPOINT": f"{place},1,{reached}"})
-        group.start("run", cluster.meeting_place(group), begin_second_save, (tiny_path, str(tmp_path)))
+        group.start("run", cluster.rendezvous_address(group), begin_second_save, (tiny_path, str(tmp_path)))
         wait_for(reached)
         group.kill()
         assert not os.path.exists(tmp_path / "2" / "policy" / "fsdp_config.json")
         group = start_ranks(cluster)
-        (found,) = group.call("run", cluster.meeting_place(group), load_then_step, (tiny_path, f"{tmp_path}/1"))
+        (found,) = group.call("run", cluster.rendezvous_address(group), load_then_step, (tiny_path, f"{tmp_path}/1"))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 

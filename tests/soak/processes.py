@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.support import jobs
-from trainer.cluster.fork_server import ForkServer, run_launcher
+from trainer.cluster.fork_server import InheritingForkServer, run_fork_server
 
 _GUARDED = {
     "trainer.rewards.worker:RewardHandler": "reward",
@@ -20,17 +20,17 @@ _GUARDED = {
 _MEMBERS = ("engine ", "rank ", "policy rank")
 
 
-class DetachedLauncher(ForkServer):
-    """A launcher that is a fork of this process in a session of its own, as the launcher of a real job is."""
+class DetachedForkServer(InheritingForkServer):
+    """A fork server that is a fork of this process in its own session, like the fork server of a real job."""
 
-    def _start(self, its_end, preload: Sequence[str]) -> psutil.Process:
+    def _start(self, remote, preload: Sequence[str]) -> psutil.Process:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()
         if child == 0:
             os.setsid()
-            self._link.close()
-            run_launcher(its_end.fileno(), preload)
+            self._connection.close()
+            run_fork_server(remote.fileno(), preload)
         return psutil.Process(child)
 
 
@@ -39,7 +39,7 @@ def run(module: str, *arguments: str) -> None:
     from tests.support.forks import run_module
     from trainer.cluster import fork_server
 
-    fork_server.ForkServer = DetachedLauncher  # type: ignore[misc]
+    fork_server.InheritingForkServer = DetachedForkServer  # type: ignore[misc]
     run_module(module, *arguments)
 
 

@@ -17,7 +17,7 @@ from tests.soak.outcomes import Outcome, difference, outcome_of
 from tests.soak.scene import Place, Scene
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, send
-from trainer.cluster.stacks import stacks_from_outside
+from trainer.cluster.stacks import py_spy_stacks
 
 _POLL_INTERVAL_S = 0.02
 _MORE_STARTS = 4
@@ -235,7 +235,7 @@ class _Attempt:
         """Write what the processes of the job do to its log."""
         with self._place.log.open("a") as log:
             for process in self._place.processes(self._job.pid):
-                (stacks,) = stacks_from_outside([process.pid])
+                (stacks,) = py_spy_stacks([process.pid])
                 log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n{stacks}")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.generation import ROLLOUT
-from trainer.cluster.fork_server import ProcessLauncher
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
@@ -25,7 +25,7 @@ _MODULES = (
 )
 
 
-def vllm_launcher() -> ProcessLauncher:
+def vllm_launcher() -> ForkServer:
     """Start processes that have imported vLLM, in an engine's environment: an engine is there two seconds later.
 
     The tests' own process never imports it: there it would join a process group and change how torch sets its threads.
@@ -33,10 +33,10 @@ def vllm_launcher() -> ProcessLauncher:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        return ProcessLauncher(_MODULES)
+        return ForkServer(_MODULES)
 
 
-def start_vllm(cluster: LocalCluster, path: str, rollout: RolloutConfig = ROLLOUT, **options: Any) -> RemoteEngine:
+def start_vllm(cluster: ProcessCluster, path: str, rollout: RolloutConfig = ROLLOUT, **options: Any) -> RemoteEngine:
     """Begin to start an engine with the model at `path`."""
     factory = functools.partial(VLLMEngine, path, dtype="auto", seed=1, rollout=rollout, device="cpu", **options)
     return RemoteEngine(cluster.launch_engines(factory, (), ENVIRONMENT))

@@ -154,9 +154,11 @@ def _imported(path: str) -> Any:
 def fork_clusters() -> None:
     """Let the ranks and engines of this process be forks of it. Call it while this process has no threads."""
     from trainer.cluster import process_cluster
-    from trainer.cluster.fork_server import ForkServer
+    from trainer.cluster.fork_server import InheritingForkServer
 
-    process_cluster.LocalCluster = functools.partial(process_cluster.LocalCluster, launcher=ForkServer())
+    process_cluster.ProcessCluster = functools.partial(
+        process_cluster.ProcessCluster, fork_server=InheritingForkServer()
+    )
 
 
 def run_module(module: str, *arguments: str) -> None:
@@ -226,7 +228,7 @@ class ForkedCommand:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class ProcessLauncher:
+class CommandForkServer:
     """The process whose forks run the commands. It ends with this process."""
 
     def __init__(self) -> None:
@@ -296,8 +298,8 @@ class ProcessLauncher:
 
 
 @functools.cache
-def fork_server() -> ProcessLauncher:
-    return ProcessLauncher()
+def fork_server() -> CommandForkServer:
+    return CommandForkServer()
 
 
 def run_forked(

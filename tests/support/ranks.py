@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainer.cluster.fork_server import ProcessLauncher
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import Config
 from trainer.workers.rank import Rank
@@ -20,9 +20,9 @@ _MODULES = ("trainer.workers.rank", "trainer.checkpoint.sharded", "transformers.
 
 
 @functools.cache
-def launcher() -> ProcessLauncher:
+def launcher() -> ForkServer:
     """Start processes that have imported what ranks need. It ends with this process."""
-    return ProcessLauncher(_MODULES)
+    return ForkServer(_MODULES)
 
 
 def run_ranks(
@@ -43,21 +43,21 @@ def run_ranks(
     """
     with local_cluster(world_size, cfg or Config(), device) as cluster:
         group = start_ranks(cluster, env)
-        return group.call("run", cluster.meeting_place(group), function, args)
+        return group.call("run", cluster.rendezvous_address(group), function, args)
 
 
-def start_ranks(cluster: LocalCluster, env: Mapping[str, str] | None = None) -> WorkerGroup:
+def start_ranks(cluster: ProcessCluster, env: Mapping[str, str] | None = None) -> WorkerGroup:
     """Start the processes of `cluster.cfg.trainer.num_workers` ranks, which host a `ConnectedRank` each."""
     factory = functools.partial(ConnectedRank, cluster.cfg)
     return cluster.launch_ranks("rank", factory, {"OMP_NUM_THREADS": "1", **(env or {})})
 
 
-def local_cluster(world_size: int, cfg: Config, device: str | None = None) -> LocalCluster:
+def local_cluster(world_size: int, cfg: Config, device: str | None = None) -> ProcessCluster:
     """A cluster for `world_size` ranks, which use GPUs where there are some."""
     # A rank whose peer has failed waits for it no longer than this.
     trainer = dataclasses.replace(cfg.trainer, num_workers=world_size, collective_timeout_s=60.0)
     cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, colocate=True))
-    return LocalCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher())
+    return ProcessCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher())
 
 
 class ConnectedRank:

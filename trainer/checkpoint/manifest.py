@@ -16,7 +16,7 @@ from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at
 from trainer.checkpoint.names import MANIFEST, step_in
 from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
-from trainer.files.atomic_io import access_problem, digest_bytes, says_nothing_of_content
+from trainer.files.atomic_io import access_problem, digest_bytes, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 from trainer.files.uris import below
 
@@ -82,7 +82,7 @@ def reading(path: str, name: str) -> Iterator[None]:
     except UserError:
         raise
     except OSError as error:
-        if not says_nothing_of_content(error):
+        if not is_unrelated_to_content(error):
             raise CorruptCheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
         denied = "" if open_storage(path).disk is None else access_problem(os.path.join(path, name))
         text = f"{path}: {name} cannot be read ({error.strerror}{denied and f': {denied}'})"

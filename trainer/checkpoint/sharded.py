@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.manifest import FileEntry
-from trainer.errors import UserError, name_size
+from trainer.errors import UserError, format_size
 from trainer.process.failpoints import failpoint
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def _reason(cause: str, free: int | None, needed: int) -> str:
     if free is None:
         return cause
     if free < max(1 << 20, needed // 1000):
-        return f"the disk is full: {name_size(needed)} are needed, and {name_size(free)} are free"
-    return f"{cause} ({name_size(free)} are free)"
+        return f"the disk is full: {format_size(needed)} are needed, and {format_size(free)} are free"
+    return f"{cause} ({format_size(free)} are free)"
 
 
 def _size(value: Any) -> int:

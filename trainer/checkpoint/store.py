@@ -18,7 +18,7 @@ from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.names import LATEST, MANIFEST, step_in
 from trainer.checkpoint.storage import LocalStorage, Storage, for_each, open_storage
-from trainer.files.atomic_io import forget
+from trainer.files.atomic_io import drop_from_page_cache
 from trainer.process.failpoints import failpoint
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
@@ -256,7 +256,9 @@ class LocalStore(CheckpointStore):
             self.storage.put(f"{name}/file", data)
             self._disk.sync(name)
             self._disk.rename(name, renamed)
-            forget(self._disk.path(f"{renamed}/file"))  # it is read back from the disk if the kernel agrees
+            drop_from_page_cache(
+                self._disk.path(f"{renamed}/file")
+            )  # it is read back from the disk if the kernel agrees
             if self.storage.get(f"{renamed}/file") != data:
                 raise OSError(errno.EIO, "a file is not read back as it was written")
         finally:

@@ -1,1 +1,1 @@
-"""Start and call the processes of a job, on Ray or without it (`local`). Only this room imports Ray."""
+"""Start and call the processes of a job, on Ray or as plain processes. Only this package imports Ray."""

@@ -1,4 +1,4 @@
-"""Groups whose members are Ray actors."""
+"""Worker groups whose workers are Ray actors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainer.cluster.stacks import own_stacks, stacks_from_outside
-from trainer.cluster.timeouts import Patience
+from trainer.cluster.stacks import local_stacks, py_spy_stacks
+from trainer.cluster.timeouts import Timeouts
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.cluster.worker_setup import failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
 
 _END_S = 10.0
-_POLL_INTERVAL_S = 20.0  # longer than py-spy may take on a node, after a process of Ray has started there
+_POLL_INTERVAL_S = 20.0  # longer than py-spy may take on a node where a Ray process has just started
 
 
 class _Host:
-    """An actor that hosts one object of any class. Each of the channels call, aside and pulse has its own thread.
+    """An actor that hosts one object of any class. Each concurrency group has its own thread.
 
-    The channel pulse is served while the object is built, too: Ray serves none before the constructor is done.
+    The group "heartbeat" also runs while the object is built. Ray runs no method before the constructor returns, so
+    `build` creates the object instead of the constructor.
     """
 
     def __init__(self) -> None:
@@ -39,9 +40,9 @@ class _Host:
         self._building: Future[Any] = Future()
 
     def build(self, message: bytes) -> None:
-        """Build the object, before any other call."""
+        """Build the object. Must be the first call."""
         try:
-            factory, args = pickle.loads(message)  # imports what they need
+            factory, args = pickle.loads(message)  # imports the modules of the factory
             self._building.set_result(factory(*args))
         except Exception as error:  # each call raises it
             self._building.set_exception(error)
@@ -49,23 +50,23 @@ class _Host:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._building.result(), method)(*args, **kwargs)
 
-    @ray.method(concurrency_group="aside")
-    def aside(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run `method` at the same time as other calls."""
+    @ray.method(concurrency_group="background")
+    def background(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` while other calls run."""
         return getattr(self._building.result(), method)(*args, **kwargs)
 
-    @ray.method(concurrency_group="pulse")
-    def pulse(self, _: str) -> tuple[int, str, bool]:
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self, _: str) -> tuple[int, str, bool]:
         """Return the id of this process, the address of its node, and whether its object is built."""
         return os.getpid(), ray.util.get_node_ip_address(), self._building.done()
 
-    @ray.method(concurrency_group="pulse")
+    @ray.method(concurrency_group="heartbeat")
     def stacks(self, _: str) -> str:
-        """Return the stacks of the threads of this process."""
-        return own_stacks()
+        """Return the stacks of all threads of this process."""
+        return local_stacks()
 
-    @ray.method(concurrency_group="pulse")
-    def where(self, _: str) -> dict[str, Any]:
+    @ray.method(concurrency_group="heartbeat")
+    def placements(self, _: str) -> dict[str, Any]:
         """Return the address and the id of the node, and the GPU ids of this actor."""
         context = ray.get_runtime_context()
         gpus = [str(i) for i in ray.get_gpu_ids()]
@@ -81,100 +82,101 @@ class _Actors:
     def wait(self, tickets: list[Any], timeout_s: float) -> list[Any]:
         return ray.wait(tickets, num_returns=1, timeout=timeout_s)[0]
 
-    def take(self, ticket: Any, name: str) -> Any:
+    def get(self, ticket: Any, name: str) -> Any:
         try:
             return ray.get(ticket)
         except RayError as error:
-            raise _as_itself(error, name) from None
+            raise _original_error(error, name) from None
 
-    def has_begun(self, process: Any) -> bool:
-        return _place_of(process) is not None
+    def has_started(self, process: Any) -> bool:
+        return _process_id_of(process) is not None
 
-    def stacks_from_outside(self, places: Sequence[tuple[int, str]]) -> list[str]:
+    def py_spy_stacks(self, process_ids: Sequence[tuple[int, str]]) -> list[str]:
         pids = defaultdict[str, list[int]](list)
-        for pid, address in places:
+        for pid, address in process_ids:
             pids[address].append(pid)
-        own, asked, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _POLL_INTERVAL_S
-        look = ray.remote(num_cpus=0, max_retries=0)(stacks_from_outside)
+        local, tickets, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _POLL_INTERVAL_S
+        py_spy = ray.remote(num_cpus=0, max_retries=0)(py_spy_stacks)
         for node in ray.nodes():
             address, at = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            if node["Alive"] and address in pids and address != own:
-                asked[look.options(scheduling_strategy=at).remote(pids[address])] = address
-        seen = dict(zip(((pid, own) for pid in pids[own]), stacks_from_outside(pids[own]), strict=True))
-        while asked:
-            done, _ = ray.wait(list(asked), timeout=max(0.0, end - time.monotonic()))
+            if node["Alive"] and address in pids and address != local:
+                tickets[py_spy.options(scheduling_strategy=at).remote(pids[address])] = address
+        stacks = dict(zip(((pid, local) for pid in pids[local]), py_spy_stacks(pids[local]), strict=True))
+        while tickets:
+            done, _ = ray.wait(list(tickets), timeout=max(0.0, end - time.monotonic()))
             if not done:
                 break
-            address = asked.pop(done[0])
+            address = tickets.pop(done[0])
             with contextlib.suppress(RayError):
-                seen.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
+                stacks.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
         return [
-            seen.get(place, f"Neither the process nor its node answers within {_POLL_INTERVAL_S:g} s.\n")
-            for place in places
+            stacks.get(process_id, f"Neither the process nor its node answers within {_POLL_INTERVAL_S:g} s.\n")
+            for process_id in process_ids
         ]
 
-    def kill(self, process: Any, at: tuple[int, str] | None) -> None:
-        at = at or _place_of(process)
+    def kill(self, process: Any, process_id: tuple[int, str] | None) -> None:
+        process_id = process_id or _process_id_of(process)
         ray.kill(process, no_restart=True)
-        if at is not None and at[1] == ray.util.get_node_ip_address():
-            _end_stopped(at[0])  # Ray asks the process to end, and a stopped process does not hear it
+        if process_id is not None and process_id[1] == ray.util.get_node_ip_address():
+            _kill_stopped(process_id[0])  # Ray asks the process to exit, and a stopped process cannot respond
 
 
 def launch_actors(
     name: str,
     factory: Callable[..., Any],
-    member_args: Sequence[tuple],
+    worker_args: Sequence[tuple],
     options: Callable[[int], dict[str, Any]],
     env: dict[str, str],
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> WorkerGroup:
-    """Start one actor for each entry of `member_args`. Does not wait for the actors.
+    """Start one actor for each entry of `worker_args`. Does not wait for the actors.
 
     Args:
-        options: returns Ray's options of a member, each time that it is started.
+        options: returns Ray's options of a worker. Called each time the worker starts.
     """
-    remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1, "pulse": 1})(_Host)
+    groups = {"background": 1, "heartbeat": 1}
+    remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(_Host)
 
-    def launch(member: int) -> Any:
-        own = dict(options(member))
-        variables = {**env, **own.pop("env", {})}
-        process = remote.options(**own, runtime_env={"env_vars": variables}).remote()
-        process.build.remote(cloudpickle.dumps((factory, member_args[member])))
+    def launch(worker: int) -> Any:
+        worker_options = dict(options(worker))
+        variables = {**env, **worker_options.pop("env", {})}
+        process = remote.options(**worker_options, runtime_env={"env_vars": variables}).remote()
+        process.build.remote(cloudpickle.dumps((factory, worker_args[worker])))
         return process
 
-    return WorkerGroup(name, len(member_args), launch, _Actors(), patience)
+    return WorkerGroup(name, len(worker_args), launch, _Actors(), timeouts)
 
 
-def _place_of(process: Any) -> tuple[int, str] | None:
-    """Return what Ray knows of an actor: the id of its process and the address of its node. None: it has none yet."""
-    known = actors(process._actor_id.hex())
-    return (known["Pid"], known["Address"]["IPAddress"]) if known.get("Pid") else None
+def _process_id_of(process: Any) -> tuple[int, str] | None:
+    """Return the pid of an actor and the address of its node, or None if Ray has not started the actor yet."""
+    state = actors(process._actor_id.hex())
+    return (state["Pid"], state["Address"]["IPAddress"]) if state.get("Pid") else None
 
 
-def _as_itself(error: RayError, name: str) -> Exception:
-    """Return the exception that a member raised, without the Ray exception around it; for a dead member, the reason."""
+def _original_error(error: RayError, name: str) -> Exception:
+    """Return the exception that a worker raised, without the Ray exception around it. For a dead worker: the reason."""
     if isinstance(error, RayTaskError):
         return failure_of(error.cause, name, str(error))
-    if isinstance(error, RayActorError) and error.actor_init_failed:  # the text holds its traceback
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # the text contains its traceback
         return WorkerError(f"{name} died: {str(error).strip()}", cause="killed")
     cause = "killed"
     if isinstance(error, OutOfMemoryError):
-        reason, cause = "Ray ended it, because the memory of its machine ran low", "memory"
+        reason, cause = "Ray killed it because the memory of its machine ran low", "memory"
     elif isinstance(error, RayActorError):
         reason = "its process was killed or crashed, perhaps because memory ran out"
     else:
         reason = one_line(str(error))
     return WorkerError(
         f"{name} died: {reason}",
-        f"{RESTART_HINT} (its last output is among Ray's logs, those of a Ray that the job has started are in ray_logs "
-        "of the run directory)",
+        f"{RESTART_HINT} (the last output of the process is in Ray's logs; if the job started Ray, they are in "
+        "ray_logs of the run directory)",
         cause,
     )
 
 
-def _end_stopped(pid: int) -> None:
+def _kill_stopped(pid: int) -> None:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        if "ray::" in "".join(process.cmdline()):  # the id may belong to another process by now
+        if "ray::" in "".join(process.cmdline()):  # the pid may belong to another process by now
             process.kill()
             process.wait(_END_S)  # the next process may need its memory, above all on a GPU

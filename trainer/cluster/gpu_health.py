@@ -1,4 +1,4 @@
-"""Whether a GPU is behind a failure of ranks: by the error itself, and by what the kernels of the nodes say."""
+"""Check whether a GPU caused a failure of ranks, by the text of the error and by the kernel logs of the nodes."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ from trainer.errors import (
     UserError,
     WorkerError,
     describe_error,
+    failure_source_of,
     one_line,
-    origin_of,
-    set_origin,
+    set_failure_source,
 )
 from trainer.process.xid import gpu_error_in
 
-_LONGEST_S = 3600.0  # a hang is noticed long after the kernel has written about it
+_LONGEST_S = 3600.0  # a hang is detected long after the kernel has logged it
 
 
 class GpuHealthCheck:
-    """Examines failures.
+    """Checks whether a GPU caused a failure.
 
     Args:
-        lines: returns what the kernel of each node has said of its GPUs in the last so many seconds, by the address of
-            the node.
+        read_kernel_logs: returns the messages that the kernel of each node has logged about its GPUs in the last
+            `seconds`, by the address of the node.
         drain: called with the address of a node whose GPU is broken, and the cause.
     """
 
-    def __init__(self, lines: Callable[[float], Mapping[str, list[str]]], drain: Callable[[str, str], None]):
-        self._lines = lines
+    def __init__(self, read_kernel_logs: Callable[[float], Mapping[str, list[str]]], drain: Callable[[str, str], None]):
+        self._read_kernel_logs = read_kernel_logs
         self._drain = drain
         self._since = time.monotonic()
 
     def examine(self, error: Exception) -> Exception:
-        """Return the failure, or the one of a GPU that explains it. Nodes with a broken GPU are drained.
+        """Return the GPU failure that explains `error`, or `error` itself. Drain the nodes with a broken GPU.
 
-        A kernel is believed more than the error: if a GPU fails, a rank on another node may fail first.
+        A kernel log takes precedence over the error: if a GPU fails, a rank on another node may report an error first.
         """
-        origin, now = origin_of(error), time.monotonic()
-        if origin is None or isinstance(error, UserError):
+        source, now = failure_source_of(error), time.monotonic()
+        if source is None or isinstance(error, UserError):
             return error
         seconds, self._since = min(now - self._since, _LONGEST_S), now
-        found = [
+        logged = [
             (gpu_error, node, line)
-            for node, lines in self._ask(seconds).items()
+            for node, lines in self._kernel_logs(seconds).items()
             for line in lines
             if (gpu_error := gpu_error_in(line)) is not None and gpu_error.is_of_machine
         ]
-        own = gpu_error_in(describe_error(error))
-        blamed = [(gpu_error, node) for gpu_error, node, _ in found] + ([(own, origin.node)] if own else [])
-        for gpu_error, node in blamed:
+        in_text = gpu_error_in(describe_error(error))
+        suspects = [(gpu_error, node) for gpu_error, node, _ in logged] + ([(in_text, source.node)] if in_text else [])
+        for gpu_error, node in suspects:
             if gpu_error.is_broken and node:
                 self._drain(node, gpu_error.cause)
-        if not found:
+        if not logged:
             return error
-        _, node, line = max(found)
-        fact = f"{origin.name} failed, and the kernel of node {node} says: {one_line(line)}"
-        explained = WorkerError(fact, f"repair or drain the node, and {RESTART_HINT}", "gpu")
-        set_origin(explained, FailureSource(origin.name, node))
+        _, node, line = max(logged)
+        message = f"{source.name} failed, and the kernel of node {node} logged: {one_line(line)}"
+        explained = WorkerError(message, f"repair or drain the node, and {RESTART_HINT}", "gpu")
+        set_failure_source(explained, FailureSource(source.name, node))
         explained.__cause__ = error
         return explained
 
-    def _ask(self, seconds: float) -> Mapping[str, list[str]]:
+    def _kernel_logs(self, seconds: float) -> Mapping[str, list[str]]:
         try:
-            return self._lines(seconds)
-        except Exception:  # a cluster that fails must not hide the failure that is examined
+            return self._read_kernel_logs(seconds)
+        except Exception:  # an error of the cluster must not hide the failure that is examined
             return {}

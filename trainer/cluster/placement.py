@@ -1,4 +1,4 @@
-"""Places of processes on a Ray cluster: its placement groups, and the nodes that they may be on."""
+"""Placement of processes on a Ray cluster: placement groups, and the nodes that they may use."""
 
 from __future__ import annotations
 
@@ -15,81 +15,81 @@ from trainer.cluster.resources import by_node
 from trainer.process.signals import SIGNALS
 
 NODE_ID = "ray.io/node-id"
-"""The label of a node that has its id."""
-_SETTLE_S = 10.0  # how long to wait until Ray has taken a place that is to be removed
+"""The node label that contains the id of the node."""
+_SETTLE_S = 10.0  # how long to wait until Ray has scheduled a placement group that is to be removed
 
 
-def ask(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
-    """Ask Ray for a place for these bundles, on nodes with this label. Does not wait."""
+def create_placement_group(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
+    """Create a placement group for these bundles, on nodes with this label. Does not wait."""
     return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
 
 
-def remove(places: Sequence[PlacementGroup]) -> None:
-    """Give up places; first wait, but not for long, until Ray is not about to take one: it would never free it.
+def remove(groups: Sequence[PlacementGroup]) -> None:
+    """Remove placement groups. Wait briefly for pending ones first.
 
-    See ray-project/ray#64693.
+    Ray leaks a group that is removed while it is being scheduled (ray-project/ray#64693).
     """
     end = time.monotonic() + _SETTLE_S
-    while not all(map(is_settled, places)) and time.monotonic() < end:
+    while not all(map(is_settled, groups)) and time.monotonic() < end:
         time.sleep(0.025)
-    for place in places:
-        remove_placement_group(place)
+    for group in groups:
+        remove_placement_group(group)
 
 
-def is_settled(place: PlacementGroup) -> bool:
-    """Return whether Ray has taken the place, has found no room for it, or does not know it any more.
+def is_settled(group: PlacementGroup) -> bool:
+    """Return whether Ray has scheduled the group, has found no capacity for it, or has removed it.
 
-    Where there was no room, Ray tries again once in a while: no state tells that it does so at this moment.
+    Ray retries a group without capacity from time to time. No state shows that it is retrying at this moment.
     """
-    known = placement_group_table(place)
-    if not known or known["state"] in ("CREATED", "REMOVED"):
+    table = placement_group_table(group)
+    if not table or table["state"] in ("CREATED", "REMOVED"):
         return True
-    found = known["stats"]["scheduling_state"]
-    return known["state"] != "PREPARED" and found in ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
+    scheduling = table["stats"]["scheduling_state"]
+    return table["state"] != "PREPARED" and scheduling in ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
 
 
-def elsewhere(left_out: Collection[str]) -> dict[str, str]:
-    """Return the label of the nodes that are not left out."""
-    # Ray takes a space for a part of the id that follows.
-    return {NODE_ID: f"!in({','.join(sorted(left_out))})"} if left_out else {}
+def exclude_nodes(node_ids: Collection[str]) -> dict[str, str]:
+    """Return the label of all nodes except these."""
+    # Ray would read a space after a comma as part of the next id.
+    return {NODE_ID: f"!in({','.join(sorted(node_ids))})"} if node_ids else {}
 
 
-def waiting(places: Sequence[PlacementGroup]) -> int:
-    """Return how many of these wait for room."""
-    with SIGNALS.held():
-        return sum(placement_group_table(place)["state"] != "CREATED" for place in places)
+def count_pending(groups: Sequence[PlacementGroup]) -> int:
+    """Return how many of these placement groups wait for capacity."""
+    with SIGNALS.deferred():
+        return sum(placement_group_table(group)["state"] != "CREATED" for group in groups)
 
 
-def options_in(bundle: dict[str, float], place: PlacementGroup, index: int) -> dict[str, Any]:
-    """Return Ray's options of an actor in a place."""
+def options_in(bundle: dict[str, float], group: PlacementGroup, index: int) -> dict[str, Any]:
+    """Return Ray's options of an actor in a placement group."""
     return {
         "num_cpus": bundle["CPU"],
         "num_gpus": bundle.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
 
 
-def options_beside(home: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def options_colocated_with(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return options that let an engine see the GPUs of some ranks. For Ray, the GPUs belong to the ranks."""
     return {
         "num_cpus": 0,
         "num_gpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(home[0]["node"], soft=False),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ranks[0]["node"], soft=False),
         "env": {
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(gpu for place in home for gpu in place["gpus"]),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for rank in ranks for gpu in rank["gpus"]),
         },
     }
 
 
-def bundles_by_node(placement: PlacementGroup) -> list[int]:
-    """Return the numbers of the bundles of a place, those on one node one after another (see `by_node`)."""
-    with SIGNALS.held():
-        return by_node(placement_group_table(placement)["bundles_to_node_id"])
+def bundles_by_node(group: PlacementGroup) -> list[int]:
+    """Return the indices of the bundles of a group. Those on one node follow one another (see `by_node`)."""
+    with SIGNALS.deferred():
+        return by_node(placement_group_table(group)["bundles_to_node_id"])
 
 
 def alive_nodes() -> list[Node]:
-    """Return the nodes that Ray counts on. It takes about a minute to notice that one is lost."""
+    """Return the nodes that Ray believes to be alive. Ray needs about a minute to notice that a node has failed."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
         for node in ray.nodes()
@@ -97,13 +97,13 @@ def alive_nodes() -> list[Node]:
     ]
 
 
-def described(bundles: list[dict[str, float]]) -> str:
-    """Return what these bundles are for, as a part of a sentence."""
-    each = " and ".join(f"{count:g} {kind}" for kind, count in bundles[0].items())
+def describe_bundles(bundles: list[dict[str, float]]) -> str:
+    """Return in words how many processes these bundles are for, and the resources of each."""
+    each = " and ".join(f"{count:g} {resource}" for resource, count in bundles[0].items())
     return f"{len(bundles)} processes with {each} each" if len(bundles) > 1 else f"a process with {each}"
 
 
-def held() -> str:
-    """Return how much of the cluster all jobs together hold, as a part of a sentence."""
+def describe_usage() -> str:
+    """Return in words how much of the cluster all jobs together hold, as `3 of 4 CPU, 1 of 2 GPU`."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{total[k] - free.get(k, 0):g} of {total[k]:g} {k}" for k in ("CPU", "GPU") if k in total)

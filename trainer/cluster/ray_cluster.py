@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,11 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.gpu_health import GpuHealthCheck
-from trainer.cluster.node_health import NodeHealth
-from trainer.cluster.ray_head import LocalRay
-from trainer.cluster.ray_tmpdir import temporary_directory
-from trainer.cluster.resources import FindHome, check_gpus, fitting_ranks, forwarded_variables, rank_groups
-from trainer.cluster.timeouts import patience_of
+from trainer.cluster.node_health import Node, NodeHealth
+from trainer.cluster.ray_head import RayHead
+from trainer.cluster.ray_tmpdir import check_tmpdir
+from trainer.cluster.resources import FindGpus, check_gpus, forwarded_variables, max_world_size, rank_groups
+from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup, stacks_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
@@ -41,18 +41,18 @@ LOG = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.5  # between two checks of signals while Ray places processes
-_ROOM_S = 10.0  # how long to wait for room for all ranks before fewer are started
-_KERNEL_S = 20.0  # how long to wait for what the kernels of the nodes say
-_LOSSES = 2  # a node that was lost so often is not used again
+_CAPACITY_WAIT_S = 10.0  # how long to wait for capacity for all ranks before fewer are started
+_KERNEL_LOGS_S = 20.0  # how long to wait for the kernel logs of the nodes
+_MAX_FAILURES = 2  # a node that has failed this often is not used again
 _SHUTDOWN_S = 30.0  # how long to wait for `ray.shutdown`, which may hang after its processes have died
-_DRAINED = "trainer.excluded_nodes names it"
+_DRAINED = "trainer.excluded_nodes contains it"
 RAY_LOGS = "ray_logs"
-"""Directory below the run directory for Ray's logs of a job that failed."""
+"""Directory below the run directory with Ray's logs of a job that failed."""
 CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
 
 
 class RayCluster:
-    """Ray for one run: `with RayCluster(cfg, device) as cluster`. All processes that it has started end with it.
+    """Ray for one run: `with RayCluster(cfg, device) as cluster`. Kills all processes that it has started at the end.
 
     Args:
         device: `cuda` or `cpu`.
@@ -64,30 +64,30 @@ class RayCluster:
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[WorkerGroup, list[PlacementGroup]]] = []
-        self._reported: set[str] = set()  # ids of nodes that are left out
-        self._local: LocalRay | None = None  # None: another cluster is joined
-        self._watch: NodeHealth | None = None  # None: Ray runs on this machine alone
+        self._reported: set[str] = set()  # ids of excluded nodes that have been logged
+        self._head: RayHead | None = None  # None: the job uses an existing cluster
+        self._node_health: NodeHealth | None = None  # None: Ray runs on this machine only
         self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.excluded_nodes, _DRAINED)  # addresses, with reasons
-        self._patience = patience_of(cfg.trainer, self._lost, self._lost_nodes)
-        self.examine = GpuHealthCheck(self._gpu_lines, self._drained.setdefault).examine
+        self._timeouts = timeouts_of(cfg.trainer, self._failed_process, self._failed_nodes)
+        self.examine = GpuHealthCheck(self._read_kernel_logs, self._drained.setdefault).examine
 
     def __enter__(self) -> RayCluster:
         address = self.cfg.trainer.ray_address
         try:
             if address is None:
                 slots = max(os.cpu_count() or 1, self._slots_needed())
-                directory = temporary_directory(CPU_OBJECT_STORE_BYTES)
+                directory = check_tmpdir(CPU_OBJECT_STORE_BYTES)
                 store = CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None
-                with SIGNALS.held():  # `__exit__` needs `_local` to end Ray
-                    self._local = LocalRay(directory, slots, store)
+                with SIGNALS.deferred():  # `__exit__` needs `_head` to end Ray
+                    self._head = RayHead(directory, slots, store)
                 with stage("starting Ray"):
-                    address = self._local.connect()
+                    address = self._head.connect()
             else:
                 _probe(address)
             self._join(address)
-            if self._local is None:
-                self._watch = NodeHealth(self.cfg.trainer.node_timeout_s, ray.util.get_node_ip_address())
-                self._watch.watch(placement.alive_nodes())
+            if self._head is None:
+                self._node_health = NodeHealth(self.cfg.trainer.node_timeout_s, ray.util.get_node_ip_address())
+                self._node_health.watch(placement.alive_nodes())
             self._check_resources()
         except BaseException as error:
             self.__exit__(type(error))
@@ -96,147 +96,147 @@ class RayCluster:
 
     def _join(self, address: str) -> None:
         try:
-            # On another thread: on the main one Ray would install a handler for SIGTERM that ends the process.
-            with SIGNALS.held(), SIGNALS.blocked(), ThreadPoolExecutor(1) as thread:
+            # On another thread: on the main thread, Ray would install a SIGTERM handler that ends the process.
+            with SIGNALS.deferred(), SIGNALS.blocked(), ThreadPoolExecutor(1) as thread:
                 thread.submit(ray.init, address=address, log_to_driver=False, logging_level="ERROR").result()
-                SIGNALS.reinstall()  # Ray's C++ part has installed some all the same
+                SIGNALS.reinstall()  # Ray's C++ code installs handlers on any thread
         except (ConnectionError, RuntimeError, ValueError) as error:
-            if self._local is not None:
+            if self._head is not None:
                 raise
             reason = str(error).splitlines()[0]
             raise UserError(f"trainer.ray_address={self.cfg.trainer.ray_address}: {reason}") from error
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        with SIGNALS.held():
-            if self._watch is not None:
-                self._watch.close()
-            if not self._lost():
+        with SIGNALS.deferred():
+            if self._node_health is not None:
+                self._node_health.close()
+            if not self._failed_process():
                 for group, _ in list(self._groups):
-                    # If the cluster itself has failed, its actors and placement groups are already gone.
+                    # If the cluster itself has failed, its actors and placement groups no longer exist.
                     with contextlib.suppress(RayError):
                         self.release(group)
-            if self._local is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
-                self._local.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
-            if self._local is not None:
-                # Before `ray.shutdown`, which does not wait for the end of the processes: the next job may need their
-                # memory, above all on a GPU.
-                self._local.close()
+            if self._head is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
+                self._head.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
+            if self._head is not None:
+                # Before `ray.shutdown`, which does not wait until the processes have exited: the next job may need
+                # their memory, above all on a GPU.
+                self._head.close()
             with SIGNALS.blocked():
                 if not ends_within(ray.shutdown, _SHUTDOWN_S):
-                    LOG.warning("Ray has not shut down within %g s; the job ends without waiting", _SHUTDOWN_S)
-                SIGNALS.reinstall()  # Ray has set SIGTERM to its default, which ends the process
+                    LOG.warning("Ray has not shut down within %g s; the job exits without waiting", _SHUTDOWN_S)
+                SIGNALS.reinstall()  # Ray has reset SIGTERM to its default, which ends the process
 
-    def _lost(self) -> str | None:
-        part = self._local.lost() if self._local is not None else None
-        return part and f"Ray's {part}"
+    def _failed_process(self) -> str | None:
+        process = self._head.failed_process() if self._head is not None else None
+        return process and f"Ray's {process}"
 
-    def _lost_nodes(self) -> dict[str, str]:
-        lost = self._watch.lost() if self._watch is not None else {}
-        return {node.address: reason for node, reason in lost.items()}
+    def _failed_nodes(self) -> dict[str, str]:
+        failed = self._node_health.failed() if self._node_health is not None else {}
+        return {node.address: reason for node, reason in failed.items()}
 
-    def meeting_place(self, group: WorkerGroup, port: int = 0) -> str:
-        """Return the address at which the members of a process group meet. The first rank of `group` is its first rank.
+    def rendezvous_address(self, group: WorkerGroup, port: int = 0) -> str:
+        """Return the address at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group.
 
         Args:
-            port: port on the machine of that rank. 0: a free port, or a file if all members are on this machine.
+            port: TCP port on the machine of rank 0. 0: a free port, or a file if all ranks are on this machine.
         """
-        if self._local is not None and not port:
-            return f"file://{self._local.directory}/store-{secrets.token_hex(8)}"
-        return group.call_one(0, "find_address", group.where()[0]["host"], port)
+        if self._head is not None and not port:
+            return f"file://{self._head.directory}/store-{secrets.token_hex(8)}"
+        return group.call_one(0, "find_address", group.placements()[0]["host"], port)
 
     def release(self, group: WorkerGroup) -> None:
-        """End the processes of the group and free their resources."""
+        """Kill the processes of the group and free their resources."""
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
         placement.remove(entry[1])
 
     def count_ranks(self) -> int:
-        """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many.
+        """Return how many ranks to start: `trainer.num_workers`, or fewer if the cluster has too little capacity.
 
         Raises:
-            UserError: there is no room for `trainer.min_world_size`.
+            UserError: the capacity is too small for `trainer.min_world_size`.
         """
         t = self.cfg.trainer
-        if self._watch is None or t.min_world_size is None:
+        if self._node_health is None or t.min_world_size is None:
             return t.num_workers
-        engines = next((places for group, places in self._groups if group.name == "engine"), None)
+        engines = next((placed for group, placed in self._groups if group.name == "engine"), None)
         started = time.monotonic()
         while True:
-            left_out = self._left_out()
-            with SIGNALS.held():
-                free = [free for node, free in available_resources_per_node().items() if node not in left_out]
-            homeless = self.cfg.num_engines if engines is None else placement.waiting(engines)
-            count, waited_s = fitting_ranks(self.cfg, self.device, free, homeless), time.monotonic() - started
-            if count == t.num_workers or count >= t.min_world_size and waited_s > _ROOM_S:
+            excluded = self._excluded_nodes()
+            with SIGNALS.deferred():
+                free = [free for node, free in available_resources_per_node().items() if node not in excluded]
+            unplaced = self.cfg.num_engines if engines is None else placement.count_pending(engines)
+            count, waited_s = max_world_size(self.cfg, self.device, free, unplaced), time.monotonic() - started
+            if count == t.num_workers or count >= t.min_world_size and waited_s > _CAPACITY_WAIT_S:
                 break
             if waited_s > self._placement_timeout_s:
                 raise UserError(
-                    f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
-                    f"has room for {count} ranks; other jobs hold {placement.held()}"
+                    f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} has "
+                    f"capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
                 )
             SIGNALS.check()
             time.sleep(_POLL_INTERVAL_S)
         if count < t.num_workers:
-            LOG.warning("the cluster has room for %d of %d ranks", count, t.num_workers)
+            LOG.warning("the cluster has capacity for %d of %d ranks", count, t.num_workers)
         return count
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start `count` actors that host `factory(rank, world_size, device)`, with a GPU or CPU each."""
+        """Start `count` actors that host `factory(rank, world_size, device)`, each with a GPU or a CPU."""
         count = count or self.cfg.trainer.num_workers
         bundle = self._bundle(gpus=1)
-        (place,) = self._place([[bundle] * count])
-        options = [placement.options_in(bundle, place, index) for index in placement.bundles_by_node(place)]
+        (group,) = self._place([[bundle] * count])
+        options = [placement.options_in(bundle, group, index) for index in placement.bundles_by_node(group)]
         args = [(rank, count, self.device) for rank in range(count)]
-        return self._keep(self._launch(name, factory, args, options.__getitem__, env), [place])
+        return self._register(self._launch(name, factory, args, options.__getitem__, env), [group])
 
     def launch_engines(
-        self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None
+        self, factory: Any, args: tuple, env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
         """Start `rollout.num_engines` actors that host `factory(*args)` (see `worker_groups.Cluster`)."""
         r = self.cfg.rollout
-        places: list[PlacementGroup] = []
-        if home is not None:
+        placed: list[PlacementGroup] = []
+        if find_gpus is not None:
 
             def options(engine: int) -> dict[str, Any]:
-                return placement.options_beside(home(engine))
+                return placement.options_colocated_with(find_gpus(engine))
         else:
             bundle, started = self._bundle(r.tensor_parallel_size), set[int]()
-            places = self._place_apart(bundle, r.num_engines)
+            placed = self._place_separately(bundle, r.num_engines)
 
             def options(engine: int) -> dict[str, Any]:
                 if engine in started:
-                    self._leave_lost_node(places, engine, bundle)
+                    self._move_from_failed_node(placed, engine, bundle)
                 started.add(engine)
-                return placement.options_in(bundle, places[engine], 0)
+                return placement.options_in(bundle, placed[engine], 0)
 
-        return self._keep(self._launch("engine", factory, [args] * r.num_engines, options, env), places)
+        return self._register(self._launch("engine", factory, [args] * r.num_engines, options, env), placed)
 
-    def has_room(self, group: WorkerGroup) -> bool:
-        """Return whether a member of `group` has a place. One whose node was lost may have to wait for a place."""
-        places = next(places for kept, places in self._groups if kept is group)
-        return not places or placement.waiting(places) < len(places)
+    def has_capacity(self, group: WorkerGroup) -> bool:
+        """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""
+        placed = next(placed for registered, placed in self._groups if registered is group)
+        return not placed or placement.count_pending(placed) < len(placed)
 
-    def _gpu_lines(self, seconds: float) -> dict[str, list[str]]:
-        """Return what the kernel of each node says of its GPUs (see `gpu_lines`), of the nodes that answer in time."""
-        if self._watch is None or self.device != "cuda":
+    def _read_kernel_logs(self, seconds: float) -> dict[str, list[str]]:
+        """Return the kernel log lines of each node about its GPUs (see `gpu_lines`). Skip nodes that do not answer."""
+        if self._node_health is None or self.device != "cuda":
             return {ray.util.get_node_ip_address(): gpu_lines(seconds)}
-        lost, ask = self._lost_nodes(), ray.remote(num_cpus=0, max_retries=0)(gpu_lines)
-        answers = {}
-        with SIGNALS.held():
+        failed, read = self._failed_nodes(), ray.remote(num_cpus=0, max_retries=0)(gpu_lines)
+        tickets = {}
+        with SIGNALS.deferred():
             for node in placement.alive_nodes():
-                if node.address not in lost:
-                    place = NodeAffinitySchedulingStrategy(node.id, soft=False)
-                    answers[ask.options(scheduling_strategy=place).remote(seconds)] = node.address
-            done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_KERNEL_S)
+                if node.address not in failed:
+                    on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
+                    tickets[read.options(scheduling_strategy=on_node).remote(seconds)] = node.address
+            done, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=_KERNEL_LOGS_S)
         lines = {}
-        for answer in done:
-            with SIGNALS.held(), contextlib.suppress(RayError):
-                lines[answers[answer]] = ray.get(answer)
+        for ticket in done:
+            with SIGNALS.deferred(), contextlib.suppress(RayError):
+                lines[tickets[ticket]] = ray.get(ticket)
         return lines
 
     def stacks(self) -> dict[str, str]:
-        """Return the stacks of all processes, by name. Any thread may ask."""
+        """Return the stacks of all processes, by name. Thread-safe."""
         return stacks_of([group for group, _ in self._groups])
 
     def _launch(
@@ -247,129 +247,143 @@ class RayCluster:
         options: Callable[[int], dict[str, Any]],
         env: dict[str, str],
     ) -> WorkerGroup:
-        forwarded = forwarded_variables(os.environ) if self._local is None else {}
-        return launch_actors(name, factory, args, options, {**forwarded, **env}, self._patience)
+        forwarded = forwarded_variables(os.environ) if self._head is None else {}
+        return launch_actors(name, factory, args, options, {**forwarded, **env}, self._timeouts)
 
     def _bundle(self, gpus: int) -> dict[str, float]:
-        """Return what a place has: a CPU and, on GPUs, so many GPUs."""
+        """Return the resources of one process: a CPU and, on GPUs, `gpus` GPUs."""
         return {"CPU": 1, **({"GPU": gpus} if self.device == "cuda" else {})}
 
-    def _place_apart(self, bundle: dict[str, float], count: int) -> list[PlacementGroup]:
-        """Return `count` places that can be given up one by one, on the nodes that one placement group would have."""
-        if self._watch is None or count == 1:
+    def _place_separately(self, bundle: dict[str, float], count: int) -> list[PlacementGroup]:
+        """Return `count` placement groups, on the nodes that Ray would choose for one group of `count` bundles.
+
+        Each of them can be removed without the others.
+        """
+        if self._node_health is None or count == 1:
             return self._place([[bundle]] * count)
         (together,) = self._place([[bundle] * count])
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             nodes = placement_group_table(together)["bundles_to_node_id"].values()
             placement.remove([together])
         return self._place([[bundle]] * count, [{placement.NODE_ID: node} for node in sorted(nodes)])
 
-    def _leave_lost_node(self, places: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
-        """Give an engine whose node is lost a place on another node. Without room there, it waits for room.
+    def _move_from_failed_node(self, placed: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
+        """Place an engine whose node has failed on another node. Without capacity there, the engine waits.
 
-        Ray itself would move the place once it notices the loss, after about a minute.
+        Ray itself moves a placement group only once it notices the failure, after about a minute.
         """
-        if self._watch is None:
+        if self._node_health is None:
             return
-        left_out = self._left_out()
-        with SIGNALS.held():
-            node = placement_group_table(places[engine])["bundles_to_node_id"].get(0)
-            if node in {one.id for one in placement.alive_nodes()} and node not in left_out:
+        excluded = self._excluded_nodes()
+        with SIGNALS.deferred():
+            current = placement_group_table(placed[engine])["bundles_to_node_id"].get(0)
+            if current in {node.id for node in placement.alive_nodes()} and current not in excluded:
                 return
-            placement.remove([places[engine]])
+            placement.remove([placed[engine]])
             free = available_resources_per_node()
-            have_room = {node for node in free if all(free[node].get(name, 0) >= bundle[name] for name in bundle)}
-            excluded: Collection[str] = left_out
-            if have_room <= left_out.keys():
-                LOG.warning("engine %d waits for room on another node", engine)
-                # One that answers again may be taken, but Ray must not take it before: it may believe that it has room.
-                excluded = left_out.keys() - (self._may_return() - have_room)
-            places[engine] = placement.ask([bundle], placement.elsewhere(excluded))
+            with_capacity = {node for node in free if all(free[node].get(name, 0) >= bundle[name] for name in bundle)}
+            node_ids: Collection[str] = excluded
+            if with_capacity <= excluded.keys():
+                LOG.warning("engine %d waits for capacity on another node", engine)
+                # A failed node may be used once it answers again. Until then Ray must not schedule on it, although Ray
+                # may believe that the node has free resources.
+                node_ids = excluded.keys() - (self._recoverable_nodes() - with_capacity)
+            placed[engine] = placement.create_placement_group([bundle], placement.exclude_nodes(node_ids))
 
     def put(self, value: Any) -> Any:
-        """Store `value` in the object store and return a reference. Actors get the value, and arrays without a copy.
+        """Store `value` in the object store and return a reference. Actors receive the value, arrays without a copy.
 
         Raises:
             WorkerError: Ray has died, or its object store is full.
         """
-        self._patience.check_cluster()
+        self._timeouts.check_cluster()
         try:
-            with SIGNALS.held():
+            with SIGNALS.deferred():
                 return ray.put(value)
         except RayError as error:
-            self._patience.check_cluster()  # it may have died since
+            self._timeouts.check_cluster()  # Ray may have died since the first check
             reason = f"Ray cannot store a batch: {one_line(str(error))}"
             raise WorkerError(reason, RESTART_HINT) from error
 
-    def _keep(self, group: WorkerGroup, places: list[PlacementGroup]) -> WorkerGroup:
-        self._groups.append((group, places))
+    def _register(self, group: WorkerGroup, placed: list[PlacementGroup]) -> WorkerGroup:
+        self._groups.append((group, placed))
         return group
 
     def _place(
         self, groups: Sequence[list[dict[str, float]]], labels: Sequence[dict[str, str]] | None = None
     ) -> list[PlacementGroup]:
-        """Return a placement group for each list of bundles, when all have their place.
+        """Return a placement group for each list of bundles, once Ray has scheduled all of them.
 
         Args:
-            labels: of the nodes of each group. None: of any node that is not left out.
+            labels: node labels of each group. None: any node that is not excluded.
         """
-        self._patience.check_cluster()
-        places: list[PlacementGroup] = []
-        asked, end = None, time.monotonic() + self._placement_timeout_s
+        self._timeouts.check_cluster()
+        placed: list[PlacementGroup] = []
+        requested, end = None, time.monotonic() + self._placement_timeout_s
         try:
             while time.monotonic() < end:
-                wanted = labels or [placement.elsewhere(self._left_out())] * len(groups)
-                with SIGNALS.held():
-                    if wanted != asked and all(map(placement.is_settled, places)):  # a node was lost, or answers again
-                        placement.remove(places)
-                        places = [placement.ask(bundles, label) for bundles, label in zip(groups, wanted, strict=True)]
-                        asked = wanted
-                    if wanted == asked and all(place.wait(_POLL_INTERVAL_S) for place in places):
-                        return places
-                self._patience.check_cluster()
+                allowed = labels or [placement.exclude_nodes(self._excluded_nodes())] * len(groups)
+                with SIGNALS.deferred():
+                    if allowed != requested and all(
+                        map(placement.is_settled, placed)
+                    ):  # the set of usable nodes changed
+                        placement.remove(placed)
+                        placed = [
+                            placement.create_placement_group(bundles, label)
+                            for bundles, label in zip(groups, allowed, strict=True)
+                        ]
+                        requested = allowed
+                    if allowed == requested and all(group.wait(_POLL_INTERVAL_S) for group in placed):
+                        return placed
+                self._timeouts.check_cluster()
         except BaseException:
-            with SIGNALS.held(), contextlib.suppress(RayError):
-                placement.remove([] if self._lost() else places)
+            with SIGNALS.deferred(), contextlib.suppress(RayError):
+                placement.remove([] if self._failed_process() else placed)
             raise
-        with SIGNALS.held():
-            placement.remove(places)
+        with SIGNALS.deferred():
+            placement.remove(placed)
         raise UserError(
-            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no room for "
-            f"{placement.described([bundle for bundles in groups for bundle in bundles])} within "
-            f"{self._placement_timeout_s:g} s; jobs hold {placement.held()}; raise trainer.placement_timeout_s if "
-            "nodes are still to start"
+            f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no capacity for "
+            f"{placement.describe_bundles([bundle for bundles in groups for bundle in bundles])} within "
+            f"{self._placement_timeout_s:g} s; jobs hold {placement.describe_usage()}; raise "
+            "trainer.placement_timeout_s if nodes have not started yet"
         )
 
-    def _may_return(self) -> set[str]:
-        """Return the ids of the nodes that are left out only as long as they do not answer."""
-        unsteady = {node for node in self._watch.lost() if self._watch.losses(node.address) >= _LOSSES}
-        return {node.id for node in self._watch.lost().keys() - unsteady if node.address not in self._drained}
+    def _unsteady_nodes(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the nodes that have failed so often that they are not used again."""
+        return [node for node in nodes if self._node_health.failures(node.address) >= _MAX_FAILURES]
 
-    def _left_out(self) -> dict[str, str]:
-        """Return the ids of the nodes on which nothing is placed, each with the reason.
+    def _recoverable_nodes(self) -> set[str]:
+        """Return the ids of the excluded nodes that are usable again as soon as they answer."""
+        failed = self._node_health.failed().keys()
+        return {node.id for node in failed - set(self._unsteady_nodes(failed)) if node.address not in self._drained}
 
-        They are lost, which Ray itself has not noticed yet, were lost more than once, or the config drains them.
+    def _excluded_nodes(self) -> dict[str, str]:
+        """Return the ids of the nodes on which no process is placed, each with the reason.
+
+        A node is excluded if it has failed (Ray itself may not have noticed yet), if it has failed more than once, or
+        if it is drained.
         """
-        if self._watch is None:
+        if self._node_health is None:
             return {}
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             nodes = placement.alive_nodes()
-        self._watch.watch(nodes)
-        reasons = self._watch.look()
-        unsteady = {node: f"lost {_LOSSES} times" for node in nodes if self._watch.losses(node.address) >= _LOSSES}
+        self._node_health.watch(nodes)
+        failed = self._node_health.check()
+        unsteady = dict.fromkeys(self._unsteady_nodes(nodes), f"failed {_MAX_FAILURES} times")
         drained = {node: self._drained[node.address] for node in nodes if node.address in self._drained}
-        left_out = {**unsteady, **reasons, **drained}
-        for node, reason in left_out.items():
+        excluded = {**unsteady, **failed, **drained}
+        for node, reason in excluded.items():
             if node.id not in self._reported:
                 self._reported.add(node.id)
-                LOG.warning("node %s is left out: %s", node, reason)
+                LOG.warning("node %s is excluded: %s", node, reason)
                 if reason == _DRAINED:
-                    continue  # no incident
-                fact, cause = f"node {node} is left out: {reason}", reason if node in drained else "lost node"
+                    continue  # the user's choice is not an incident
+                text, cause = f"node {node} is excluded: {reason}", reason if node in drained else "failed node"
                 INCIDENTS.record(
-                    Incident(INCIDENTS.step, "node", str(node), str(node), INFRASTRUCTURE, cause, "left out", 0.0, fact)
+                    Incident(INCIDENTS.step, "node", str(node), str(node), INFRASTRUCTURE, cause, "excluded", 0.0, text)
                 )
-        return {node.id: reason for node, reason in left_out.items()}
+        return {node.id: reason for node, reason in excluded.items()}
 
     @property
     def _placement_timeout_s(self) -> float:
@@ -380,21 +394,21 @@ class RayCluster:
 
     def _check_resources(self) -> None:
         t = self.cfg.trainer
-        if self._watch is not None and (t.min_world_size is not None or t.placement_timeout_s is not None):
-            return  # `count_ranks` looks, or nodes are still to start
+        if self._node_health is not None and (t.min_world_size is not None or t.placement_timeout_s is not None):
+            return  # `count_ranks` checks the capacity, or nodes have not started yet
         if self.device == "cuda":
             check_gpus(self.cfg, int(ray.cluster_resources().get("GPU", 0)))
             return
         slots, cpus = self._slots_needed(), int(ray.cluster_resources().get("CPU", 0))
         if slots > cpus:
             raise UserError(
-                f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, the "
+                f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, and the "
                 f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
             )
 
 
 def ends_within(action: Callable[[], object], limit_s: float) -> bool:
-    """Call `action` on another thread, and return whether it has ended after `limit_s`."""
+    """Call `action` on another thread, and return whether it ends within `limit_s` seconds."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -402,7 +416,7 @@ def ends_within(action: Callable[[], object], limit_s: float) -> bool:
 
 
 def _probe(address: str) -> None:
-    """Raise UserError if no cluster answers at `address`, or if it wants a token. Ray itself retries for a minute."""
+    """Raise UserError if no cluster answers at `address`, or if it requires a token. Ray would retry for a minute."""
     if address == "auto" or address.startswith("ray://"):
         return
     host, _, port = address.rpartition(":")
@@ -413,14 +427,14 @@ def _probe(address: str) -> None:
     except OSError as error:
         raise UserError(
             f"trainer.ray_address={address}: no Ray cluster answers there ({error}); start one with "
-            "`ray start --head`, or leave the key out to run on this machine"
+            "`ray start --head`, or remove the key to run on this machine"
         ) from error
     try:
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             ensure_token_if_auth_enabled(None, create_token_if_missing=False)
             GcsClient(address=address)
     except AuthenticationError as error:
         raise UserError(
-            f"trainer.ray_address={address}: the cluster wants a token, and this process has none or another one; set "
-            "RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
+            f"trainer.ray_address={address}: the cluster requires a token, and this process has none or a wrong one; "
+            "set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
         ) from error

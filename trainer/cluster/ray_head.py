@@ -1,11 +1,11 @@
-"""A Ray cluster on this machine for one run. Other users cannot use it, and it ends with the run.
+"""A Ray cluster on this machine for one run. Other users cannot use it, and it exits with the run.
 
-A supervisor process (`trainer.cluster.supervisor`) starts Ray and waits. It has a session of its own, so a signal to
-the process group of the driver does not reach Ray. The supervisor reads a pipe. When the driver closes the pipe, or is
-killed, the supervisor ends all processes of Ray, removes Ray's files and ends.
+A supervisor process (`trainer.cluster.supervisor`) starts Ray and waits. It has its own session, so signals to the
+process group of the driver do not reach Ray. The supervisor reads a pipe. When the driver closes the pipe, or is
+killed, the supervisor kills all processes of Ray, removes Ray's files and exits.
 
-Ray executes the code that its clients send. So it listens on the loopback interface only, every call must carry a
-random token of this run, and its sockets and logs are in a directory that only this user can enter.
+Ray executes the code that its clients send. So Ray listens on the loopback interface only, every call must carry a
+random token of this run, and Ray's sockets and logs are in a directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process.signals import SIGNALS
 
-_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray takes the loopback address for this node
+_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address for this node
 _START_S = 180.0
 _CLOSE_S = 20.0
 
 
-class LocalRay:
-    """Begins to start the cluster. `connect` waits for it, and `close` ends it at any time.
+class RayHead:
+    """Begins to start the cluster. `connect` waits until it runs, and `close` ends it at any time.
 
     Args:
-        temporary: directory for temporary files (see `temporary_directory`).
+        tmpdir: directory for temporary files (see `ray_tmpdir.check_tmpdir`).
         num_cpus: logical CPUs.
         object_store_bytes: size of the object store. None: Ray's default.
     """
 
-    def __init__(self, temporary: str, num_cpus: int, object_store_bytes: int | None):
-        self._private = PrivateDirectory(temporary, "trainer-ray-", 4)
+    def __init__(self, tmpdir: str, num_cpus: int, object_store_bytes: int | None):
+        self._private = PrivateDirectory(tmpdir, "trainer-ray-", 4)
         self.directory = self._private.path
         self._environment = _set_environment()
-        _follow_environment(True)
-        _silence()
+        _reload_environment(True)
+        _silence_ray_errors()
         options = {"num_cpus": num_cpus, "directory": self.directory}
         if object_store_bytes is not None:
             options["object_store_memory"] = object_store_bytes
@@ -63,10 +63,10 @@ class LocalRay:
         self._is_closing = False
 
     def connect(self) -> str:
-        """Wait until Ray runs. Return the address at which the driver joins it.
+        """Wait until Ray runs. Return the address at which the driver connects to it.
 
         Raises:
-            WorkerError: Ray does not start. The message contains the reason that Ray gives.
+            WorkerError: Ray does not start. The message contains Ray's reason.
         """
         answer = self._answer()
         if "error" in answer:
@@ -79,10 +79,10 @@ class LocalRay:
         return answer["address"]
 
     def _watch_supervisor(self) -> None:
-        """End this process with a sentence when the supervisor dies.
+        """Exit with a message when the supervisor dies.
 
-        The kernel kills Ray with the supervisor. Ray's C++ part then ends this process within milliseconds and without
-        a word.
+        The kernel kills Ray together with the supervisor. Then Ray's C++ code ends this process within milliseconds,
+        without a message.
         """
         assert self._supervisor.stdout is not None
         self._supervisor.stdout.read()
@@ -90,14 +90,14 @@ class LocalRay:
             os.write(2, b"error: Ray's supervisor died, and the job with it; restart it with the same command\n")
             os._exit(1)
 
-    def lost(self) -> str | None:
-        """Return the name of a part of Ray that has died; None: all parts run."""
+    def failed_process(self) -> str | None:
+        """Return the name of a process of Ray that has died, or None if all run."""
         if self._supervisor.poll() is not None:
             return "supervisor"
         return next((name for name, process in self._daemons.items() if not is_running(process)), None)
 
     def close(self) -> None:
-        """End Ray and all processes that it has started, and wait for their end."""
+        """Kill Ray and all processes that it has started, and wait until they have exited."""
         assert self._supervisor.stdin is not None
         self._is_closing = True
         with contextlib.suppress(OSError):
@@ -117,10 +117,10 @@ class LocalRay:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _follow_environment(False)
+        _reload_environment(False)
 
     def save_logs(self, target: str) -> None:
-        """Copy the logs of Ray, which `close` removes, to the directory `target`. Replaces earlier logs."""
+        """Copy Ray's logs, which `close` removes, to the directory `target`. Replaces earlier logs."""
         logs = os.path.join(self.directory, "ray", "session_latest", "logs")
         with contextlib.suppress(OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
@@ -139,7 +139,7 @@ class LocalRay:
 
 def _set_environment() -> dict[str, str | None]:
     """Set the environment variables that Ray reads, here and in child processes. Return the previous values."""
-    wanted = {
+    variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_AUTH_TOKEN_PATH": None,
@@ -147,17 +147,17 @@ def _set_environment() -> dict[str, str | None]:
         "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0"),
         _LOOPBACK_VARIABLE: "0",
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    for name, value in wanted.items():
+    previous = {name: os.environ.get(name) for name in variables}
+    for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    return before
+    return previous
 
 
-def _follow_environment(local: bool) -> None:
-    """Make Ray, which this process has already imported, read the environment that `_set_environment` has set."""
+def _reload_environment(local: bool) -> None:
+    """Make the Ray module, which this process has already imported, read the environment again."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 
@@ -166,10 +166,11 @@ def _follow_environment(local: bool) -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _silence() -> None:
-    """Let no thread of Ray print long texts when a process dies. The job prints one sentence and keeps the logs.
+def _silence_ray_errors() -> None:
+    """Keep Ray from printing long texts when a process dies. The job prints one message and keeps the logs.
 
-    Also, `ray.shutdown` would wait for that thread. If the GCS has died meanwhile, Ray would end this process first.
+    Also, `ray.shutdown` would wait for the thread that prints them. If the GCS has died meanwhile, Ray would end this
+    process first.
     """
     from ray._private import worker
 

@@ -1,4 +1,4 @@
-"""What the processes of a run need: their number, GPUs, and environment."""
+"""The number, GPUs and environment variables of the processes of a run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from trainer.config import Config
 from trainer.config.engines import DETERMINISTIC_CUDA, STABLE_KERNELS
 from trainer.errors import UserError
 
-FindHome = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Returns where the ranks are whose GPUs an engine shares, by the number of the engine."""
+FindGpus = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Returns the placements of the ranks whose GPUs an engine shares, by the index of the engine."""
 
 
 def rank_groups(cfg: Config) -> int:
-    """Return the number of groups of ranks: one that hosts all roles, or one for each role."""
+    """Return the number of worker groups for ranks: one for all roles, or one for each role."""
+
     return 1 if cfg.trainer.colocate_roles else len(cfg.roles)
 
 
 def check_gpus(cfg: Config, available: int) -> None:
-    """Check that ranks and engines fit on `available` GPUs.
+    """Check that there are enough GPUs for ranks and engines.
 
     Raises:
-        UserError: they do not fit.
+        UserError: more GPUs are needed than `available`.
     """
     t, r = cfg.trainer, cfg.rollout
     ranks = t.num_workers * rank_groups(cfg)
@@ -35,34 +36,34 @@ def check_gpus(cfg: Config, available: int) -> None:
     needed = ranks + (0 if r.colocate else engines)
     if needed > available:
         raise UserError(
-            f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, there are "
-            f"{available}; use fewer, or let them share with rollout.colocate=true"
+            f"trainer.num_workers={t.num_workers}: ranks and engines need {needed} GPUs, and there are "
+            f"{available}; use fewer, or set rollout.colocate=true"
         )
 
 
 def by_node(nodes: Mapping[int, str]) -> list[int]:
-    """Return the places in an order in which those of one node follow one another.
+    """Return the bundle indices, sorted so that those of one node follow one another.
 
     Ranks that shard together, and the GPUs of one engine, must be neighbours.
 
     Args:
-        nodes: the node of each place. Ray does not promise any order.
+        nodes: the node of each bundle. Ray does not promise any order.
     """
     first: dict[str, int] = {}
-    for place in sorted(nodes):
-        first.setdefault(nodes[place], place)
-    return sorted(nodes, key=lambda place: (first[nodes[place]], place))
+    for index in sorted(nodes):
+        first.setdefault(nodes[index], index)
+    return sorted(nodes, key=lambda index: (first[nodes[index]], index))
 
 
-def fitting_ranks(cfg: Config, device: str, free: Sequence[Mapping[str, float]], engines: int) -> int:
-    """Return the largest number of ranks that fits on a cluster, at most `trainer.num_workers`.
+def max_world_size(cfg: Config, device: str, free: Sequence[Mapping[str, float]], engines: int) -> int:
+    """Return the largest number of ranks that the cluster has capacity for, at most `trainer.num_workers`.
 
     Args:
         free: for each node, the CPUs and GPUs that no job holds.
-        engines: number of engines that still need a place.
+        engines: number of engines that are not placed yet.
 
     Returns:
-        A multiple of the ranks that a layout needs; 0: not even these fit.
+        A multiple of the number of ranks that the layout needs. 0: the capacity is too small for any.
     """
     t, on_gpus = cfg.trainer, device == "cuda"
     size = cfg.rollout.tensor_parallel_size if on_gpus else 1
@@ -80,9 +81,9 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the driver that also count for ranks and engines on a cluster that was there before.
+    """Return the driver's variables to set for ranks and engines on an existing cluster.
 
-    Processes of such a cluster have the environment of `ray start`. Secrets are left out, because Ray shows the
+    Processes of such a cluster have the environment of `ray start`. Secrets are excluded, because Ray shows the
     environment of an actor to everybody who can reach the cluster.
     """
     return {
@@ -103,10 +104,10 @@ def rank_environment(device: str, environment: Mapping[str, str], deterministic:
     return {
         **STABLE_KERNELS,
         **(DETERMINISTIC_CUDA if deterministic else {}),
-        # Micro-batches of many sizes would leave gaps between tensors that nothing fits into.
+        # Micro-batches of many sizes would fragment GPU memory.
         "PYTORCH_ALLOC_CONF": environment.get("PYTORCH_ALLOC_CONF")
-        or environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name, over which this one would win
+        or environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name, which the new name would override
         or "expandable_segments:True",
-        # With 1, which setups for other frameworks export, all ranks of a node would take its first GPU.
+        # With 1, which other frameworks set, all ranks of a node would use its first GPU.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
     }

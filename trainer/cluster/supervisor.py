@@ -1,6 +1,6 @@
-"""The process that starts Ray for one run and ends all processes of Ray (see `local_ray`).
+"""The process that starts Ray for one run and kills all processes of Ray (see `ray_head`).
 
-It runs as a script. It imports nothing of `trainer`, only Ray and psutil.
+It runs as a script. It imports only Ray and psutil, and nothing of `trainer`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ import psutil
 END = b"end"
 """The driver writes this before it closes the pipe. A driver that is killed, or that Ray ends, does not write it."""
 END_SIGNAL = signal.SIGUSR1
-"""Ends the supervisor. Not SIGTERM: for a while Ray's C++ part has a handler for it, which aborts the process."""
+"""Ends the supervisor. Not SIGTERM: Ray's C++ code installs a SIGTERM handler that aborts the process."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Start Ray, send its address to the driver, wait for the end of the driver, and end all processes of Ray."""
+    """Start Ray, send its address to the driver, wait until the driver exits, then kill all processes of Ray."""
     options = json.loads(sys.argv[1])
     directory = options.pop("directory")
     daemons: dict[str, int] = {}
 
     def end(*_: object) -> NoReturn:
-        # The handler does all the work itself, because an exception could get lost in a callback of a library.
+        # The handler does all the work itself, because an exception could be lost in a library's callback.
         for number in (END_SIGNAL, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        _say_what_died(daemons)
+        _report_dead_daemon(daemons)
         end_descendants()
         shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)  # Ray's own shutdown could wait for processes that are gone
+        os._exit(0)  # Ray's own shutdown could wait for processes that have exited
 
     adopt_orphans()
-    # A process that the driver has forked may hold the pipe open. So the kernel also signals the death of the driver.
+    # A process that the driver has forked may keep the pipe open. So the kernel also signals the death of the driver.
     signal_on_death_of_parent(END_SIGNAL)
     for number in (END_SIGNAL, signal.SIGTERM):
         signal.signal(number, end)
     try:
         answer = _start_ray(os.path.join(directory, "ray"), options)
-        signal.signal(signal.SIGTERM, end)  # Ray's C++ part has installed a handler of its own
+        signal.signal(signal.SIGTERM, end)  # Ray's C++ code has installed its own handler
         daemons.update(answer.get("daemons", {}))
-        _tell(answer)
-        if _last_words_of_the_driver() == END:
+        _send(answer)
+        if _wait_for_driver() == END:
             daemons.clear()
     finally:
         end()
@@ -72,24 +72,24 @@ def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": " ".join(str(error).split())[:1000]}
     daemons = {child.name(): child.pid for child in psutil.Process().children()}
-    wanted = {name: pid for name, pid in daemons.items() if name in ("gcs_server", "raylet")}
-    return {"address": ray.get_runtime_context().gcs_address, "daemons": wanted}
+    named = {name: pid for name, pid in daemons.items() if name in ("gcs_server", "raylet")}
+    return {"address": ray.get_runtime_context().gcs_address, "daemons": named}
 
 
-def _tell(answer: dict[str, Any]) -> None:
+def _send(answer: dict[str, Any]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def _last_words_of_the_driver() -> bytes:
-    """Wait until the driver closes the pipe or dies. Return what it has written last."""
-    words = b""
-    while text := os.read(0, 1024):
-        words = text
-    return words
+def _wait_for_driver() -> bytes:
+    """Wait until the driver closes the pipe or dies. Return the last bytes that it has written."""
+    data = b""
+    while chunk := os.read(0, 1024):
+        data = chunk
+    return data
 
 
-def _say_what_died(daemons: dict[str, int]) -> None:
-    """Print a sentence if a daemon of Ray has died. Then Ray has ended the driver without a message."""
+def _report_dead_daemon(daemons: dict[str, int]) -> None:
+    """Print a message if a daemon of Ray has died. In this case Ray has ended the driver without a message."""
     for name, pid in daemons.items():
         if not psutil.pid_exists(pid) or not is_running(psutil.Process(pid)):
             text = f"error: Ray's {name} died, and the job with it; restart it with the same command\n"
@@ -98,12 +98,12 @@ def _say_what_died(daemons: dict[str, int]) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose parent dies, among the descendants of this process, to find them later."""
+    """Become the parent of all descendants whose parent dies, so that `end_descendants` finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_on_death_of_parent(number: signal.Signals) -> None:
-    """Let the kernel send a signal to this process when the thread that has started it ends."""
+    """Let the kernel send a signal to this process when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -112,8 +112,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_descendants() -> None:
-    """Kill all descendants of this process, and wait for their end."""
-    for _ in range(100):  # a process may have started another one just before its end
+    """Kill all descendants of this process, and wait until they have exited."""
+    for _ in range(100):  # a process may start another one just before it exits
         children = [child for child in psutil.Process().children(recursive=True) if is_running(child)]
         if not children:
             return
@@ -122,7 +122,7 @@ def end_descendants() -> None:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Return whether a process still runs. A zombie has ended, even if its parent never reaps it."""
+    """Return whether a process still runs. A zombie has exited, even if its parent never reaps it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""How long the driver waits for its processes, and whether the cluster still runs."""
+"""How long the driver waits for its processes, and a check that the cluster still runs."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from dataclasses import dataclass
 from trainer.config import TrainerConfig
 from trainer.errors import WorkerError
 
-_IMPORTS_S = 60.0  # imports may keep a process from answering for so long
+_IMPORTS_S = 60.0  # a process may not answer for this long while it imports modules
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long the driver waits for processes."""
 
-    silence_s: float
-    """Seconds without an answer to a pulse after which a process counts as dead."""
-    call_s: float
-    """Longest time that one call may take, in seconds."""
-    lost: Callable[[], str | None] = lambda: None
-    """Returns the name of a part of the cluster that has died; None: all parts run."""
-    lost_nodes: Callable[[], Mapping[str, str]] = dict
-    """Returns the addresses of lost nodes, each with the reason."""
+    heartbeat_s: float
+    """Age of a heartbeat, in seconds, after which a process counts as dead."""
+    rpc_s: float
+    """Longest duration of one call, in seconds."""
+    failed_process: Callable[[], str | None] = lambda: None
+    """Returns the name of a process of the cluster that has died, or None if all run."""
+    failed_nodes: Callable[[], Mapping[str, str]] = dict
+    """Returns the addresses of failed nodes, each with the reason."""
     hang_s: float = float("inf")
-    """A call that was made before hangs if it takes this long, and ten times as long as the longest one before."""
+    """A repeated call hangs if it takes this many seconds and also ten times as long as its longest run so far."""
     run_dir: str | None = None
     """Directory of the run, for the stacks of processes that hang."""
 
-    def limit_s(self, starts: bool) -> float:
-        """Return the seconds of silence after which a process counts as dead.
+    def heartbeat_limit_s(self, is_starting: bool) -> float:
+        """Return the age of a heartbeat, in seconds, after which a process counts as dead.
 
         Args:
-            starts: its object is not built yet.
+            is_starting: the object of the process is not built yet.
         """
-        return max(self.silence_s, _IMPORTS_S) if starts else self.silence_s
+        return max(self.heartbeat_s, _IMPORTS_S) if is_starting else self.heartbeat_s
 
     def check_cluster(self) -> None:
-        """Check that all parts of the cluster run. Otherwise a call of Ray could hang or end this process.
+        """Check that all processes of the cluster run. Otherwise a call of Ray could hang or end this process.
 
         Raises:
-            WorkerError: a part has died.
+            WorkerError: a process of the cluster has died.
         """
-        if part := self.lost():
-            raise WorkerError(f"{part} died, and the job with it", "restart it with the same command", "cluster")
+        if process := self.failed_process():
+            raise WorkerError(f"{process} died, and the job with it", "restart it with the same command", "cluster")
 
 
-def patience_of(
-    t: TrainerConfig, lost: Callable[[], str | None], lost_nodes: Callable[[], Mapping[str, str]] = dict
-) -> Patience:
-    """Return how long the driver of a run waits."""
-    return Patience(t.heartbeat_timeout_s, t.rpc_timeout_s, lost, lost_nodes, t.hang_timeout_s, t.run_dir)
+def timeouts_of(
+    t: TrainerConfig, failed_process: Callable[[], str | None], failed_nodes: Callable[[], Mapping[str, str]] = dict
+) -> Timeouts:
+    """Return the timeouts of a run."""
+    return Timeouts(t.heartbeat_timeout_s, t.rpc_timeout_s, failed_process, failed_nodes, t.hang_timeout_s, t.run_dir)

@@ -1,4 +1,4 @@
-"""Groups of processes that are called together and fail together. Ray or `LocalCluster` starts them."""
+"""Groups of worker processes that are called together and fail together. Ray or `ProcessCluster` starts them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from trainer.cluster.resources import FindHome
-from trainer.cluster.stacks import own_stacks, write_stacks
-from trainer.cluster.timeouts import Patience
-from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_origin
+from trainer.cluster.resources import FindGpus
+from trainer.cluster.stacks import local_stacks, write_stacks
+from trainer.cluster.timeouts import Timeouts
+from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
-# When a rank dies, the other ranks fail too, because their connections close, and their errors may arrive first. The
-# user should read the cause, not its effects.
-_ECHO_S = 2.0  # how long to wait for the other members after one has failed
+# When a rank dies, its connections close, so the other ranks fail too. Their errors may arrive first. The user should
+# read the cause and not its effects.
+_ECHO_S = 2.0  # how long to wait for errors of other workers after one worker has failed
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
-_POLL_INTERVAL_S = 0.5  # between two checks of signals, of the cluster and of the members' pulses, while a call runs
-_PULSE_S = 2.0  # between two pulses
-_SAY_S = 20.0  # silence after which a warning is logged
-_SAY_START_S = 300.0  # start-up time after which a warning is logged; an engine may compile for minutes
+_POLL_INTERVAL_S = 0.5  # between two checks of signals, cluster and heartbeats while a call runs
+_HEARTBEAT_INTERVAL_S = 2.0
+_WARN_S = 20.0  # age of a heartbeat after which a warning is logged
+_WARN_START_S = 300.0  # start-up time after which a warning is logged; an engine may compile for minutes
 _HANG_FACTOR = 10.0
-_KNOWN_CALLS = 3  # calls after which it is known how long they take
+_KNOWN_CALLS = 3  # number of calls after which their usual duration is known
 _STACKS_S = 3.0  # time for a process to return its stacks
-_LEAVE_S = 10.0  # silence after which a stop request no longer waits for the member
+_STOP_WAIT_S = 10.0  # age of a heartbeat after which a stop request no longer waits for the worker
 
 
 class Cluster(Protocol):
-    """Starts the groups of a job: `ray_cluster.RayCluster`, or `process_cluster.LocalCluster`."""
+    """Starts the worker groups of a job: `ray_cluster.RayCluster` or `process_cluster.ProcessCluster`."""
 
     device: str
     """`cuda` or `cpu`."""
@@ -47,15 +47,15 @@ class Cluster(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all processes."""
+        """Kill all processes."""
         ...
 
     def count_ranks(self) -> int:
-        """Return how many ranks to start: `trainer.num_workers`, or fewer if there is no room for so many."""
+        """Return how many ranks to start: `trainer.num_workers`, or fewer if the cluster has too little capacity."""
         ...
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start `count` processes, which host `factory(rank, world_size, device)`. Does not wait.
+        """Start `count` processes that host `factory(rank, world_size, device)`. Does not wait.
 
         Args:
             count: None: `trainer.num_workers`.
@@ -63,37 +63,41 @@ class Cluster(Protocol):
         ...
 
     def launch_engines(
-        self, factory: Any, args: tuple, env: dict[str, str], home: FindHome | None = None
+        self, factory: Any, args: tuple, env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start `rollout.num_engines` processes, which host `factory(*args)`, on GPUs of `home` or of their own."""
+        """Start `rollout.num_engines` processes that host `factory(*args)`. Does not wait.
+
+        Args:
+            find_gpus: returns the ranks whose GPUs an engine uses. None: engines have their own GPUs.
+        """
         ...
 
-    def has_room(self, group: WorkerGroup) -> bool:
-        """Return whether a member of `group` has a place. One whose node was lost may have to wait for a place."""
+    def has_capacity(self, group: WorkerGroup) -> bool:
+        """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""
         ...
 
     def put(self, value: Any) -> Any:
-        """Store a copy of `value` and return a reference. In a call, members get the value instead of the reference."""
+        """Store a copy of `value` and return a reference. In a call, workers receive the value instead."""
         ...
 
-    def meeting_place(self, group: WorkerGroup, port: int = 0) -> str:
-        """Return the address at which the members of a process group meet. The first rank of `group` is its first rank.
+    def rendezvous_address(self, group: WorkerGroup, port: int = 0) -> str:
+        """Return the address at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group.
 
         Args:
-            port: port on the machine of that rank. 0: a free port, or a file if all members are on this machine.
+            port: TCP port on the machine of rank 0. 0: a free port, or a file if all ranks are on this machine.
         """
         ...
 
     def release(self, group: WorkerGroup) -> None:
-        """End the processes of the group and free their resources."""
+        """Kill the processes of the group and free their resources."""
         ...
 
     def stacks(self) -> dict[str, str]:
-        """Return the stacks of all processes, by name. Any thread may ask."""
+        """Return the stacks of all processes, by name. Thread-safe."""
         ...
 
     def examine(self, error: Exception) -> Exception:
-        """Return a failure of a member, or the failure of a GPU that explains it (see `GpuHealthCheck`)."""
+        """Return the GPU failure that explains a worker's `error`, or `error` itself (see `GpuHealthCheck`)."""
         ...
 
 
@@ -104,9 +108,9 @@ class Backend(Protocol):
         """Begin a call and return its ticket. Calls on different channels run at the same time.
 
         Args:
-            channel: `call` and `aside` run `method` of the object that the process hosts. During a call too, and while
-                the object is built, `pulse` returns the id of the process, the address of its node, and whether the
-                object is built; `where` its host, its node and its GPU ids; `stacks` its stacks as text.
+            channel: `call` and `background` run `method` of the hosted object. Three channels also answer during a call
+                and while the object is built. `heartbeat` returns the pid, the address of the node, and whether the
+                object is built. `placements` returns host, node and GPU ids. `stacks` returns the stacks as text.
         """
         ...
 
@@ -114,357 +118,370 @@ class Backend(Protocol):
         """Wait at most `timeout_s` until a call is done. Return the tickets of the calls that are done."""
         ...
 
-    def take(self, ticket: Any, name: str) -> Any:
+    def get(self, ticket: Any, name: str) -> Any:
         """Return the result of a call that is done, or raise the exception that the user should see.
 
         Args:
-            name: name of the member, for messages.
+            name: name of the worker, for messages.
         """
         ...
 
-    def has_begun(self, process: Any) -> bool:
-        """Return whether the process has been started. It may have to wait for a place."""
+    def has_started(self, process: Any) -> bool:
+        """Return whether the process has been started. Before that, it may wait for capacity."""
         ...
 
-    def stacks_from_outside(self, places: Sequence[tuple[int, str]]) -> list[str]:
-        """Return the stacks of processes that do not answer, by their ids and the addresses of their nodes."""
+    def py_spy_stacks(self, process_ids: Sequence[tuple[int, str]]) -> list[str]:
+        """Return the stacks of processes that do not answer. A process is given by its pid and its node's address."""
         ...
 
-    def kill(self, process: Any, at: tuple[int, str] | None) -> None:
-        """End the process, even if it is stopped.
+    def kill(self, process: Any, process_id: tuple[int, str] | None) -> None:
+        """Kill the process, even if it is stopped.
 
         Args:
-            at: the id of the process and the address of its node; None: not known.
+            process_id: pid and address of the node, or None if they are not known.
         """
         ...
 
 
-class _Member:
-    """One process, and whether it still answers. The loop and the thread of a save both use it."""
+class _Worker:
+    """One process, and whether it still answers. Thread-safe: the training loop and the saving thread both use it."""
 
     def __init__(self, name: str, process: Any, backend: Backend):
         self.name = name
         self.process = process
         self._backend = backend
-        self._pulse, self._asked = self._begin_pulse(), time.monotonic()
-        self.at: tuple[int, str] | None = None
-        """The id of the process and the address of its node, once it has answered."""
-        self.starts = True
-        """Its object is not known to be built."""
-        self._said = self._said_starts = False
+        self._heartbeat, self._sent_at = self._send_heartbeat(), time.monotonic()
+        self.process_id: tuple[int, str] | None = None
+        """Pid and address of the node, once the process has answered."""
+        self.is_starting = True
+        """Whether the object may still be under construction."""
+        self._warned = self._warned_slow_start = False
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        return f"{self.name} (process {self.at[0]} on {self.at[1]})" if self.at else self.name
+        return f"{self.name} (process {self.process_id[0]} on {self.process_id[1]})" if self.process_id else self.name
 
     @property
-    def origin(self) -> FailureSource:
-        return FailureSource(self.name, self.at[1] if self.at else "")
+    def source(self) -> FailureSource:
+        return FailureSource(self.name, self.process_id[1] if self.process_id else "")
 
-    def silence_s(self) -> float:
-        """Return the seconds that a pulse has waited for its answer; 0 while the process waits for a place."""
+    def heartbeat_age_s(self) -> float:
+        """Return how long a heartbeat has waited for its answer, in seconds; 0 while the process is not scheduled."""
         with self._lock:
             now = time.monotonic()
-            if self._pulse is not None and self._backend.wait([self._pulse], 0):
-                self._hear()
-            if self._pulse is None and now - self._asked > _PULSE_S:
-                self._pulse, self._asked = self._begin_pulse(), now
-            if self.at is None and not self._backend.has_begun(self.process):
-                self._asked = now
-            return now - self._asked if self._pulse is not None else 0.0
+            if self._heartbeat is not None and self._backend.wait([self._heartbeat], 0):
+                self._receive_heartbeat()
+            if self._heartbeat is None and now - self._sent_at > _HEARTBEAT_INTERVAL_S:
+                self._heartbeat, self._sent_at = self._send_heartbeat(), now
+            if self.process_id is None and not self._backend.has_started(self.process):
+                self._sent_at = now
+            return now - self._sent_at if self._heartbeat is not None else 0.0
 
     def end(self) -> None:
-        self.silence_s()  # the answer to the first pulse tells where it is
-        self._backend.kill(self.process, self.at)
+        self.heartbeat_age_s()  # the answer to the first heartbeat contains the process id
+        self._backend.kill(self.process, self.process_id)
 
-    def _begin_pulse(self) -> Any:
-        return self._backend.begin(self.process, "pulse", "", (), {})
+    def _send_heartbeat(self) -> Any:
+        return self._backend.begin(self.process, "heartbeat", "", (), {})
 
-    def _hear(self) -> None:
+    def _receive_heartbeat(self) -> None:
         try:
-            *at, is_built = self._backend.take(self._pulse, self.name)
+            *process_id, is_built = self._backend.get(self._heartbeat, self.name)
         except Exception:
             pass  # it died: the running call raises the reason
         else:
-            self.at, self.starts = (at[0], at[1]), self.starts and not is_built  # an old pulse may be heard late
-            if self._said:
-                LOG.warning("%s answers now", self)
-        self._pulse, self._said = None, False
+            self.process_id = process_id[0], process_id[1]
+            self.is_starting &= not is_built  # this answer may be older than the end of the construction
+            if self._warned:
+                LOG.warning("%s answers again", self)
+        self._heartbeat, self._warned = None, False
 
-    def say_silent(self, silence_s: float, limit_s: float) -> None:
-        """Log a warning, once for each silence."""
-        if not self._said:
-            self._said = True
+    def warn_unresponsive(self, heartbeat_age_s: float, limit_s: float) -> None:
+        """Log a warning, once for each late heartbeat."""
+        if not self._warned:
+            self._warned = True
             LOG.warning(
-                "%s has not answered for %.0f s; it counts as dead after %g s of silence", self, silence_s, limit_s
+                "%s has not answered for %.0f s; after %g s it counts as dead",
+                self,
+                heartbeat_age_s,
+                limit_s,
             )
 
-    def say_starting(self, elapsed_s: float, limit_s: float) -> None:
+    def warn_slow_start(self, elapsed_s: float, limit_s: float) -> None:
         """Log a warning, once."""
-        if not self._said_starts:
-            self._said_starts = True
+        if not self._warned_slow_start:
+            self._warned_slow_start = True
             LOG.warning("%s has not started after %.0f s; after %g s it counts as dead", self, elapsed_s, limit_s)
 
 
 class WorkerGroup:
-    """Processes of one kind. A call goes to all members, and the cause of a failure is raised unchanged.
+    """Processes with the same role. A call goes to all workers, and the cause of a failure is raised unchanged.
 
     Args:
-        name: name of a member in messages, before its number.
-        count: number of members.
-        launch: begins to start the process of a member, by its number. Returns the process in the form that `backend`
+        name: name of a worker in messages, before its index.
+        count: number of workers.
+        launch: begins to start the process of a worker, by its index. Returns the process in the form that `backend`
             uses.
     """
 
-    def __init__(self, name: str, count: int, launch: Callable[[int], Any], backend: Backend, patience: Patience):
+    def __init__(self, name: str, count: int, launch: Callable[[int], Any], backend: Backend, timeouts: Timeouts):
         self.name = name
         self.backend = backend
-        self.patience = patience
+        self.timeouts = timeouts
         self._launch = launch
-        self._durations: dict[str, tuple[int, float]] = {}  # number of calls by kind, and seconds of the longest
-        self.members = [_Member(f"{name} {i}", launch(i), backend) for i in range(count)]
+        self._durations: dict[str, tuple[int, float]] = {}  # by method key: number of calls, longest in seconds
+        self.workers = [_Worker(f"{name} {i}", launch(i), backend) for i in range(count)]
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.workers)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on all members with the same arguments. Return the results in the order of the members."""
+        """Call `method` on all workers with the same arguments. Return the results in the order of the workers."""
         return self.start(method, *args, **kwargs).result()
 
-    def call_one(self, member: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` on one member and return the result."""
-        pending = CallFutures(self)
-        pending.begin(member, method, *args, **kwargs)
-        return pending.result()[0]
+    def call_one(self, worker: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` on one worker and return the result."""
+        futures = CallFutures(self)
+        futures.begin(worker, method, *args, **kwargs)
+        return futures.result()[0]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> CallFutures:
-        """Begin to call `method` on all members. `result()` of the returned object waits for the results."""
+        """Begin to call `method` on all workers. `result()` of the returned object waits for the results."""
         return self._start("call", method, *args, **kwargs)
 
-    def start_aside(self, method: str, *args: Any, members: Collection[int] | None = None) -> CallFutures:
-        """Begin to call `method` on these members (None: on all), at the same time as other calls."""
-        return self._start("aside", method, *args, members=members)
+    def start_background(self, method: str, *args: Any, workers: Collection[int] | None = None) -> CallFutures:
+        """Begin to call `method` on these workers (None: on all), while other calls run."""
+        return self._start("background", method, *args, workers=workers)
 
-    def where(self) -> list[dict[str, Any]]:
-        """Return host, node id and GPU ids of each member."""
-        return self._start("where", "").result()
+    def placements(self) -> list[dict[str, Any]]:
+        """Return host, node id and GPU ids of each worker."""
+        return self._start("placements", "").result()
 
-    def took(self, kind: str, seconds: float) -> None:
-        """Note that a call of this kind has taken so long."""
-        count, longest = self._durations.get(kind, (0, 0.0))
-        self._durations[kind] = count + 1, max(longest, seconds)
+    def record_duration(self, method_key: str, seconds: float) -> None:
+        """Record how long a call with this method key took."""
+        count, longest = self._durations.get(method_key, (0, 0.0))
+        self._durations[method_key] = count + 1, max(longest, seconds)
 
-    def longest_s(self, kind: str) -> float:
-        """Return the seconds after which a call of this kind counts as hanging."""
-        count, longest = self._durations.get(kind, (0, 0.0))
-        is_known = count >= _KNOWN_CALLS and not kind.startswith("aside ")  # a save waits for the storage
-        known = max(self.patience.hang_s, _HANG_FACTOR * longest) if is_known else float("inf")
-        return min(self.patience.call_s, known)
+    def hang_limit_s(self, method_key: str) -> float:
+        """Return after how many seconds a call with this method key counts as hanging."""
+        count, longest = self._durations.get(method_key, (0, 0.0))
+        is_known = count >= _KNOWN_CALLS and not method_key.startswith("background ")  # a save waits for the storage
+        learnt_s = max(self.timeouts.hang_s, _HANG_FACTOR * longest) if is_known else float("inf")
+        return min(self.timeouts.rpc_s, learnt_s)
 
     def write_stacks(self, reason: str) -> None:
-        """Write the stacks of all members and of this process to the run directory."""
-        if self.patience.run_dir is None:
+        """Write the stacks of all workers and of this process to the run directory."""
+        if self.timeouts.run_dir is None:
             return
-        directory = write_stacks(self.patience.run_dir, reason, {"driver": own_stacks(), **self.stacks()})
+        directory = write_stacks(self.timeouts.run_dir, reason, {"driver": local_stacks(), **self.stacks()})
         if directory is not None:
             LOG.warning("the stacks of the processes are in %s", directory)
 
     def stacks(self) -> dict[str, str]:
-        """Return the stacks of all members, by name, but not of those on lost nodes."""
-        lost = self.patience.lost_nodes()
-        members = [member for member in self.members if member.origin.node not in lost]
-        asked = {member: self.backend.begin(member.process, "stacks", "", (), {}) for member in members}
+        """Return the stacks of all workers by name, except those on failed nodes."""
+        failed = self.timeouts.failed_nodes()
+        workers = [worker for worker in self.workers if worker.source.node not in failed]
+        tickets = {worker: self.backend.begin(worker.process, "stacks", "", (), {}) for worker in workers}
         end = time.monotonic() + _STACKS_S
-        stacks, silent = {}, {}
-        for member, ticket in asked.items():
-            stacks[member.name] = ""
-            member.silence_s()  # the answer to its first pulse tells where it is
+        stacks, unresponsive = {}, {}
+        for worker, ticket in tickets.items():
+            stacks[worker.name] = ""
+            worker.heartbeat_age_s()  # the answer to the first heartbeat contains the process id
             if self.backend.wait([ticket], max(0.0, end - time.monotonic())):
                 with contextlib.suppress(Exception):  # it has died
-                    stacks[member.name] = self.backend.take(ticket, member.name)
-            elif member.at is not None:
-                silent[member.name] = member.at
-        seen = self.backend.stacks_from_outside(list(silent.values())) if silent else []
-        return {**stacks, **dict(zip(silent, seen, strict=True))}
+                    stacks[worker.name] = self.backend.get(ticket, worker.name)
+            elif worker.process_id is not None:
+                unresponsive[worker.name] = worker.process_id
+        remote_stacks = self.backend.py_spy_stacks(list(unresponsive.values())) if unresponsive else []
+        return {**stacks, **dict(zip(unresponsive, remote_stacks, strict=True))}
 
-    def end(self, member: int) -> None:
-        """End the process of one member. `replace` starts another one."""
-        self.members[member].end()
+    def end(self, worker: int) -> None:
+        """Kill the process of one worker. `replace` starts another one."""
+        self.workers[worker].end()
 
-    def replace(self, member: int) -> None:
-        """Begin to start a new process in the place of a member that has ended."""
-        self.members[member] = _Member(f"{self.name} {member}", self._launch(member), self.backend)
+    def replace(self, worker: int) -> None:
+        """Begin to start a new process for a worker whose process has exited."""
+        self.workers[worker] = _Worker(f"{self.name} {worker}", self._launch(worker), self.backend)
 
     def kill(self) -> None:
-        """End the members' processes."""
-        for member in self.members:
-            member.end()
-        self.members = []
+        """Kill the processes of all workers."""
+        for worker in self.workers:
+            worker.end()
+        self.workers = []
 
     def _start(
-        self, channel: str, method: str, *args: Any, members: Collection[int] | None = None, **kwargs: Any
+        self, channel: str, method: str, *args: Any, workers: Collection[int] | None = None, **kwargs: Any
     ) -> CallFutures:
-        pending = CallFutures(self, channel)
-        with SIGNALS.held():  # all members get the call, or a collective would wait for those that did not
-            for member in range(len(self)) if members is None else members:
-                pending.begin(member, method, *args, **kwargs)
-        return pending
+        futures = CallFutures(self, channel)
+        with SIGNALS.deferred():  # if only some workers got the call, a collective would wait for the others
+            for worker in range(len(self)) if workers is None else workers:
+                futures.begin(worker, method, *args, **kwargs)
+        return futures
 
 
 def stacks_of(groups: Sequence[WorkerGroup]) -> dict[str, str]:
-    """Return the stacks of all members of these groups, by name. A slow group does not hold up the others."""
+    """Return the stacks of all workers of these groups, by name. A slow group does not delay the others."""
     with ThreadPoolExecutor(max(1, len(groups))) as threads:
-        return {name: text for found in threads.map(WorkerGroup.stacks, groups) for name, text in found.items()}
+        return {
+            name: text
+            for group_stacks in threads.map(WorkerGroup.stacks, groups)
+            for name, text in group_stacks.items()
+        }
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A running call of one member."""
+    """A running call of one worker."""
 
-    number: int
-    """The place of the member in its group."""
-    member: _Member
-    begun: float
-    kind: str
-    """Channel and method, with the names among its arguments: calls of one kind take a similar time."""
+    index: int
+    """Index of the worker in its group."""
+    worker: _Worker
+    started_at: float
+    method_key: str
+    """Channel, method and the names among the arguments: calls with the same key take a similar time."""
 
 
 class CallFutures:
-    """Running calls of members of a group. More may begin while others run.
+    """Running calls of workers of a group. More calls may begin while others run.
 
     Args:
-        channel: see `Backend.begin`. With `aside`, another thread than the loop may wait for the results; the loop
-            itself handles a request to stop.
+        channel: see `Backend.begin`. With `background`, a thread other than the training loop may wait for the results.
+            The training loop itself handles stop requests.
     """
 
     def __init__(self, group: WorkerGroup, channel: str = "call"):
         self._group = group
         self._channel = channel
         self._calls: dict[Any, _Call] = {}  # by ticket
-        self._looked = time.monotonic()
+        self._health_checked_at = time.monotonic()
 
-    def begin(self, member: int, method: str, *args: Any, **kwargs: Any) -> None:
-        """Begin to call `method` on one member."""
-        group, target = self._group, self._group.members[member]
-        group.patience.check_cluster()
-        with SIGNALS.held():
+    def begin(self, worker: int, method: str, *args: Any, **kwargs: Any) -> None:
+        """Begin to call `method` on one worker."""
+        group, target = self._group, self._group.workers[worker]
+        group.timeouts.check_cluster()
+        with SIGNALS.deferred():
             ticket = group.backend.begin(target.process, self._channel, method, args, kwargs)
-        kind = " ".join([self._channel, method, *(name for name in args[:2] if isinstance(name, str))])
-        self._calls[ticket] = _Call(member, target, time.monotonic(), kind)
+        method_key = " ".join([self._channel, method, *(name for name in args[:2] if isinstance(name, str))])
+        self._calls[ticket] = _Call(worker, target, time.monotonic(), method_key)
 
     @property
     def is_running(self) -> bool:
         return bool(self._calls)
 
     def result(self) -> list[Any]:
-        """Wait for all calls. Return the results in the order of the members (see `completed`)."""
+        """Wait for all calls. Return the results in the order of the workers (see `completed`)."""
         results = dict(self.completed())
-        return [results[number] for number in sorted(results)]
+        return [results[index] for index in sorted(results)]
 
     def completed(self) -> Iterator[tuple[int, Any]]:
-        """Yield the member and the result of each call as it ends, until none runs.
+        """Yield the index of the worker and the result of each call as it ends, until no call runs.
 
-        A failure is raised within seconds, without waiting for the other members.
+        A failure is raised within seconds, without waiting for the other workers.
 
         Raises:
-            Exception: the exception of the member that failed, with the name of the member in a note.
-            WorkerError: the process of a member died or does not answer, the call takes too long, or the cluster died.
-            Stopped: a signal asks to stop, and a member does not answer.
+            Exception: the exception of the worker that failed, with the name of the worker in a note.
+            WorkerError: a worker died or does not answer, a call takes too long, or the cluster failed.
+            Stopped: a signal requests a stop, and a worker does not answer.
         """
-        deadline = float("inf")  # set once a member has failed
+        deadline = float("inf")  # set once a worker has failed
         failures: list[Exception] = []
         while self._calls and time.monotonic() < deadline:
-            for number, value, error in self.poll(look=not failures):
+            for index, value, error in self.poll(check_health=not failures):
                 if error is not None:
                     failures.append(error)
                     deadline = min(deadline, time.monotonic() + _ECHO_S)
                 elif not failures:
-                    yield number, value
+                    yield index, value
         if failures:
             raise min(failures, key=_cause_priority)
 
-    def poll(self, timeout_s: float | None = None, look: bool = True) -> list[tuple[int, Any, Exception | None]]:
-        """Wait a moment, and return the member, the result and the failure of each call that has ended.
+    def poll(
+        self, timeout_s: float | None = None, check_health: bool = True
+    ) -> list[tuple[int, Any, Exception | None]]:
+        """Wait briefly. Return the index of the worker, the result and the failure of each call that has ended.
 
-        A call of a member that does not answer, or that takes too long, has ended with a failure, too.
+        A call whose worker does not answer, or that takes too long, ends with a failure.
 
         Args:
             timeout_s: how long to wait. None: half a second.
-            look: check that members answer.
+            check_health: check that workers answer.
 
         Raises:
-            WorkerError: the cluster died.
-            Stopped: a signal asks to stop, and a member does not answer.
+            WorkerError: the cluster failed.
+            Stopped: a signal requests a stop, and a worker does not answer.
         """
         if not self._calls:
             return []
         outcomes: list[tuple[int, Any, Exception | None]] = []
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             done = self._group.backend.wait(list(self._calls), _POLL_INTERVAL_S if timeout_s is None else timeout_s)
-        if look and (not done or time.monotonic() > self._looked + _POLL_INTERVAL_S):
-            overdue = dict(self._overdue({t: c for t, c in self._calls.items() if t not in done}))
+        if check_health and (not done or time.monotonic() > self._health_checked_at + _POLL_INTERVAL_S):
+            overdue = dict(self._find_overdue({t: c for t, c in self._calls.items() if t not in done}))
             if overdue:
-                with SIGNALS.held():
-                    self._group.write_stacks(next(iter(overdue.values())).fact)
+                with SIGNALS.deferred():
+                    self._group.write_stacks(next(iter(overdue.values())).message)
             for ticket, error in overdue.items():
-                outcomes.append((self._calls.pop(ticket).number, None, error))
-            self._looked = time.monotonic()
+                outcomes.append((self._calls.pop(ticket).index, None, error))
+            self._health_checked_at = time.monotonic()
         for ticket in done:
             call = self._calls.pop(ticket)
             try:
-                with SIGNALS.held():
-                    value = self._group.backend.take(ticket, call.member.name)
+                with SIGNALS.deferred():
+                    value = self._group.backend.get(ticket, call.worker.name)
             except Exception as error:
-                set_origin(error, call.member.origin)
-                outcomes.append((call.number, None, error))
+                set_failure_source(error, call.worker.source)
+                outcomes.append((call.index, None, error))
             else:
-                call.member.starts &= self._channel == "where"
-                self._group.took(call.kind, time.monotonic() - call.begun)
-                outcomes.append((call.number, value, None))
+                call.worker.is_starting &= self._channel == "placements"
+                self._group.record_duration(call.method_key, time.monotonic() - call.started_at)
+                outcomes.append((call.index, value, None))
         return outcomes
 
-    def forget(self, member: int) -> None:
-        """Drop the calls of one member, whose process has ended."""
-        self._calls = {ticket: call for ticket, call in self._calls.items() if call.number != member}
+    def drop_calls(self, worker: int) -> None:
+        """Drop the calls of one worker, whose process has exited."""
+        self._calls = {ticket: call for ticket, call in self._calls.items() if call.index != worker}
 
-    def _overdue(self, calls: Mapping[Any, _Call]) -> Iterator[tuple[Any, WorkerError]]:
-        """Check that the cluster runs. Yield the calls whose member does not answer, or that take too long."""
-        patience, now = self._group.patience, time.monotonic()
-        patience.check_cluster()
-        lost = patience.lost_nodes()
+    def _find_overdue(self, calls: Mapping[Any, _Call]) -> Iterator[tuple[Any, WorkerError]]:
+        """Check that the cluster runs. Yield the calls whose worker does not answer, or that take too long."""
+        timeouts, now = self._group.timeouts, time.monotonic()
+        timeouts.check_cluster()
+        failed = timeouts.failed_nodes()
         for ticket, call in calls.items():
-            member, elapsed_s = call.member, now - call.begun
-            with SIGNALS.held():
-                silence_s = member.silence_s()
-            if member.at and (reason := lost.get(member.at[1])):
-                yield ticket, _blamed(member, f"{member} is lost with its node: {reason}", RESTART_HINT, "node")
+            worker, elapsed_s = call.worker, now - call.started_at
+            with SIGNALS.deferred():
+                heartbeat_age_s = worker.heartbeat_age_s()
+            if worker.process_id and (reason := failed.get(worker.process_id[1])):
+                yield ticket, _worker_error(worker, f"{worker} failed with its node: {reason}", RESTART_HINT, "node")
                 continue
-            if silence_s > _LEAVE_S and SIGNALS.first and self._channel != "aside":
+            if heartbeat_age_s > _STOP_WAIT_S and SIGNALS.first and self._channel != "background":
                 raise Stopped(
-                    f"stopped by {SIGNALS.first} while {member} did not answer: this step is not saved, the last "
-                    f"checkpoint is as it was; {CONTINUES}"
+                    f"stopped by {SIGNALS.first} while {worker} did not answer: this step is not saved, the last "
+                    f"checkpoint is unchanged; {CONTINUES}"
                 )
-            if silence_s > patience.limit_s(member.starts):
-                fact = f"{member} has not answered for {silence_s:.0f} s (trainer.heartbeat_timeout_s): its process or "
-                yield ticket, _blamed(member, f"{fact}its machine stands still", RESTART_HINT, "silent")
-            elif elapsed_s > self._group.longest_s(call.kind):
-                limit = "call" if elapsed_s > patience.call_s else "hang"
-                fact = f"{member}: no result after {elapsed_s:.0f} s (trainer.{limit}_timeout_s)"
-                yield ticket, _blamed(member, fact, f"{RESTART_HINT}, or raise the limit", "late")
-            elif silence_s > _SAY_S and not member.starts:
-                member.say_silent(silence_s, patience.silence_s)
-            elif member.starts and elapsed_s > _SAY_START_S:
-                member.say_starting(elapsed_s, patience.call_s)
+            if heartbeat_age_s > timeouts.heartbeat_limit_s(worker.is_starting):
+                message = (
+                    f"{worker} has not answered for {heartbeat_age_s:.0f} s (trainer.heartbeat_timeout_s): its process "
+                    "or its machine hangs"
+                )
+                yield ticket, _worker_error(worker, message, RESTART_HINT, "heartbeat_timeout")
+            elif elapsed_s > self._group.hang_limit_s(call.method_key):
+                limit = "rpc" if elapsed_s > timeouts.rpc_s else "hang"
+                message = f"{worker}: no result after {elapsed_s:.0f} s (trainer.{limit}_timeout_s)"
+                yield ticket, _worker_error(worker, message, f"{RESTART_HINT}, or raise the limit", "rpc_timeout")
+            elif heartbeat_age_s > _WARN_S and not worker.is_starting:
+                worker.warn_unresponsive(heartbeat_age_s, timeouts.heartbeat_s)
+            elif worker.is_starting and elapsed_s > _WARN_START_S:
+                worker.warn_slow_start(elapsed_s, timeouts.rpc_s)
 
 
-def _blamed(member: _Member, fact: str, advice: str, cause: str) -> WorkerError:
-    error = WorkerError(fact, advice, cause)
-    set_origin(error, member.origin)
+def _worker_error(worker: _Worker, message: str, hint: str, cause: str) -> WorkerError:
+    error = WorkerError(message, hint, cause)
+    set_failure_source(error, worker.source)
     return error
 
 
 def _cause_priority(error: Exception) -> int:
-    """Return a sort key: errors of the user, exceptions of members, dead processes, broken connections."""
+    """Return a sort key: errors of the user, exceptions of workers, dead processes, broken connections."""
     if isinstance(error, UserError):
         return 0
     if isinstance(error, WorkerError):

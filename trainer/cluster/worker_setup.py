@@ -1,4 +1,4 @@
-"""What a process does to host a member of a group, and what its failures mean to the driver."""
+"""Preparation of a process that hosts a worker, and conversion of its failures for the driver."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import psutil
 
 from trainer.cluster.stacks import allow_stacks
-from trainer.errors import RESTART_HINT, UserError, WorkerError, memory_ran_out, one_line
+from trainer.errors import RESTART_HINT, UserError, WorkerError, is_out_of_memory, one_line
 from trainer.process.log_setup import guard_output, show_messages
 
 
 def prepare_process(address: str) -> None:
-    """Prepare this process to host a member.
+    """Prepare this process to host a worker.
 
-    Output that cannot be written does not end the process. Its process groups use the network interface that has
-    `address`, unless the user has set another one.
+    Failed writes to stdout or stderr do not end the process. Process groups use the network interface with `address`,
+    unless the user has chosen another one.
 
     Args:
         address: address of this node.
@@ -31,16 +31,16 @@ def prepare_process(address: str) -> None:
 
 
 def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
-    """Return the exception to raise in the driver for `cause`, which the member `name` raised.
+    """Return the exception that the driver raises for `cause`, which the worker `name` raised.
 
     Args:
-        trace: traceback of the member as text.
+        trace: traceback of the worker as text.
     """
     if isinstance(cause, UserError):
         return cause
     if not isinstance(cause, Exception):
         return WorkerError(f"{name} failed: {trace}")
-    if memory_ran_out(cause):
+    if is_out_of_memory(cause):
         return WorkerError(
             f"{name} has no memory left ({one_line(str(cause)) or 'MemoryError'})",
             "lower trainer.max_tokens_per_micro_batch, rollout.max_num_seqs or (on shared GPUs) "

@@ -27,8 +27,8 @@ from trainer.errors import (
     NotSavedError,
     UserError,
     WorkerError,
-    disk_refuses,
-    memory_ran_out,
+    is_disk_unwritable,
+    is_out_of_memory,
     one_line,
 )
 from trainer.files.redaction import redact, redact_text, redact_yaml
@@ -344,13 +344,13 @@ def _outcome(error: BaseException) -> Outcome:
         return Outcome(3, str(error), "" if is_told else "".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
         return Outcome(1, str(error))
-    if isinstance(error, Exception) and memory_ran_out(error):
+    if isinstance(error, Exception) and is_out_of_memory(error):
         return Outcome(
             1,
             f"the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
             "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
         )
-    if isinstance(error, OSError) and disk_refuses(error):
+    if isinstance(error, OSError) and is_disk_unwritable(error):
         return Outcome(
             1,
             f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); free space on the disk, "

@@ -70,7 +70,7 @@ def wait_for_local_jobs() -> int:
 
     jobs = [child for child in psutil.Process().children() if "submitit.local._local" in _command(child)]
     running, sent = jobs, 0
-    with contextlib.suppress(Stopped), SIGNALS.held():
+    with contextlib.suppress(Stopped), SIGNALS.deferred():
         while running:
             if SIGNALS.count > sent:
                 sent = SIGNALS.count

@@ -45,7 +45,7 @@ def open_appended(path: str, mode: int | None = None) -> int:
     return handle
 
 
-def mend_last_line(path: str) -> None:
+def repair_last_line(path: str) -> None:
     """Complete or cut a last line without a line break, which a kill has left in a file. Does nothing without a file.
 
     A line of text, or a whole JSON object, gets the line break. A part of a JSON object is cut.
@@ -208,7 +208,7 @@ class AppendedFile:
     def _load(self) -> None:
         if not self._is_loaded:
             self._is_loaded = True
-            mend_last_line(self._path)
+            repair_last_line(self._path)
             if os.path.lexists(self._path):
                 self._keep(read_file(self._path))
                 self._stamp = self._current()

@@ -94,7 +94,7 @@ _ELSEWHERE = frozenset(
 )
 
 
-def says_nothing_of_content(error: OSError) -> bool:
+def is_unrelated_to_content(error: OSError) -> bool:
     """Return whether a file could not be read for a reason outside of it. EIO is none: a bad sector gives it, too."""
     return error.errno in _ELSEWHERE
 

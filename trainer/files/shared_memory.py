@@ -83,7 +83,7 @@ def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> list[st
     return cleared
 
 
-def check_room(needed: int, reserved: int, base: str = SHARED_MEMORY) -> None:
+def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> None:
     """Check that the policy's weights, `needed` bytes, fit below `base`.
 
     Args:
@@ -115,7 +115,7 @@ def place_for(size: int) -> str:
     return tempfile.gettempdir()
 
 
-def check_own(path: str) -> None:
+def check_owner(path: str) -> None:
     """Check that `path` is a directory of this user, not a link.
 
     Raises:

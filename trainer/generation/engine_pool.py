@@ -16,7 +16,7 @@ from trainer.cluster.resources import rank_groups
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import UserError, WorkerError, describe_error, origin_of, set_origin
+from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.colocation import GpuAssignment, choose_homes, gpus_of, ranks_beside
 from trainer.generation.engine import Completion, Engine, Request, Sampling
 from trainer.generation.engines import Engines
@@ -103,7 +103,7 @@ class EnginePool:
         home = self._home if self._shares_gpus else None
         environment = spec.environment_on(cluster.device, cfg.trainer.deterministic)
         group = cluster.launch_engines(build, (), environment, home)
-        window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_room, group)
+        window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
         self._engines = Engines(group, cfg.trainer.max_restarts, window_s, has_room)
         self._channel_number = 0
         self._receivers: list[Any] = []  # the processes of the engines that the channel of the weights joins
@@ -135,7 +135,7 @@ class EnginePool:
             self._wait_for_engine()
         else:
             self._engines.load()
-            self._transport = self._choose_transport([*self._ranks.policy.where(), *self._engines.where()])
+            self._transport = self._choose_transport([*self._ranks.policy.placements(), *self._engines.placements()])
         self._has_started, self._is_awake, self._receivers = True, False, []
         if self._transport in _CHANNELS:
             self._channel_number = 0
@@ -320,8 +320,8 @@ class EnginePool:
             "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
             "weights",
         )
-        if (origin := origin_of(error)) is not None:
-            set_origin(failure, origin)
+        if (origin := failure_source_of(error)) is not None:
+            set_failure_source(failure, origin)
         return failure
 
     def shutdown(self) -> None:
@@ -342,12 +342,12 @@ class EnginePool:
             settings["receivers"] = len(receivers) * (r.tensor_parallel_size if device == "cuda" else 1)
             is_first = self._channel_number == 0  # the port of an earlier channel is still in use
             port = first + rank_groups(self._cfg) if first and is_first else 0
-            self._channel = Broadcast(self._cluster.meeting_place(self._ranks.policy, port), **settings)
+            self._channel = Broadcast(self._cluster.rendezvous_address(self._ranks.policy, port), **settings)
         self._channel_number += 1
         self._receivers = self._processes(receivers)
 
     def _processes(self, engines: Iterable[int]) -> list[Any]:
-        return [self._engines.group.members[engine] for engine in engines]
+        return [self._engines.group.workers[engine] for engine in engines]
 
     def _choose_homes(self) -> None:
         """Choose the GPUs of each engine among those that ranks have now.
@@ -357,7 +357,7 @@ class EnginePool:
         """
         size, is_first = self._cfg.rollout.tensor_parallel_size, self._homes == []
         count = self._cfg.rollout.num_engines
-        self._rank_places = self._ranks.policy.where()
+        self._rank_places = self._ranks.policy.placements()
         self._homes = choose_homes(self._rank_places, self._homes or [None] * count, size)
         homeless = self._homes.count(None)
         if homeless == count or is_first and homeless:

@@ -15,8 +15,8 @@ from trainer.errors import (
     NonRetryableError,
     WorkerError,
     describe_error,
-    origin_of,
-    set_origin,
+    failure_source_of,
+    set_failure_source,
 )
 from trainer.generation.lifecycle import Lifecycle, State
 from trainer.process.failure_log import INCIDENTS, describe
@@ -119,7 +119,7 @@ class Engines:
             self.advance()
             if time.monotonic() - began > _ROOM_S and not self._has_room():
                 error = WorkerError("no engine is left, and the cluster has no room for one", RESTART_HINT, "node")
-                set_origin(error, FailureSource("engine"))
+                set_failure_source(error, FailureSource("engine"))
                 raise error
         self._paused_s += time.monotonic() - began
 
@@ -134,7 +134,7 @@ class Engines:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
         while True:
             self.load()
-            calls = CallFutures(self.group, "where")
+            calls = CallFutures(self.group, "placements")
             for engine in self.life.loaded:
                 calls.begin(engine, "")
             places = self._results(calls)
@@ -171,11 +171,11 @@ class Engines:
         if decision.refusal:
             ending = _ending(error, decision)
             raise ending from (error if ending is not error else None)
-        fact = error.fact if isinstance(error, WorkerError) else describe_error(error)
+        fact = error.message if isinstance(error, WorkerError) else describe_error(error)
         LOG.warning("%s; the other engines take its requests, and a new one starts", fact)
         for engine in lost:
             self._due[engine] = time.monotonic() + decision.delay_s
-            if (origin := origin_of(error)) is not None and origin.name == f"{self.group.name} {engine}":
+            if (origin := failure_source_of(error)) is not None and origin.name == f"{self.group.name} {engine}":
                 self._lost[engine] = error, step, self._paused_s
 
     def end(self, engines: Iterable[int]) -> list[int]:
@@ -183,7 +183,7 @@ class Engines:
         ended = [engine for engine in engines if self.life[engine] is not State.DEAD]
         for engine in ended:
             self.life.die(engine)
-            self._loading.forget(engine)
+            self._loading.drop_calls(engine)
             self.group.end(engine)
             self._due[engine] = time.monotonic()
         return ended
@@ -205,7 +205,7 @@ class Engines:
                     if error is not None:  # a dead process, or CUDA in an engine that sleeps
                         LOG.info("an engine has failed at its end: %s", describe_error(error))
         except WorkerError as error:
-            LOG.info("%s", error.fact)
+            LOG.info("%s", error.message)
         for engine in list(self._lost):
             self._record(engine, "continued without the engine")
 
@@ -217,7 +217,7 @@ class Engines:
 
 def _lost_node(error: Exception) -> str | None:
     """Return the address of the node with which an engine was lost."""
-    origin = origin_of(error)
+    origin = failure_source_of(error)
     return origin.node if origin is not None and isinstance(error, WorkerError) and error.cause == "node" else None
 
 
@@ -227,6 +227,6 @@ def _ending(error: Exception, decision: Decision) -> Exception:
         return NonRetryableError(f"{decision.refusal}: {error}")
     if not isinstance(error, WorkerError) or error.cause == "cluster":
         return error
-    ending = WorkerError(error.fact, RESTART_HINT, "spent")
-    set_origin(ending, origin_of(error) or FailureSource("engine"))
+    ending = WorkerError(error.message, RESTART_HINT, "restart_limit")
+    set_failure_source(ending, failure_source_of(error) or FailureSource("engine"))
     return ending

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from trainer.config import RolloutConfig
-from trainer.files.shared_memory import check_own
+from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
 from trainer.parallel.shard import param_dtype
@@ -231,7 +231,7 @@ class TransformersEngine:
 
 def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the safetensors files in `directory`."""
-    check_own(directory)
+    check_owner(directory)
     for path in glob.glob(os.path.join(directory, "*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():

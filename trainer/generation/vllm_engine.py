@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
-from trainer.files.shared_memory import SharedDirectory, check_own, place_for
+from trainer.files.shared_memory import SharedDirectory, check_owner, place_for
 from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
@@ -162,7 +162,7 @@ class VLLMEngine:
         self._version = version
 
     def _load_shared(self, source: SharedMemory) -> None:
-        check_own(source.path)
+        check_owner(source.path)
         self._llm.collective_rpc("load_shared", args=(source.path,))
 
     def _load_adapter(self, adapter: Adapter) -> None:
@@ -225,7 +225,7 @@ def start_failure(error: Exception, model_path: str) -> Exception:
     if reason.startswith(_OCCUPIED):
         # Perhaps by a process of the last start of this job, which is still ending.
         return WorkerError(
-            f"rollout.engine=vllm does not start, its GPU is occupied: {reason}", RESTART_HINT, "occupied"
+            f"rollout.engine=vllm does not start, its GPU is occupied: {reason}", RESTART_HINT, "gpu_memory_in_use"
         )
     return UserError(f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}")
 

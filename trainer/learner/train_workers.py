@@ -81,7 +81,7 @@ class TrainWorkers:
         """Form the process groups."""
         port = self.cfg.trainer.master_port
         for i, (group, _) in enumerate(self._hosts()):
-            group.call("connect", self.cluster.meeting_place(group, port + i if port else 0))
+            group.call("connect", self.cluster.rendezvous_address(group, port + i if port else 0))
 
     def read_files(self, model_path: str) -> CallFutures:
         """Begin to read the model's files into host memory, while engines hold the GPUs."""
@@ -151,7 +151,7 @@ class TrainWorkers:
         saving = []
         for group, roles in self._saved_hosts():
             group.call("begin_save", roles, files)
-            saving.append(group.start_aside("finish_save"))
+            saving.append(group.start_background("finish_save"))
         return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
@@ -171,11 +171,11 @@ class TrainWorkers:
         answers: dict[int, Any] = {}
         pending, first = [], 0
         for group in groups:
-            members = [i for i in range(len(group)) if numbers is None or first + i in numbers]
-            pending.append((first, members, group.start_aside("ask", value, method, *args, members=members)))
+            workers = [i for i in range(len(group)) if numbers is None or first + i in numbers]
+            pending.append((first, workers, group.start_background("ask", value, method, *args, workers=workers)))
             first += len(group)
-        for first, members, calls in pending:
-            answers |= zip([first + i for i in members], calls.result(), strict=True)
+        for first, workers, calls in pending:
+            answers |= zip([first + i for i in workers], calls.result(), strict=True)
         return answers
 
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
@@ -212,7 +212,7 @@ class TrainWorkers:
         """Return the FLOP/s of each rank, measured now: all compute at the same time, and none waits for another."""
         speeds: dict[FailureSource, float] = {}
         for group, _ in self._hosts():
-            values, places = group.call("measure_speed"), group.where()
+            values, places = group.call("measure_speed"), group.placements()
             origins = [FailureSource(f"{group.name} {i}", place["host"]) for i, place in enumerate(places)]
             speeds |= zip(origins, values, strict=True)
         return speeds

@@ -56,7 +56,7 @@ def can_pack(module: nn.Module) -> bool:
     return lm._supports_attention_backend and not getattr(lm, "_is_stateful", False) and not layers
 
 
-def can_share_tokens(module: nn.Module) -> bool:
+def can_share_prefixes(module: nn.Module) -> bool:
     """Return whether sequences in one row can have their first tokens in common (see `Packing`)."""
     return _language_model(module).config._attn_implementation == PACKED
 

@@ -63,7 +63,7 @@ class PolicyExporter:
         self.fence()
         for leftover in glob.glob(f"{glob.escape(target)}.writing*"):  # of a killed export
             shutil.rmtree(leftover, ignore_errors=True)
-        with whole_directory(target, self._before_publishing) as writing:
+        with atomic_directory(target, self._before_publishing) as writing:
             if self.adapter_alone:
                 self.tokenizer.save_pretrained(writing)
                 with open(os.path.join(writing, ADAPTER_CONFIG), "w") as file:
@@ -81,7 +81,7 @@ class PolicyExporter:
 
 
 @contextmanager
-def whole_directory(target: str, before_publishing: Callable[[str], None] = lambda target: None) -> Iterator[str]:
+def atomic_directory(target: str, before_publishing: Callable[[str], None] = lambda target: None) -> Iterator[str]:
     """Give the block a new directory to fill, and publish it as `target`. If the block fails, delete the directory.
 
     Each directory has a random token in its name, so that a surviving process of a killed run cannot write into it.
@@ -117,7 +117,7 @@ def _let_umask_decide(directory: str) -> None:
                 os.chmod(path, mode)
 
 
-def place_in_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:
+def assign_to_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:
     """Place tensors, in order, in files of at most `max_file_bytes` (a larger tensor alone).
 
     Args:

@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights, read_file
 from trainer.files.documents import Shape, parse_object
 from trainer.files.hf_hub import first_line
-from trainer.models.export import place_in_files, whole_directory, write_index
+from trainer.models.export import assign_to_files, atomic_directory, write_index
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
 from trainer.models.untrusted import check_model_files
@@ -78,7 +78,7 @@ def export(
     if os.path.lexists(out):
         raise UserError(f"{out}: exists already; name another directory")
     if f"{_ASSETS}config.json" not in files.entries:
-        raise UserError(f"{files.path}: holds no policy with its Hugging Face config")
+        raise UserError(f"{files.path}: contains no policy with its Hugging Face config")
     config = files.json(f"{_ASSETS}config.json", {})
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
     if (adapter or base) and not lora:
@@ -99,13 +99,13 @@ def export(
     if not adapter:
         assets["config.json"] = json.dumps({**config, "dtype": dtype}, indent=2).encode()
     try:
-        with whole_directory(out) as writing:
+        with atomic_directory(out) as writing:
             for name, data in assets.items():
                 path = os.path.join(writing, name)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as file:
                     file.write(data)
-            return _write(writing, tensors, target, place_in_files(tensors.bytes_of, max_file_bytes, stem))
+            return _write(writing, tensors, target, assign_to_files(tensors.bytes_of, max_file_bytes, stem))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
@@ -120,7 +120,7 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
     source = _adapter(files) if has_adapters else _plain(files, config, torch.float32)
     if not source.bytes_of:
-        raise UserError(f"{files.path}: holds no policy")
+        raise UserError(f"{files.path}: contains no policy")
     return source.read(list(source.bytes_of))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.models.export import MAX_FILE_BYTES, place_in_files, write_index
+from trainer.models.export import MAX_FILE_BYTES, assign_to_files, write_index
 from trainer.models.lora import adapters_of, hugging_face_name
 from trainer.parallel.shard import reshard
 
@@ -79,7 +79,7 @@ def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> FileLayout:
     """Place the tensors, in order, in files of at most `max_file_bytes` of data (a larger tensor alone)."""
     headers, sizes, slots = {}, {}, {}
-    for file, names in place_in_files({n: _bytes(t, dtype) for n, t in tensors.items()}, max_file_bytes).items():
+    for file, names in assign_to_files({n: _bytes(t, dtype) for n, t in tensors.items()}, max_file_bytes).items():
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begin = 0
         for name in names:

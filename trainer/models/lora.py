@@ -145,7 +145,7 @@ def adapters_of(module: nn.Module) -> dict[str, Adapter]:
 
 
 @contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
+def disabled_adapters(module: nn.Module) -> Iterator[None]:
     """Disable the adapters of `module` while the block runs."""
     from peft.helpers import rescale_adapter_scale
 

@@ -8,7 +8,7 @@ import re
 import struct
 from typing import BinaryIO
 
-from trainer.errors import UserError, name_size, one_line
+from trainer.errors import UserError, format_size, one_line
 from trainer.files.atomic_io import file_problem, open_regular
 from trainer.files.documents import is_count, mismatch, parse_object
 
@@ -88,7 +88,9 @@ def _check_once(path: str, name: str, largest: int | None, key: str) -> None:
         if stamp in _checked:
             return
         if largest is not None and status.st_size > largest:
-            raise ValueError(f"it has {name_size(status.st_size)}, and such a file has at most {name_size(largest)}")
+            raise ValueError(
+                f"it has {format_size(status.st_size)}, and such a file has at most {format_size(largest)}"
+            )
         _check_content(file, name)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
@@ -124,7 +126,7 @@ def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"it has {size} bytes, too few for safetensors")
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(size - 8, _LARGEST_HEADER):
-        raise ValueError(f"its header would have {length} bytes, of {name_size(size)} and at most 100 MB")
+        raise ValueError(f"its header would have {length} bytes, of {format_size(size)} and at most 100 MB")
     header = parse_object(file.read(length))
     header.pop("__metadata__", None)
     shapes, spans = {}, []

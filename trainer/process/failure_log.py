@@ -18,8 +18,8 @@ from trainer.errors import (
     UserError,
     WorkerError,
     describe_error,
-    memory_ran_out,
-    origin_of,
+    failure_source_of,
+    is_out_of_memory,
 )
 from trainer.files.appended import AppendedFile
 from trainer.files.documents import is_count, is_number, parse_object
@@ -38,13 +38,13 @@ PREEMPTION = "pre-emption"
 
 _CAUSES = {
     "killed": (INFRASTRUCTURE, "killed process"),
-    "silent": (INFRASTRUCTURE, "silent process"),
-    "late": (INFRASTRUCTURE, "hanging call"),
-    "node": (INFRASTRUCTURE, "lost node"),
+    "heartbeat_timeout": (INFRASTRUCTURE, "heartbeat timeout"),
+    "rpc_timeout": (INFRASTRUCTURE, "RPC timeout"),
+    "node": (INFRASTRUCTURE, "failed node"),
     "cluster": (INFRASTRUCTURE, "Ray died"),
     "memory": (JOB, "out of memory"),
     "weights": (JOB, "weights not sent"),
-    "occupied": (INFRASTRUCTURE, "occupied GPU"),
+    "gpu_memory_in_use": (INFRASTRUCTURE, "GPU memory in use"),
 }
 """Class and name of the causes of a `WorkerError`."""
 
@@ -69,7 +69,7 @@ def classify(error: BaseException) -> tuple[str, str]:
         return JOB, "refused"
     if isinstance(error, WorkerError) and error.cause != "gpu":
         return _CAUSES.get(error.cause, (INFRASTRUCTURE, "process"))
-    if memory_ran_out(error):
+    if is_out_of_memory(error):
         return _CAUSES["memory"]
     text = f"{type(error).__name__}: {error}"
     if (gpu_error := gpu_error_in(text)) is not None:
@@ -108,8 +108,8 @@ class Incident:
 def describe(error: BaseException, step: int, action: str, cost_s: float) -> Incident:
     """Return the incident that `error` reports."""
     kind, cause = classify(error)
-    origin = origin_of(error) or FailureSource("driver", socket.gethostname())
-    text = error.fact if isinstance(error, WorkerError) else str(error)
+    origin = failure_source_of(error) or FailureSource("driver", socket.gethostname())
+    text = error.message if isinstance(error, WorkerError) else str(error)
     if not isinstance(error, (WorkerError, NonFiniteError, DivergedError, UserError, Stopped)):
         text = describe_error(error)
     text = " ".join(text.split())

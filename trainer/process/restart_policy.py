@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.errors import NonFiniteError, NonRetryableError, UserError, WorkerError, origin_of
+from trainer.errors import NonFiniteError, NonRetryableError, UserError, WorkerError, failure_source_of
 from trainer.process.failure_log import JOB, classify
 
 _FIRST_DELAY_S = 2.0
 _LONGEST_DELAY_S = 300.0
-_FINAL = ("cluster", "spent")
+_FINAL = ("cluster", "restart_limit")
 
 
 @dataclass(frozen=True)
@@ -67,4 +67,4 @@ def can_recover(error: Exception) -> bool:
     """Return whether new processes can help: the failure came from one of them. The driver is not in doubt."""
     if isinstance(error, (UserError, NonRetryableError)) or isinstance(error, WorkerError) and error.cause in _FINAL:
         return False
-    return isinstance(error, NonFiniteError) or origin_of(error) is not None
+    return isinstance(error, NonFiniteError) or failure_source_of(error) is not None

@@ -57,14 +57,14 @@ class Signals:
         """Name of the first signal; None: no signal has arrived."""
         self.raised: BaseException | None = None
         """The exception that a signal has raised. It is raised once; later signals do not disturb the end."""
-        self.moves = 0
+        self.safe_points = 0
         """Safe points that the main thread has passed. While the number does not change, the main thread may hang."""
         self.is_waiting = False
         """The main thread is in a `waiting` block."""
         self._count = 0
         self._handled = 0  # by the steps
         self._last_s = 0.0
-        self._held = 0
+        self._deferred = 0
         self._is_listening = False
         self._steps = "before"
         self._watch: int | None = None
@@ -127,7 +127,7 @@ class Signals:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Let signals that arrive while the block runs wait for its end.
 
         Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemError.
@@ -135,11 +135,11 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._held += 1
+        self._deferred += 1
         try:
             yield
         finally:
-            self._held -= 1
+            self._deferred -= 1
         self.check()
 
     @contextmanager
@@ -156,7 +156,7 @@ class Signals:
             yield
         finally:
             self.is_waiting = before
-            self.moves += 1
+            self.safe_points += 1
 
     @property
     def in_steps(self) -> bool:
@@ -178,7 +178,7 @@ class Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def in_training_loop(self) -> Iterator[None]:
         """Let the first signal wait for the end of the step while the block runs (see `run.stopping.StopRequest`)."""
         self._steps = "inside"
         try:
@@ -200,7 +200,7 @@ class Signals:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        self.moves += 1
+        self.safe_points += 1
         if self._wants_to_stop():
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.raised = self._exception()
@@ -223,7 +223,7 @@ class Signals:
 
     def _wants_to_stop(self) -> bool:
         waits_for_step = self._steps == "inside" and self._count == 1
-        return self._count > self._handled and not (waits_for_step or self._held or self.raised)
+        return self._count > self._handled and not (waits_for_step or self._deferred or self.raised)
 
     def _exception(self) -> BaseException:
         if self._steps == "inside":

@@ -19,7 +19,7 @@ from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
-from trainer.errors import UserError, name_size
+from trainer.errors import UserError, format_size
 from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
@@ -168,7 +168,7 @@ def _newest(place: str, seconds: float) -> tuple[int, list[str]]:
             continue
         check = "all bytes agree"
         if read < total:
-            amount = f"{name_size(read)} of {name_size(total)}"
+            amount = f"{format_size(read)} of {format_size(total)}"
             check = (
                 f"sizes agree; {amount} read without damage, `trainer checkpoint verify {shlex.quote(path)}` reads all"
             )
@@ -181,7 +181,7 @@ def _newest(place: str, seconds: float) -> tuple[int, list[str]]:
 def _tell(read: int, total: int) -> None:
     """Show on a terminal how much of a checkpoint has been read."""
     if sys.stderr.isatty():
-        text = f"reading the newest checkpoint: {name_size(read)} of {name_size(total)}"
+        text = f"reading the newest checkpoint: {format_size(read)} of {format_size(total)}"
         print(f"\r{text}\r{' ' * len(text)}\r" if read == total else f"\r{text}", end="", file=sys.stderr, flush=True)
 
 

@@ -20,7 +20,7 @@ from trainer.checkpoint.storage_access import check_access, give_access
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.files.appended import AppendedFile, mend_last_line
+from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.metrics.best import instead_of
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
@@ -82,7 +82,7 @@ class RunDirectory:
         try:
             with stage("looking for a checkpoint to resume from"):
                 self.locks.acquire(wait)
-                self._mend_last_lines()
+                self._repair_last_lines()
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_run_files()
@@ -113,11 +113,11 @@ class RunDirectory:
         kinds, revisions = self.resume.restore.kinds, read_revisions(self.resume.checkpoint)
         return {name: one for name, one in revisions.items() if ("data" if is_data(name) else "weights") in kinds}
 
-    def _mend_last_lines(self) -> None:
+    def _repair_last_lines(self) -> None:
         """Mend the torn last lines that a kill has left, also if nothing will be appended any more."""
         for name in (*(name for name in PATTERNS if name.endswith(".jsonl") and "/" not in name), LOG_NAME):
             with contextlib.suppress(OSError):  # whoever needs the file says so
-                mend_last_line(os.path.join(self.cfg.trainer.run_dir, name))
+                repair_last_line(os.path.join(self.cfg.trainer.run_dir, name))
 
     def _record_death(self, text: str) -> None:
         """Record that the driver of the last start died."""

@@ -78,7 +78,7 @@ class Recovery:
             self._record(error, "ended the run")
             raise self._ending(error, decision, last_good)
         self._failure, self._delay_s = error, decision.delay_s
-        fact = error.fact if isinstance(error, WorkerError) else describe_error(error)
+        fact = error.message if isinstance(error, WorkerError) else describe_error(error)
         after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
         LOG.warning(
             "%s; the ranks start again%s, from the last commit (restart %d; trainer.max_restarts=%d)",

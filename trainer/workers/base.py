@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
-from trainer.models.attention import can_pack, can_share_tokens, quadratic_cost
+from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
 from trainer.objectives.base import GROUP, ROW, Objective, Outputs
 from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, select, take_rows
 from trainer.parallel.layout import Layout
@@ -76,7 +76,7 @@ class ModelWorker:
         self.device = layout.device
         tokens = config.max_tokens_per_micro_batch * layout.sizes["context"]
         self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
-        self.shares_prompts = config.share_prefixes and can_share_tokens(module)
+        self.shares_prompts = config.share_prefixes and can_share_prefixes(module)
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 
@@ -90,7 +90,7 @@ class ModelWorker:
         shared = count_shared_tokens(batch) if self.shares_prompts else None
         shared = shared if shared is not None and shared.any() else None
         rows = Rows(batch["lengths"], self.quadratic, batch["group_ids"], shared, keeps_groups=unit == GROUP)
-        plan = plan_micro_batches(rows, self.layout.data_size, self.max_tokens)[self.layout.data_rank]
+        plan = plan_micro_batches(rows, self.layout.dp_size, self.max_tokens)[self.layout.dp_rank]
         return [partial(take_rows, batch, chosen, self.device, self.layout.context, shared) for chosen in plan]
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class ModelWorker:
         for take in self.micro_batches(batch):
             micro_batch = take()
             values = function(micro_batch)
-            if micro_batch.rows and self.layout.reports_share:
+            if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 results.append((micro_batch.rows, values.float().cpu().numpy()))
         return stack_rows(results, batch["input_ids"].shape[1])
 
@@ -140,7 +140,7 @@ class ModelWorker:
         except (OSError, ValueError) as error:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
         # A share of the data that did not exist at the save keeps its start RNG, which is keyed by its number.
-        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.data_rank < saved["data_size"])
+        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.dp_rank < saved["data_size"])
         self.before_weights_change()  # reading fills the tensors in place
         # A checkpoint of CPU ranks has no state of a CUDA generator, which then keeps its start state.
         files.read(self.role, state, optional=(f"{self._rng}.cuda",))
@@ -169,7 +169,7 @@ class ModelWorker:
     @property
     def _rng(self) -> str:
         """Name of the state of the generators. Ranks with the same share draw the same, and DCP keeps one copy."""
-        return f"rng_rank{self.layout.data_rank}"
+        return f"rng_rank{self.layout.dp_rank}"
 
     @property
     def has_frozen_weights(self) -> bool:
@@ -297,7 +297,7 @@ class TrainedWorker(ModelWorker):
             self.module.set_requires_gradient_sync(last or self.reduces_each_micro_batch)
             self.module.set_is_last_backward(last)
             micro_batch = take()
-            if micro_batch.rows and self.layout.reports_share:
+            if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 self.tokens_computed += micro_batch.packing.tokens
             loss, metrics = loss_function(micro_batch)
             # FSDP averages gradients over its mesh, but the shares of the loss must be summed.

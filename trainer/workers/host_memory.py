@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import name_size
+from trainer.errors import format_size
 
 LOG = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class HostBuffer:
     def __init__(self, size: int, gpu: int | None):
         free = available_bytes()
         if free is not None and size > free:
-            needed = f"{name_size(size)} of host memory are needed for copies of a rank's state"
-            raise OSError(f"{needed}, and {name_size(free)} are available")
+            needed = f"{format_size(size)} of host memory are needed for copies of a rank's state"
+            raise OSError(f"{needed}, and {format_size(free)} are available")
         self.size = size
         self.users = 0
         self._memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -105,7 +105,7 @@ class HostBuffer:
                 LOG.warning(
                     "CUDA does not pin %s of host memory (error %d): copies of a rank's state are slower, and training "
                     "waits for them",
-                    name_size(self.size),
+                    format_size(self.size),
                     result,
                 )
                 with contextlib.suppress(RuntimeError):  # else the next kernel would report the error

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import Totals, aggregate
 from trainer.config import RoleSpec
-from trainer.files.shared_memory import SharedDirectory, check_room
+from trainer.files.shared_memory import SharedDirectory, check_free_space
 from trainer.models.export_sharded import export_tensors, merged_tensors, plan_layout, write_safetensors
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
-from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, adapters_off
+from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, disabled_adapters
 from trainer.objectives.base import Objective, Outputs
 from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.layout import Layout
@@ -69,7 +69,7 @@ class PolicyWorker(TrainedWorker):
             )
         if self.objective.reads_old_logprobs and not mini_batch["has_old_logprobs"].all():
             mb.arrays["old_logprobs"] = logprobs.detach()
-            if mb.rows and self.layout.reports_share:
+            if mb.rows and self.layout.is_first_of_dp_rank:
                 self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
         return Outputs(logprobs=logprobs, entropy=entropy)
 
@@ -149,8 +149,8 @@ class PolicyWorker(TrainedWorker):
         return sum(plan_layout(export_tensors(self.module), param_dtype(dtype, self.device)).sizes.values())
 
     def check_shared(self, dtype: str, reserved: int) -> None:
-        """Check that shared memory has room for the weights as `dtype` (see `check_room`). Not a collective."""
-        check_room(self.weight_bytes(dtype), reserved)
+        """Check that shared memory has room for the weights as `dtype` (see `check_free_space`). Not a collective."""
+        check_free_space(self.weight_bytes(dtype), reserved)
 
     def open_shared(self, dtype: str, reserved: int) -> str:
         """Make a directory in this machine's shared memory for the weights; returns its path. Not a collective."""
@@ -174,7 +174,7 @@ class PolicyWorker(TrainedWorker):
         from safetensors.torch import save
 
         tensors = adapter_tensors(self.module)
-        return save(tensors, metadata={"format": "pt"}) if self.layout.reports else None
+        return save(tensors, metadata={"format": "pt"}) if self.layout.is_main_rank else None
 
 
 class FrozenWorker(ModelWorker):
@@ -203,7 +203,7 @@ class FrozenWorker(ModelWorker):
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
-        with adapters_off(self.module) if self.spec.is_policy_base else nullcontext():
+        with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
             return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.temperature))
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -83,7 +83,7 @@ class Rank:
         self.layout = Layout(self.device, t.dp_replicate, t.context_parallel_size, t.tensor_parallel_size)
         self.saver = AsyncSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
-        seed_rng(derive_seed(t.seed, "rank", self.layout.data_rank))
+        seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
 
     def build(self, roles: Sequence[RoleSpec], model_path: str) -> None:
         """Load the initial weights of `roles`.
@@ -196,7 +196,7 @@ class Rank:
         if problem is None:
             self._engine_has_fit |= growth == 0
         elif self._engine_has_fit:  # then another program has taken the room
-            raise WorkerError(problem, RESTART_HINT, "occupied")
+            raise WorkerError(problem, RESTART_HINT, "gpu_memory_in_use")
         else:
             raise UserError(problem)
 
@@ -226,7 +226,7 @@ class Rank:
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             problem = rank_problem(parked, torch.cuda.mem_get_info()[0] + cached, self.cfg)
             if problem is not None:
-                raise WorkerError(problem, RESTART_HINT, "occupied")
+                raise WorkerError(problem, RESTART_HINT, "gpu_memory_in_use")
         for place in self._parking.values():
             place.restore(optimizer)
 

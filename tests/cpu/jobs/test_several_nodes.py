@@ -142,5 +142,5 @@ def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
     rewards, expected = (column(tmp_path / run, "reward/mean") for run in ("several", "alone"))
     assert rewards[:4] == pytest.approx(expected, rel=1e-3)  # other numbers of ranks round sums in other ways
     assert "was not replayed as it had been logged" not in output
-    lines = [(one.role, one.node) for one in read_incidents(str(tmp_path / "several")) if one.cause == "lost node"]
+    lines = [(one.role, one.node) for one in read_incidents(str(tmp_path / "several")) if one.cause == "failed node"]
     assert {("engine", cut.address), ("node", cut.address), ("node", lost.address)} <= set(lines)

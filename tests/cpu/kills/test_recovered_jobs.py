@@ -72,7 +72,7 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_no
     assert [one.cause for one in read_incidents(str(run))] == [
         "out of memory",
         "killed process",
-        "silent process",
+        "heartbeat timeout",
         "killed process",
     ]
     judged = [line for line in calls.read_text().splitlines() if len(set(json.loads(line))) == 2]  # not the trial
@@ -105,7 +105,7 @@ def test_a_job_whose_only_engine_dies_and_hangs_ends_as_if_it_had_not(overrides,
     assert faults == [] and outcome(run) == undisturbed, text
     assert "the ranks start again" not in text, text
     incidents = read_incidents(str(run))
-    assert [one.cause for one in incidents] == ["killed process", "silent process"]
+    assert [one.cause for one in incidents] == ["killed process", "heartbeat timeout"]
     assert {one.role for one in incidents} == {"engine"}
 
 
@@ -113,7 +113,7 @@ def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overr
     run, log, reached = tmp_path / "run", tmp_path / "log", tmp_path / "reached"
     command = [f"trainer.run_dir={run}", *overrides, "trainer.hang_timeout_s=3"]
     run_until(log, *command, env={"TRAINER_FAILPOINT": f"logged,5,{reached}"}, status=75)
-    assert "the driver has not moved for" in log.read_text() and reached.exists()
+    assert "the driver has made no progress for" in log.read_text() and reached.exists()
     (directory,) = (run / "stacks").iterdir()
     stacks = {file.stem: file.read_text() for file in directory.iterdir()}
     assert stacks.keys() == {"driver", "rank_0", "rank_1", "engine_0"}

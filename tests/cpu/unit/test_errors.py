@@ -7,7 +7,7 @@ import torch
 
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.errors import describe_error, did_you_mean, memory_ran_out, one_line
+from trainer.errors import describe_error, did_you_mean, is_out_of_memory, one_line
 
 
 class Rude(Exception):
@@ -38,8 +38,8 @@ def test_errors_that_say_that_memory_ran_out_are_known():
         torch.empty(2**60)
     of_vllm = RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), of_the_cpu.value, of_vllm):
-        assert memory_ran_out(error)
-    assert not memory_ran_out(RuntimeError("shapes do not match"))
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
 KEYS = [key for key, *_ in walk_keys(Config())]

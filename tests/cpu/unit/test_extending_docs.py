@@ -19,7 +19,7 @@ from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.rewards import reward_pool, score
 from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.environments import Environment
@@ -137,7 +137,7 @@ def test_the_engine(module, tmp_path, monkeypatch):
     cfg = Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=3, stop_token_ids=())
     requests = [Request([5, 6, 7, 8], seed=1), Request([9], seed=2)]
-    with LocalCluster(cfg, "cpu") as cluster:
+    with ProcessCluster(cfg, "cpu") as cluster:
         ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
         fleet = EnginePool(cfg, cluster, ranks, cfg.model.path)
         fleet.start(version=1, fresh=True)

@@ -29,7 +29,7 @@ from trainer.errors import (
     NotSavedError,
     UserError,
     WorkerError,
-    set_origin,
+    set_failure_source,
 )
 from trainer.metrics.tracker import Tracker
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, read_incidents
@@ -216,7 +216,7 @@ def failing(root: Path, model: Path, failures: dict[int, list[Exception]], **set
 
 def lost(cause: str = "killed", member: str = "policy rank 1") -> WorkerError:
     error = WorkerError(f"{member} died", "restart", cause)
-    set_origin(error, FailureSource(member, "10.0.0.7"))
+    set_failure_source(error, FailureSource(member, "10.0.0.7"))
     return error
 
 
@@ -224,7 +224,7 @@ def lost(cause: str = "killed", member: str = "policy rank 1") -> WorkerError:
 def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, caplog, interval):
     """Twice at one step, and at another: without a commit, the run starts again from its start weights."""
     caplog.set_level("INFO")
-    failures = {2: [lost()], 4: [lost("silent"), lost("late")]}
+    failures = {2: [lost()], 4: [lost("heartbeat_timeout"), lost("rpc_timeout")]}
     with failing(tmp_path, model, failures, ckpt_interval=interval) as trainer:
         trainer.recovery.wait = lambda: None
         trainer.fit()
@@ -233,8 +233,8 @@ def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, c
     incidents = read_incidents(str(tmp_path))
     assert [(one.step, one.cause, one.kind, one.action) for one in incidents] == [
         (2, "killed process", INFRASTRUCTURE, "restarted the ranks"),
-        (4, "silent process", INFRASTRUCTURE, "restarted the ranks"),
-        (4, "hanging call", INFRASTRUCTURE, "restarted the ranks"),
+        (4, "heartbeat timeout", INFRASTRUCTURE, "restarted the ranks"),
+        (4, "RPC timeout", INFRASTRUCTURE, "restarted the ranks"),
     ]
     assert all((one.name, one.role, one.node) == ("policy rank 1", "policy rank", "10.0.0.7") for one in incidents)
     verified = [line for line in caplog.messages if line.startswith("resume verified")]
@@ -284,7 +284,9 @@ def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, m
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
-@pytest.mark.parametrize("error", [UserError("choose another"), lost("spent", "engine 0"), lost("cluster"), KeyError()])
+@pytest.mark.parametrize(
+    "error", [UserError("choose another"), lost("restart_limit", "engine 0"), lost("cluster"), KeyError()]
+)
 def test_what_new_ranks_cannot_cure_ends_the_run(tmp_path, model, error):
     with failing(tmp_path, model, {2: [error]}) as trainer, pytest.raises(type(error)):
         trainer.fit()
@@ -310,7 +312,7 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
 
 def test_ranks_that_die_while_they_load_the_start_weights_are_started_again(tmp_path, model, whole):
     with failing(tmp_path, model, {}) as trainer:
-        trainer.learner.build = raises(lost("silent"))
+        trainer.learner.build = raises(lost("heartbeat_timeout"))
         trainer.fit()
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"]

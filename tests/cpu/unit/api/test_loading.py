@@ -34,7 +34,7 @@ def test_a_missing_checkpoint_and_a_missing_policy_are_refused(tmp_path):
     with pytest.raises(UserError, match="no checkpoint is there or in its checkpoints directory"):
         load_checkpoint(tmp_path)
     save(manager(tmp_path), 1)
-    with pytest.raises(UserError, match="holds no policy"):
+    with pytest.raises(UserError, match="contains no policy"):
         load_checkpoint(tmp_path).policy_state_dict()
     with pytest.raises(UserError, match="dtype=int8: must be one of auto"):
         load_checkpoint(tmp_path).model("int8")

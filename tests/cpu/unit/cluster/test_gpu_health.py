@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from tests.cpu.unit.cluster.members import Host
+from tests.cpu.unit.cluster.hosted import Host
 from trainer.cluster.fork_server import HOST
 from trainer.cluster.gpu_health import GpuHealthCheck
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config
-from trainer.errors import FailureSource, UserError, WorkerError, origin_of, set_origin
+from trainer.errors import FailureSource, UserError, WorkerError, failure_source_of, set_failure_source
 from trainer.process import xid
 from trainer.process.failure_log import INFRASTRUCTURE, classify
 
@@ -21,7 +21,7 @@ PAGE_FAULT = "NVRM: Xid (PCI:0000:00:06): 31, pid=79749, name=exe, Ch 0000000a, 
 
 
 def failed(error: Exception, node: str = "10.0.0.1") -> Exception:
-    set_origin(error, FailureSource("rank 0", node))
+    set_failure_source(error, FailureSource("rank 0", node))
     return error
 
 
@@ -36,9 +36,13 @@ def test_the_kernel_of_another_node_explains_the_failure_of_a_rank():
     error = failed(RuntimeError("[gloo] Connection closed by peer"))
     lines = {"10.0.0.1": ["NVRM: loading"], "10.0.0.2": [CONTAINED, OFF_THE_BUS]}
     found, drained = examined(error, lines)
-    assert str(found).startswith(f"rank 0 failed, and the kernel of node 10.0.0.2 says: {OFF_THE_BUS}; repair or drain")
+    assert str(found).startswith(
+        f"rank 0 failed, and the kernel of node 10.0.0.2 logged: {OFF_THE_BUS}; repair or drain"
+    )
     assert classify(found) == (INFRASTRUCTURE, "GPU error (Xid 79)") and found.__cause__ is error
-    assert origin_of(found) == FailureSource("rank 0", "10.0.0.2") and drained == {"10.0.0.2": "GPU error (Xid 79)"}
+    assert failure_source_of(found) == FailureSource("rank 0", "10.0.0.2") and drained == {
+        "10.0.0.2": "GPU error (Xid 79)"
+    }
 
 
 def test_an_error_that_names_a_broken_gpu_drains_the_node_of_its_rank():
@@ -71,10 +75,10 @@ def test_a_line_of_the_kernel_counts_for_one_failure(tmp_path, monkeypatch):
     log = tmp_path / "kern.log"
     log.write_text("")
     monkeypatch.setattr(xid, "KERNEL_LOGS", [str(log)])
-    with LocalCluster(Config(), "cpu") as cluster:
+    with ProcessCluster(Config(), "cpu") as cluster:
         with pytest.raises(WorkerError) as died:
             cluster.launch_ranks("rank", Host, {}).call("is_killed")
         assert cluster.examine(died.value) is died.value
         log.write_text(f"host kernel: [{time.clock_gettime(time.CLOCK_MONOTONIC):.6f}] {OFF_THE_BUS}\n")
         found = cluster.examine(died.value)
-        assert classify(found) == (INFRASTRUCTURE, "GPU error (Xid 79)") and origin_of(found).node == HOST
+        assert classify(found) == (INFRASTRUCTURE, "GPU error (Xid 79)") and failure_source_of(found).node == HOST

@@ -22,12 +22,12 @@ with socket.create_server((sys.argv[1], 4711)):
 """
 WATCH = """
 import sys
-from trainer.cluster.node_health import Node, NodeWatch
-watch = NodeWatch(limit_s=2.0)
+from trainer.cluster.node_health import Node, NodeHealth
+watch = NodeHealth(limit_s=2.0)
 nodes = [Node(address, address, 4711) for address in sys.argv[1:]]
 watch.watch(nodes)
 for line in sys.stdin:
-    print({node.address: reason for node, reason in watch.lost().items()}, watch.losses(sys.argv[1]), flush=True)
+    print({node.address: reason for node, reason in watch.failed().items()}, watch.failures(sys.argv[1]), flush=True)
 watch.close()
 """
 
@@ -37,7 +37,7 @@ import threading
 import time
 import ray
 from ray.util.placement_group import placement_group_table
-from tests.cpu.unit.cluster.members import Host
+from tests.cpu.unit.cluster.hosted import Host
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
@@ -55,26 +55,26 @@ def replace(engine):
 
 with RayCluster(cfg, "cpu") as cluster:
     group = cluster.launch_engines(Host, (), {})
-    print(*(place["host"] for place in group.where()), flush=True)
+    print(*(place["host"] for place in group.placements()), flush=True)
     input()
     print("(idle)" in group.stacks()["engine 0"], flush=True)
     input()
     replace(0)
     alive = sum(node["Alive"] for node in ray.nodes())
-    print(*(place["host"] for place in group.where()), alive, cluster.has_room(group), flush=True)
+    print(*(place["host"] for place in group.placements()), alive, cluster.has_capacity(group), flush=True)
     input()
     replace(1)
-    print(cluster.has_room(group), flush=True)
+    print(cluster.has_capacity(group), flush=True)
     input()
     replace(0)
-    print(cluster.has_room(group), flush=True)
+    print(cluster.has_capacity(group), flush=True)
 
-    while not cluster.has_room(group):
+    while not cluster.has_capacity(group):
         time.sleep(0.1)
     print("room", flush=True)
     input()
     cluster.release(group)
-    while len(cluster._lost_nodes()) < 3:
+    while len(cluster._failed_nodes()) < 3:
         time.sleep(0.1)
     before = set(placement_group_table())
 
@@ -84,7 +84,7 @@ with RayCluster(cfg, "cpu") as cluster:
         print("asked", flush=True)
 
     threading.Thread(target=say_when_asked).start()
-    print(cluster.launch_ranks("rank", Host, {}, 1).where()[0]["host"], flush=True)
+    print(cluster.launch_ranks("rank", Host, {}, 1).placements()[0]["host"], flush=True)
 """
 
 
@@ -138,28 +138,28 @@ def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
         for process in second.processes():
             process.kill()
         wait_until(lambda: watch.says() != "{} 1")
-        assert watch.says() == f"{{'{second.address}': 'its raylet is gone'}} 1"
+        assert watch.says() == f"{{'{second.address}': 'its raylet has exited'}} 1"
         first.lose()
         wait_until(lambda: watch.says().endswith("} 2"))
         watch.end()
 
 
-def test_nodes_that_are_no_longer_watched_are_not_lost():
+def test_nodes_that_are_no_longer_watched_do_not_count_as_failed():
     gone = Node("a", "127.0.0.1", 1)
     watch = NodeHealth(limit_s=60.0)
     watch.watch([gone])
-    wait_until(lambda: watch.lost() == {gone: "its raylet is gone"})
+    wait_until(lambda: watch.failed() == {gone: "its raylet has exited"})
     watch.watch([])
-    assert watch.lost() == {} and watch.losses("127.0.0.1") == 1
+    assert watch.failed() == {} and watch.failures("127.0.0.1") == 1
     watch.close()
 
 
-def test_a_raylet_that_refuses_now_and_then_is_not_gone():
-    """Only refusals in a row count. The thread of the watch tries no connection of its own here."""
+def test_single_refused_connections_are_no_failure():
+    """Only refusals in a row count. The thread of `NodeHealth` opens no connections here."""
     watch = NodeHealth(limit_s=60.0)
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         port = raylet.getsockname()[1]
-    node, record = Node("a", "127.0.0.1", port), _Record(heard=time.monotonic())
+    node, record = Node("a", "127.0.0.1", port), _Record(answered_at=time.monotonic())
 
     def connect() -> None:
         asyncio.run(watch._connect(node, record))
@@ -170,42 +170,42 @@ def test_a_raylet_that_refuses_now_and_then_is_not_gone():
         connect()
         with socket.create_server(("127.0.0.1", port)):
             connect()
-    assert watch.losses(node.address) == 0
+    assert watch.failures(node.address) == 0
     for _ in range(3):
         connect()
-    assert watch.losses(node.address) == 1
+    assert watch.failures(node.address) == 1
     watch.close()
 
 
 def unreachable(number: int) -> Node:
-    """A node to which no connection can be tried: its address is one of many machines."""
+    """A node to which no connection can be opened: its address is a multicast address."""
     return Node(f"node {number}", f"224.0.0.{number}", 4711)
 
 
-def test_the_only_other_node_is_lost_and_not_this_machine():
+def test_if_the_only_other_node_stops_answering_that_node_has_failed():
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         own = Node("own", "127.0.0.1", raylet.getsockname()[1])
-        watch = NodeHealth(limit_s=0.5, own="127.0.0.1")
+        watch = NodeHealth(limit_s=0.5, local="127.0.0.1")
         watch.watch([own, unreachable(1)])
-        wait_until(lambda: watch.lost())
-        assert set(watch.look()) == {unreachable(1)} and watch.losses("224.0.0.1") == 1
+        wait_until(lambda: watch.failed())
+        assert set(watch.check()) == {unreachable(1)} and watch.failures("224.0.0.1") == 1
         watch.close()
 
 
-def test_a_machine_that_hears_itself_alone_is_cut_off():
-    """The losses of the others do not count."""
+def test_if_several_other_nodes_stop_answering_this_machine_is_cut_off():
+    """The failures of the other nodes are not counted."""
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         own = Node("own", "127.0.0.1", raylet.getsockname()[1])
-        watch = NodeHealth(limit_s=0.5, own="127.0.0.1")
+        watch = NodeHealth(limit_s=0.5, local="127.0.0.1")
         watch.watch([own, unreachable(1), unreachable(2)])
-        wait_until(lambda: len(watch.lost()) == 2)
-        assert set(watch.look()) == {unreachable(1), unreachable(2)}
-        assert [watch.losses(f"224.0.0.{number}") for number in (1, 2)] == [0, 0]
+        wait_until(lambda: len(watch.failed()) == 2)
+        assert set(watch.check()) == {unreachable(1), unreachable(2)}
+        assert [watch.failures(f"224.0.0.{number}") for number in (1, 2)] == [0, 0]
         watch.close()
 
 
 @pytest.mark.timeout(300)
-def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices(monkeypatch):
+def test_an_engine_of_a_failed_node_starts_on_another_node_before_ray_notices(monkeypatch):
     monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # or Ray ends a node that is cut off for long
     with Nodes() as nodes:
         head, *others = nodes.cluster(4, cpus=[0, 1, 1, 1])
@@ -215,14 +215,14 @@ def test_an_engine_whose_node_is_lost_starts_on_another_node_before_ray_notices(
         hosts = [one for one in by_address[first].processes() if "ray::_Host" in one.cmdline()[0]]
         for process in hosts:
             process.suspend()
-        assert driver.says() == "True", "the other node tells where its process stands"
+        assert driver.says() == "True", "the other node returns the stack of its process"
         for process in hosts:
             process.resume()
         by_address[first].cut()
         (spare,) = set(by_address) - {first, second}
         assert driver.says() == f"{spare} {second} 4 True"
         by_address[second].cut()
-        assert driver.says() == "True", "the other engine has its place"
+        assert driver.says() == "True", "the other engine is scheduled"
         by_address[spare].cut()
         assert driver.says() == "False"
         by_address[first].mend()

@@ -1,4 +1,4 @@
-"""Groups as plain processes: how they start, and that nothing of them is left."""
+"""Worker groups as plain processes: their start, and that they leave no processes behind."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import sys
 import psutil
 import pytest
 
-from tests.cpu.unit.cluster.members import Host
+from tests.cpu.unit.cluster.hosted import Host
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster import fork_server as launchers
-from trainer.cluster import worker_groups
-from trainer.cluster.fork_server import ProcessLauncher
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster import fork_server, worker_groups
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.supervisor import is_running
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError
@@ -27,46 +26,46 @@ def settings(**trainer) -> Config:
 
 
 @pytest.fixture(scope="module")
-def launcher():
-    with ProcessLauncher(["tests.cpu.unit.cluster.members"]) as launcher:
-        yield launcher
+def fork_server_process():
+    with ForkServer(["tests.cpu.unit.cluster.hosted"]) as server:
+        yield server
 
 
 def ended(*pids: int) -> bool:
     return not any(psutil.pid_exists(pid) and is_running(psutil.Process(pid)) for pid in pids)
 
 
-def test_members_have_the_environment_and_directory_of_the_driver(launcher, monkeypatch, tmp_path):
-    """As they are when the member starts. The launcher may be older."""
+def test_workers_have_the_environment_and_directory_of_the_driver(fork_server_process, monkeypatch, tmp_path):
+    """The values count at the start of the worker, although the fork server may have started earlier."""
     monkeypatch.setenv("WORD", "of now")
     monkeypatch.chdir(tmp_path)
-    with LocalCluster(settings(), "cpu", launcher) as cluster:
+    with ProcessCluster(settings(), "cpu", fork_server_process) as cluster:
         group = cluster.launch_ranks("rank", Host, {"OTHER": "own"})
         assert group.call("environment", "WORD") == ["of now"]
         assert group.call("environment", "OTHER") == ["own"]
         assert os.readlink(f"/proc/{group.call('pid')[0]}/cwd") == str(tmp_path)
 
 
-def test_an_error_that_cannot_be_unpickled_keeps_its_text(launcher):
-    with LocalCluster(settings(), "cpu", launcher) as cluster:
+def test_an_error_that_cannot_be_unpickled_keeps_its_text(fork_server_process):
+    with ProcessCluster(settings(), "cpu", fork_server_process) as cluster:
         with pytest.raises(RuntimeError, match=r"^OddError: 1 and 2\n"):
             cluster.launch_ranks("rank", Host, {}).call("raise_odd_error")
 
 
-def test_a_member_cannot_end_itself_unnoticed(launcher):
-    with LocalCluster(settings(), "cpu", launcher) as cluster:
+def test_an_exit_of_a_worker_is_reported(fork_server_process):
+    with ProcessCluster(settings(), "cpu", fork_server_process) as cluster:
         with pytest.raises(WorkerError, match="(?s)^rank 0 failed: .*SystemExit: 3"):
             cluster.launch_ranks("rank", Host, {}).call("exit")
 
 
-def test_members_show_their_names_as_processes(launcher):
-    with LocalCluster(settings(num_workers=2), "cpu", launcher) as cluster:
+def test_process_names_of_workers(fork_server_process):
+    with ProcessCluster(settings(num_workers=2), "cpu", fork_server_process) as cluster:
         pids = cluster.launch_ranks("rank", Host, {}).call("pid")
         assert [psutil.Process(pid).name()[:6] for pid in pids] == ["rank 0", "rank 1"]
 
 
-def test_release_ends_a_member_and_all_that_it_has_started(launcher):
-    with LocalCluster(settings(num_workers=2), "cpu", launcher) as cluster:
+def test_release_kills_workers_and_all_processes_that_they_started(fork_server_process):
+    with ProcessCluster(settings(num_workers=2), "cpu", fork_server_process) as cluster:
         group, other = (cluster.launch_ranks("rank", Host, {}) for _ in range(2))
         pids = [*group.call("pid"), *group.call("child")]
         cluster.release(group)
@@ -74,11 +73,11 @@ def test_release_ends_a_member_and_all_that_it_has_started(launcher):
         assert other.call("rank") == [0, 1]
 
 
-def test_the_end_of_a_cluster_leaves_nothing(marker):
-    with LocalCluster(settings(), "cpu") as cluster:
+def test_closing_a_cluster_leaves_no_process_and_no_file(marker):
+    with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         group.call("child")
-        store = cluster.meeting_place(group).removeprefix("file://")
+        store = cluster.rendezvous_address(group).removeprefix("file://")
         group.start("waits")
     assert left_running(marker) == []
     assert not os.path.exists(os.path.dirname(store))
@@ -86,41 +85,41 @@ def test_the_end_of_a_cluster_leaves_nothing(marker):
 
 DRIVER = """
 import os, signal, sys
-from tests.cpu.unit.cluster.members import Host
-from trainer.cluster.fork_server import ForkServer, ProcessLauncher
-from trainer.cluster.process_cluster import LocalCluster
+from tests.cpu.unit.cluster.hosted import Host
+from trainer.cluster.fork_server import InheritingForkServer, ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config
-with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as launcher:
-    with LocalCluster(Config(), "cpu", launcher) as cluster:
+with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as server:
+    with ProcessCluster(Config(), "cpu", fork_server_process) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
         group.call("waits")
 """
 
 
-@pytest.mark.parametrize("kind", ["ProcessLauncher", "ForkServer"])
-def test_the_death_of_the_driver_leaves_nothing(kind, marker):
+@pytest.mark.parametrize("kind", ["ForkServer", "InheritingForkServer"])
+def test_the_death_of_the_driver_leaves_no_process(kind, marker):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True)
     shares_process_group, child = driver.stdout.readline().split()
-    assert shares_process_group == str(kind == "ForkServer")
+    assert shares_process_group == str(kind == "InheritingForkServer")
     driver.kill()
     driver.wait()
     wait_until(lambda: left_running(marker) == [] and ended(int(child)))
 
 
-def test_the_death_of_the_launcher_ends_the_job_with_a_sentence():
-    with LocalCluster(settings(), "cpu") as cluster:
+def test_the_death_of_the_fork_server_ends_the_job_with_a_message():
+    with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         pid = group.call("pid")[0]
         psutil.Process(psutil.Process(pid).ppid()).kill()
         wait_until(lambda: ended(pid))
-        with pytest.raises(WorkerError, match="^the launcher of its processes died, and the job with it"):
+        with pytest.raises(WorkerError, match="^the fork server of the job died, and the job with it"):
             group.call("rank")
 
 
-def test_signals_to_the_driver_do_not_reach_members():
+def test_signals_to_the_driver_do_not_reach_workers():
     """Ctrl-C goes to the process group of the driver."""
-    with LocalCluster(settings(), "cpu") as cluster:
+    with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         pid = group.call("pid")[0]
         assert os.getpgid(pid) != os.getpgid(0)
@@ -128,44 +127,44 @@ def test_signals_to_the_driver_do_not_reach_members():
         assert group.call("rank") == [0]
 
 
-def test_ranks_and_engines_get_gpus_of_their_own(launcher, monkeypatch):
-    """Which ones they see is a matter of their environment: this needs no GPU."""
+def test_ranks_and_engines_have_separate_gpus(fork_server_process, monkeypatch):
+    """Only the environment decides which GPUs a process sees, so this needs no GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     cfg = settings(num_workers=2)
     cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=1, tensor_parallel_size=2))
-    with LocalCluster(cfg, "cuda", launcher) as cluster:
+    with ProcessCluster(cfg, "cuda", fork_server_process) as cluster:
         ranks = cluster.launch_ranks("rank", Host, {})
         engines = cluster.launch_engines(Host, (), {})
         assert ranks.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["6,7"]
         cluster.release(ranks)
-        assert cluster.launch_ranks("rank", Host, {}).where()[1]["gpus"] == ["5"]
+        assert cluster.launch_ranks("rank", Host, {}).placements()[1]["gpus"] == ["5"]
 
 
-def test_engines_can_share_the_gpus_of_ranks(launcher, monkeypatch):
+def test_engines_can_share_the_gpus_of_ranks(fork_server_process, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     cfg = settings(num_workers=2)
     cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, colocate=True))
-    with LocalCluster(cfg, "cuda", launcher) as cluster:
-        places = cluster.launch_ranks("rank", Host, {}).where()
-        engines = cluster.launch_engines(Host, (), {}, lambda engine: places[1 - engine :][:1])
+    with ProcessCluster(cfg, "cuda", fork_server_process) as cluster:
+        placements = cluster.launch_ranks("rank", Host, {}).placements()
+        engines = cluster.launch_engines(Host, (), {}, lambda engine: placements[1 - engine :][:1])
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["5", "4"]
 
 
-def test_too_few_gpus_are_refused(monkeypatch, launcher):
+def test_too_few_gpus_are_refused(monkeypatch, fork_server_process):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match="trainer.num_workers=2: .* need 3 GPUs, there are 1"):
-        LocalCluster(settings(num_workers=2), "cuda", launcher).__enter__()
+    with pytest.raises(UserError, match="trainer.num_workers=2: .* need 3 GPUs, and there are 1"):
+        ProcessCluster(settings(num_workers=2), "cuda", fork_server_process).__enter__()
 
 
 @pytest.mark.parametrize("hang", ["waits", "stops"])
-def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, tmp_path, monkeypatch, hang):
-    """A call that usually is quick does not get the hours that the first ones get."""
+def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(fork_server_process, tmp_path, monkeypatch, hang):
+    """A call that is usually fast has a shorter limit than a first call."""
     monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
     cfg = settings()
     cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
     cfg.trainer.hang_timeout_s, cfg.trainer.heartbeat_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
-    with LocalCluster(cfg, "cpu", launcher) as cluster:
+    with ProcessCluster(cfg, "cpu", fork_server_process) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         for _ in range(3):
             group.call("waits", 0.0)
@@ -175,7 +174,7 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, t
             group.call_one(0, "waits", 0.0)
         with pytest.raises(WorkerError, match="^rank . .*(hang|heartbeat)_timeout_s") as raised:
             group.call("waits", 600.0)
-        assert raised.value.cause == ("late" if hang == "waits" else "silent")
+        assert raised.value.cause == ("rpc_timeout" if hang == "waits" else "heartbeat_timeout")
     (directory,) = (tmp_path / "stacks").iterdir()
     texts = {path.stem: path.read_text() for path in directory.iterdir()}
     assert set(texts) == {"driver", "rank_0", "rank_1"}
@@ -184,13 +183,13 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(launcher, t
     assert ("in waits" if hang == "waits" else '"MainThread"') in texts["rank_1"], texts["rank_1"]
 
 
-def test_a_launcher_that_is_stopped_does_not_hold_up_the_driver(monkeypatch):
-    monkeypatch.setattr(launchers, "_END_S", 0.5)
-    with LocalCluster(settings(), "cpu") as cluster:
+def test_a_stopped_fork_server_does_not_block_the_driver(monkeypatch):
+    monkeypatch.setattr(fork_server, "_END_S", 0.5)
+    with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         pid = group.call("pid")[0]
         psutil.Process(psutil.Process(pid).ppid()).suspend()
         group.end(0)
-        with pytest.raises(WorkerError, match="^the launcher of its processes died, and the job with it"):
+        with pytest.raises(WorkerError, match="^the fork server of the job died, and the job with it"):
             group.call("rank")
         wait_until(lambda: ended(pid))

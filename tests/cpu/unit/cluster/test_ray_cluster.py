@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster.placement import ask, elsewhere, remove
+from trainer.cluster.placement import create_placement_group, exclude_nodes, remove
 from trainer.cluster.ray_cluster import RayCluster, ends_within
 from trainer.config import Config
 
@@ -57,7 +57,7 @@ def test_a_cluster_that_wants_a_token_is_named_without_it(token, cluster, tmp_pa
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", JOINS, address]
     joined = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert joined.stdout.startswith(f"trainer.ray_address={address}: the cluster wants a token"), joined
+    assert joined.stdout.startswith(f"trainer.ray_address={address}: the cluster requires a token"), joined
     assert joined.stdout.count("\n") == 1
 
 
@@ -84,7 +84,7 @@ def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
     done = subprocess.run([sys.executable, "-c", WAITS_FOR_NODES, address], capture_output=True, text=True, timeout=120)
     at_once, later = done.stdout.splitlines()
     assert "trainer.num_workers=1000: ranks and engines need 1001 CPUs" in at_once
-    assert f"trainer.ray_address={address}: the cluster has no room for 1000 processes with 1 CPU each" in later
+    assert f"trainer.ray_address={address}: the cluster has no capacity for 1000 processes with 1 CPU each" in later
     assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes are still to start")
 
 
@@ -93,17 +93,17 @@ import sys
 import ray
 from trainer.cluster import ray_cluster
 from trainer.config import compose
-from trainer.errors import FailureSource, UserError, set_origin
+from trainer.errors import FailureSource, UserError, set_failure_source
 
 ray_cluster._PLACEMENT_TIMEOUT_S, ray_cluster._KERNEL_S = 0.5, 100.0
 address, own = sys.argv[1:]
 cfg = compose([f"trainer.ray_address={address}", "trainer.min_world_size=1", "trainer.excluded_nodes=[10.0.0.7]"])
 error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
-set_origin(error, FailureSource("rank 0", own))
+set_failure_source(error, FailureSource("rank 0", own))
 with ray_cluster.RayCluster(cfg, "cpu") as cluster:
     print(cluster.count_ranks())
     cluster.device = "cuda"
-    print(cluster._gpu_lines(0.0))
+    print(cluster._read_kernel_logs(0.0))
     cluster.examine(error)
     cluster.device = "cpu"
     try:
@@ -112,34 +112,34 @@ with ray_cluster.RayCluster(cfg, "cpu") as cluster:
         print(refused)
     cfg.trainer.excluded_nodes = [own]
     other = ray_cluster.RayCluster(cfg, "cpu")
-    other._watch = cluster._watch
-    print(other._left_out() == {ray.nodes()[0]["NodeID"]: "trainer.excluded_nodes names it"})
+    other._node_health = cluster._node_health
+    print(other._excluded_nodes() == {ray.nodes()[0]["NodeID"]: "trainer.excluded_nodes contains it"})
 """
 
 
-def test_each_of_several_nodes_is_left_out(cluster):
-    place = ask([{"CPU": 1}], elsewhere(["0" * 56, ray.nodes()[0]["NodeID"]]))
-    assert not place.wait(2)
-    remove([place])
+def test_each_of_several_nodes_is_excluded(cluster):
+    group = create_placement_group([{"CPU": 1}], exclude_nodes(["0" * 56, ray.nodes()[0]["NodeID"]]))
+    assert not group.wait(2)
+    remove([group])
 
 
-def test_places_that_are_given_up_at_once_are_free_again(cluster):
-    """Of 60 places that it was about to take, Ray lost one."""
+def test_placement_groups_that_are_removed_early_free_their_resources(cluster):
+    """Ray leaks about one of 60 groups that are removed while it schedules them."""
     before = ray.available_resources()["CPU"]
     for i in range(200):
-        place = ask([{"CPU": 1}], {})
+        group = create_placement_group([{"CPU": 1}], {})
         time.sleep(i % 8 / 1000)
-        remove([place])
+        remove([group])
     wait_until(lambda: ray.available_resources().get("CPU") == before)
 
 
-def test_nodes_that_the_config_names_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
+def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
     own = ray.util.get_node_ip_address()
     command = [sys.executable, "-c", DRAINS, ray.get_runtime_context().gcs_address, own]
     joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    counted, asked, refused, left_out = joined.stdout.splitlines()
-    assert (counted, asked, left_out) == ("1", str({own: []}), "True"), joined
-    assert "has room for 0 ranks" in refused
+    count, kernel_logs, refused, is_excluded = joined.stdout.splitlines()
+    assert (count, kernel_logs, is_excluded) == ("1", str({own: []}), "True"), joined
+    assert "has capacity for 0 ranks" in refused
 
 
 LOSES_RAY = """
@@ -150,7 +150,7 @@ from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
 with RayCluster(Config(), "cpu") as cluster:
-    cluster._local._daemons[sys.argv[1]].kill()
+    cluster._head._daemons[sys.argv[1]].kill()
     try:
         while True:
             cluster.put(np.zeros(10**6))
@@ -175,7 +175,7 @@ from trainer.config import Config
 from trainer.errors import WorkerError
 try:
     with RayCluster(Config(), "cpu") as cluster:
-        daemon = cluster._local._daemons["gcs_server"]
+        daemon = cluster._head._daemons["gcs_server"]
         daemon.kill()
         while is_running(daemon):
             pass
@@ -193,7 +193,7 @@ def test_no_place_is_asked_of_a_ray_that_has_died():
 
 
 MEMORY_RUNS_LOW = """
-from tests.cpu.unit.cluster.members import Host
+from tests.cpu.unit.cluster.hosted import Host
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
@@ -210,7 +210,7 @@ def test_a_rank_that_ray_ends_because_memory_runs_low_is_one_sentence(monkeypatc
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
     done = subprocess.run([sys.executable, "-c", MEMORY_RUNS_LOW], capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and len(done.stdout.splitlines()) == 1, done
-    assert "rank 0 died: Ray ended it, because the memory of its machine ran low" in done.stdout
+    assert "rank 0 died: Ray killed it because the memory of its machine ran low" in done.stdout
 
 
 SIGNALLED = """
@@ -225,7 +225,7 @@ signals._SAME_REQUEST_S = 1000.0
 cluster = RayCluster(Config(), "cpu")
 
 def send_signals():
-    while cluster._local is None or not cluster._local._daemons:
+    while cluster._head is None or not cluster._head._daemons:
         time.sleep(0.001)
     while not has_stopped.wait(0.002):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -257,10 +257,10 @@ def test_signals_while_the_driver_joins_and_leaves_ray_stop_it_once(marker, tmp_
 CLOSES_EARLY = """
 import sys, time
 import psutil
-from trainer.cluster.ray_head import LocalRay
+from trainer.cluster.ray_head import RayHead
 
 for name in sys.argv[1:]:
-    local = LocalRay("/tmp", 2, 2**27)
+    local = RayHead("/tmp", 2, 2**27)
     supervisor = psutil.Process(local._supervisor.pid)
     while name != "nothing" and name not in [child.name() for child in supervisor.children()]:
         time.sleep(0.002)
@@ -279,9 +279,9 @@ def test_a_ray_that_is_closed_while_it_starts_ends_without_a_word(marker, tmp_pa
 
 LOSES_SUPERVISOR = """
 import time
-from trainer.cluster.ray_head import LocalRay
+from trainer.cluster.ray_head import RayHead
 
-local = LocalRay("/tmp", 2, 2**27)
+local = RayHead("/tmp", 2, 2**27)
 local.connect()
 local._supervisor.kill()
 time.sleep(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.config import set_value
-from trainer.cluster.resources import by_node, check_gpus, fitting_ranks, forwarded_variables, rank_environment
+from trainer.cluster.resources import by_node, check_gpus, forwarded_variables, max_world_size, rank_environment
 from trainer.config import Config
 from trainer.errors import UserError
 
@@ -73,4 +73,4 @@ def test_as_many_ranks_as_fit_beside_the_engines(device, free, engines, settings
     cfg = Config()
     for key, value in {"trainer.num_workers": 8, **settings}.items():
         set_value(cfg, key, value)
-    assert fitting_ranks(cfg, device, free, engines) == ranks
+    assert max_world_size(cfg, device, free, engines) == ranks

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from trainer.cluster.stacks import stacks_from_outside
+from trainer.cluster.stacks import py_spy_stacks
 
 STANDS = """
 import time
@@ -28,7 +28,7 @@ def test_the_stacks_of_a_stopped_process_are_read_from_outside():
         try:
             assert process.stdout.readline() == "here\n"
             os.kill(process.pid, signal.SIGSTOP)
-            gone, stopped = stacks_from_outside([2**22 + 1, process.pid])
+            gone, stopped = py_spy_stacks([2**22 + 1, process.pid])
         finally:
             process.kill()
     assert gone.startswith("The process does not answer, and py-spy failed")

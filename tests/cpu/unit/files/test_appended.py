@@ -16,7 +16,7 @@ from tests.support.metrics import make_tracker
 from tests.support.toy import toy_config
 from trainer.errors import UserError
 from trainer.files import appended
-from trainer.files.appended import REPLACED, AppendedFile, append_line, mend_last_line, open_appended
+from trainer.files.appended import REPLACED, AppendedFile, append_line, open_appended, repair_last_line
 from trainer.metrics.tracker import read_metrics
 from trainer.process.failure_log import INCIDENTS, JOB, Incident, read_incidents
 from trainer.process.log_setup import LogFile
@@ -45,13 +45,13 @@ def test_a_line_is_never_appended_to_a_torn_one(tmp_path_factory, cut, tail):
 def test_a_long_torn_line_is_cut_and_text_is_completed(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_bytes(WHOLE + b'{"text": "' + b"y" * 300_000)
-    mend_last_line(str(path))
+    repair_last_line(str(path))
     assert path.read_bytes() == WHOLE
     log = tmp_path / "log.txt"
     log.write_text("one\ntwo")
-    mend_last_line(str(log))
+    repair_last_line(str(log))
     assert log.read_text() == "one\ntwo\n"
-    mend_last_line(str(tmp_path / "missing.jsonl"))
+    repair_last_line(str(tmp_path / "missing.jsonl"))
     assert not (tmp_path / "missing.jsonl").exists()
 
 

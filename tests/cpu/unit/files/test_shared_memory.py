@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from trainer.config import RolloutConfig, TinyConfig
 from trainer.errors import UserError
-from trainer.files.shared_memory import SHARED_MEMORY, SharedDirectory, check_own, check_room, clear_abandoned
+from trainer.files.shared_memory import SHARED_MEMORY, SharedDirectory, check_free_space, check_owner, clear_abandoned
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.models.tiny import build_tiny
@@ -115,13 +115,13 @@ def test_clearing_spares_links_files_and_what_others_own(base, tmp_path):
         os.chown(base / "trainer-weights-other", 65534, 65534)
         spared.add("trainer-weights-other")
         with pytest.raises(UserError, match="belongs to another user"):
-            check_own(str(base / "trainer-weights-other"))
+            check_owner(str(base / "trainer-weights-other"))
     assert clear_abandoned(str(base)) == []
     assert {path.name for path in base.iterdir()} == spared and (victim / "data").read_text() == "precious"
     with pytest.raises(UserError, match="is a link"):
-        check_own(str(base / "trainer-weights-link"))
+        check_owner(str(base / "trainer-weights-link"))
     with pytest.raises(UserError, match="does not see"):
-        check_own(str(base / "trainer-weights-gone"))
+        check_owner(str(base / "trainer-weights-gone"))
 
 
 CHURN = """
@@ -154,11 +154,11 @@ def test_shared_memory_in_which_others_can_rename_is_refused(base):
 ROOM = """
 import sys
 from trainer.errors import UserError
-from trainer.files.shared_memory import check_room
-check_room(900_000, 0, sys.argv[1])
-check_room(900_000, 2**29, sys.argv[1])  # Ray keeps its objects elsewhere
+from trainer.files.shared_memory import check_free_space
+check_free_space(900_000, 0, sys.argv[1])
+check_free_space(900_000, 2**29, sys.argv[1])  # Ray keeps its objects elsewhere
 try:
-    check_room(2_000_000, 2**29, sys.argv[1])
+    check_free_space(2_000_000, 2**29, sys.argv[1])
 except UserError as error:
     print(error)
 """
@@ -177,9 +177,9 @@ def test_a_small_shared_memory_is_refused_in_one_sentence(tmp_path):
 def test_room_is_left_for_what_ray_stores(tmp_path):
     space = os.statvfs(tmp_path)
     free = space.f_bavail * space.f_frsize
-    check_room(free // 4, free // 2, str(tmp_path))
+    check_free_space(free // 4, free // 2, str(tmp_path))
     with pytest.raises(UserError, match="for Ray's objects"):
-        check_room(free // 2, 3 * free // 4, str(tmp_path))
+        check_free_space(free // 2, 3 * free // 4, str(tmp_path))
 
 
 def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
@@ -190,7 +190,7 @@ def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
     rank.call("policy", "write_weights", path[0], "float32")
     if rank.rank != 0:
         return None, {}
-    check_own(path[0])
+    check_owner(path[0])
     mode = os.stat(path[0]).st_mode & 0o777
     engine = TransformersEngine(
         model, dtype="float32", seed=1, rollout=RolloutConfig(engine="transformers"), device="cpu"

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.engines import RemoteEngine, start_vllm, vllm_launcher
 from tests.support.generation import ROLLOUT
-from trainer.cluster.fork_server import ProcessLauncher
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, TinyConfig
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
@@ -35,21 +35,21 @@ def model_paths(tmp_path_factory) -> dict[bool, str]:
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[ProcessLauncher]:
+def launcher() -> Iterator[ForkServer]:
     with vllm_launcher() as launcher:
         yield launcher
 
 
 @pytest.fixture
-def cluster(launcher) -> Iterator[LocalCluster]:
+def cluster(launcher) -> Iterator[ProcessCluster]:
     """Starts engines of vLLM, one at a time, which end with the test."""
-    with LocalCluster(Config(), "cpu", launcher) as cluster:
+    with ProcessCluster(Config(), "cpu", launcher) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def vllm_engine(launcher, model_paths) -> Iterator[RemoteEngine]:
-    with LocalCluster(Config(), "cpu", launcher) as cluster:
+    with ProcessCluster(Config(), "cpu", launcher) as cluster:
         yield start_vllm(cluster, model_paths[True])
 
 

@@ -26,7 +26,7 @@ from tests.support.generation import (
     make_requests,
     tokens_of,
 )
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RolloutConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
@@ -217,13 +217,13 @@ def tied(request) -> bool:
 
 
 @pytest.fixture
-def job(launcher) -> Iterator[LocalCluster]:
+def job(launcher) -> Iterator[ProcessCluster]:
     """A cluster for two ranks and two engines."""
     cfg = Config(rollout=dataclasses.replace(ROLLOUT, temperature=SAMPLED.temperature, num_engines=2))
     cfg.trainer.num_workers = 2
     cfg.trainer.mini_batch_size = 4
     cfg.trainer.policy.optimizer.lr = 3e-3  # large enough that old weights would show
-    with LocalCluster(cfg, "cpu", launcher) as cluster:
+    with ProcessCluster(cfg, "cpu", launcher) as cluster:
         yield cluster
 
 

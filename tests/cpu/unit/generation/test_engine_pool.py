@@ -15,11 +15,11 @@ from tests.support import plain_engine
 from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
 from trainer.cluster import worker_groups
-from trainer.cluster.fork_server import ProcessLauncher
-from trainer.cluster.process_cluster import LocalCluster
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
-from trainer.errors import FailureSource, NonRetryableError, UserError, WorkerError, set_origin
+from trainer.errors import FailureSource, NonRetryableError, UserError, WorkerError, set_failure_source
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool, choose_transport
 from trainer.generation.lifecycle import State
@@ -31,8 +31,8 @@ Start = Callable[..., tuple[EnginePool, PlainRanks]]
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[ProcessLauncher]:
-    with ProcessLauncher([plain_engine.__name__]) as launcher:
+def launcher() -> Iterator[ForkServer]:
+    with ForkServer([plain_engine.__name__]) as launcher:
         yield launcher
 
 
@@ -61,7 +61,7 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
             cfg.trainer.max_restarts, cfg.trainer.heartbeat_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
-            cluster = clusters.enter_context(LocalCluster(cfg, device, launcher))
+            cluster = clusters.enter_context(ProcessCluster(cfg, device, launcher))
             ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
             fleet = EnginePool(cfg, cluster, ranks, str(tmp_path))
             if settles:
@@ -434,7 +434,7 @@ def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared, launcher):
     factory = functools.partial(PlainRank, str(fleet._model_path))
     cluster.release(ranks.policy)
     ranks.policy = cluster.launch_ranks("rank", factory, {}, count=1)
-    assert ranks.policy.where()[0]["gpus"] == ["2"]
+    assert ranks.policy.placements()[0]["gpus"] == ["2"]
     ranks.policy.call("compute")
     fleet.start(2, fresh=False)
     assert fleet._channel.senders == (0,)
@@ -549,7 +549,7 @@ def test_engines_that_are_lost_with_one_node_count_once(start, monkeypatch, inci
 
     def lose(engine: int, node: str) -> None:
         error = WorkerError(f"engine {engine} is lost with its node", cause="node")
-        set_origin(error, FailureSource(f"engine {engine}", node))
+        set_failure_source(error, FailureSource(f"engine {engine}", node))
         fleet._engines.lose([engine], error)
 
     lose(0, "10.0.0.1")

@@ -11,7 +11,9 @@ from trainer.generation.vllm_engine import _OCCUPIED, start_failure
 
 def test_memory_of_other_processes_is_the_machine_s_fault_and_a_wrong_setting_the_user_s():
     occupied = start_failure(ValueError(f"{_OCCUPIED} cuda:0 (10.0/79.1 GiB) on startup is less than"), "model")
-    assert isinstance(occupied, WorkerError) and occupied.cause == "occupied" and "10.0/79.1 GiB" in str(occupied)
+    assert (
+        isinstance(occupied, WorkerError) and occupied.cause == "gpu_memory_in_use" and "10.0/79.1 GiB" in str(occupied)
+    )
     refused = start_failure(ValueError("max_model_len is too large"), "model")
     assert isinstance(refused, UserError) and "max_model_len" in str(refused)
 

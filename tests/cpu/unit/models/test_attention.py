@@ -98,7 +98,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, shared, short, monkeypatch):
     monkeypatch.setattr("trainer.parallel.packing._SHORT", short)
-    packing, ids = Packing(LENGTHS, "cpu", shared=shared), packed_ids(shared)
+    packing, ids = Packing(LENGTHS, "cpu", prefix_lengths=shared), packed_ids(shared)
     assert (len(packing.buckets) == 1) == (short == 64 and shared == ALONE)
     assert ids.numel() == packing.tokens == sum(LENGTHS) - sum(shared)
     ours, theirs = packable(name), random_model(ARCHITECTURES[name], "eager")
@@ -118,7 +118,7 @@ def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name, share
     critics = [CriticModel(model.base_model, model.base_model_prefix) for model in models]
     for critic in critics:
         critic.value_head.weight.data = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
-    values = critics[0](packed_ids(shared), Packing(LENGTHS, "cpu", shared=shared))
+    values = critics[0](packed_ids(shared), Packing(LENGTHS, "cpu", prefix_lengths=shared))
     hidden = models[1].base_model(padded_ids(shared), use_cache=False).last_hidden_state
     expected = nn.functional.pad(critics[1].value_head(hidden[:, :-1]).squeeze(-1), (1, 0)) * real()
     torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
@@ -218,7 +218,7 @@ def test_the_quadratic_cost_is_the_attentions_share_of_the_flops(tied):
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, 20.0)])
 def test_attention_as_one_operator_has_the_same_gradients(window, softcap, shared):
     generator = torch.Generator().manual_seed(3)
-    packing = Packing(LENGTHS, "cpu", shared=shared)
+    packing = Packing(LENGTHS, "cpu", prefix_lengths=shared)
     inputs = [torch.randn(1, heads, packing.tokens, 8, generator=generator) for heads in (4, 2, 2)]
     gradient = torch.randn(1, packing.tokens, 4, 8, generator=generator)
 
@@ -247,7 +247,7 @@ def test_packed_rows_in_bfloat16_are_near_padded_rows():
 def test_the_variable_length_kernel_takes_what_it_is_given(heads, shared):
     """Tensors without values, for which the kernel checks its arguments and says what it would return."""
     with OperatorNames() as names:
-        packing = Packing(LENGTHS, "meta", shared=None if shared == ALONE else shared)
+        packing = Packing(LENGTHS, "meta", prefix_lengths=None if shared == ALONE else shared)
         query, key, value = (
             torch.empty(1, n, packing.tokens, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
             for n in (4, heads, heads)

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from trainer.checkpoint.lock import RunLock
 from trainer.config import TinyConfig
 from trainer.errors import UserError
-from trainer.models.export import PolicyExporter, place_in_files, whole_directory, write_index
+from trainer.models.export import PolicyExporter, assign_to_files, atomic_directory, write_index
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
 def test_a_directory_is_published_when_it_is_complete(tmp_path):
-    with whole_directory(str(tmp_path / "a/out")) as writing:
+    with atomic_directory(str(tmp_path / "a/out")) as writing:
         with open(os.path.join(writing, "file"), "w") as file:
             file.write("content")
         assert not (tmp_path / "a/out").exists()
@@ -30,7 +30,7 @@ def test_a_directory_is_published_when_it_is_complete(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
 def test_a_directory_whose_block_fails_is_deleted(tmp_path, error):
-    with pytest.raises(type(error)), whole_directory(str(tmp_path / "out")) as writing:
+    with pytest.raises(type(error)), atomic_directory(str(tmp_path / "out")) as writing:
         with open(os.path.join(writing, "file"), "w"):
             pass
         raise error
@@ -39,12 +39,12 @@ def test_a_directory_whose_block_fails_is_deleted(tmp_path, error):
 
 def test_tensors_are_placed_in_order_and_a_large_tensor_alone():
     sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
-    assert place_in_files(sizes, 10) == {
+    assert assign_to_files(sizes, 10) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c"],
         "model-00003-of-00003.safetensors": ["d", "e"],
     }
-    assert place_in_files(sizes, 100, "adapter_model") == {"adapter_model.safetensors": list(sizes)}
+    assert assign_to_files(sizes, 100, "adapter_model") == {"adapter_model.safetensors": list(sizes)}
 
 
 def test_the_index_keeps_the_order_of_the_tensors(tmp_path):
@@ -125,7 +125,7 @@ def test_an_export_makes_its_files_durable_before_it_is_published(model, tmp_pat
 def test_the_umask_decides_who_reads_an_export(mask, mode, tmp_path):
     before = os.umask(mask)
     try:
-        with whole_directory(str(tmp_path / "out")) as writing:
+        with atomic_directory(str(tmp_path / "out")) as writing:
             save_file({"w": torch.zeros(2)}, os.path.join(writing, "model.safetensors"))
             Path(writing, "config.json").write_text("{}")
             os.chmod(os.path.join(writing, "config.json"), 0o400)

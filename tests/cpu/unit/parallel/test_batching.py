@@ -47,10 +47,10 @@ def test_neighbours_of_one_group_have_their_shared_tokens_once():
     shared = count_shared_tokens(BATCH)
     micro_batch = take_rows(BATCH, [2, 0, 4, 3], "cpu", shared=shared)
     assert micro_batch.input_ids.tolist() == [[1, 2, 5, 3, 4, 9, 9, 9, 1, 2, 3]]
-    assert micro_batch.packing.lengths == (3, 4, 3, 3) and micro_batch.packing.shared == (0, 2, 0, 0)
+    assert micro_batch.packing.lengths == (3, 4, 3, 3) and micro_batch.packing.prefix_lengths == (0, 2, 0, 0)
     assert micro_batch["mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]
     empty = take_rows(BATCH, [], "cpu", shared=shared)
-    assert empty.packing.shared == (0,) and not empty["mask"].any()
+    assert empty.packing.prefix_lengths == (0,) and not empty["mask"].any()
 
 
 @settings(deadline=None)
@@ -67,15 +67,15 @@ def test_each_row_can_be_read_from_a_row_in_which_tokens_are_shared(data):
     order = sorted(range(count), key=lambda row: groups[row])
     micro_batch = take_rows(batch, order, "cpu", shared=count_shared_tokens(batch))
     packing, tokens = micro_batch.packing, micro_batch.input_ids[0].tolist() + [0]
-    assert packing.tokens == len(tokens) - 1 == sum(packing.own_lengths)
+    assert packing.tokens == len(tokens) - 1 == sum(packing.suffix_lengths)
     for place, row in enumerate(order):
-        assert [tokens[i] for i in packing.places[place]] == (rows[row] + [0] * 6)[: packing.longest]
-        assert [tokens[i] for i in packing.previous_places[place]] == ([0, *rows[row][:-1]] + [0] * 6)[
+        assert [tokens[i] for i in packing.token_indices[place]] == (rows[row] + [0] * 6)[: packing.longest]
+        assert [tokens[i] for i in packing.previous_indices[place]] == ([0, *rows[row][:-1]] + [0] * 6)[
             : packing.longest
         ]
-        positions = packing.position_ids[0][packing.places[place][: len(rows[row])]]
+        positions = packing.position_ids[0][packing.token_indices[place][: len(rows[row])]]
         assert positions.tolist() == list(range(len(rows[row])))
-    assert packing.key_places.tolist() == [i for i in packing.places.flatten().tolist() if i < packing.tokens]
-    assert packing.key_boundaries.diff().tolist() == list(packing.lengths)
-    assert packing.boundaries.diff().tolist() == list(packing.own_lengths)
-    assert [length for bucket in packing.buckets for length in bucket.lengths] == list(packing.own_lengths)
+    assert packing.key_indices.tolist() == [i for i in packing.token_indices.flatten().tolist() if i < packing.tokens]
+    assert packing.cu_seqlens_k.diff().tolist() == list(packing.lengths)
+    assert packing.cu_seqlens.diff().tolist() == list(packing.suffix_lengths)
+    assert [length for bucket in packing.buckets for length in bucket.lengths] == list(packing.suffix_lengths)

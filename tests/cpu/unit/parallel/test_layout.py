@@ -13,8 +13,8 @@ def layout_of(rank: Rank) -> dict:
     layout = rank.layout
     return {
         "sizes": layout.sizes,
-        "data": (layout.data_rank, layout.data_size),
-        "reports": layout.reports,
+        "data": (layout.dp_rank, layout.dp_size),
+        "reports": layout.is_main_rank,
         "described": layout.describe(),
         "sum": layout.sum_over_data({"b": rank.rank, "a": 0.5}),
     }

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.parallel.collectives import AxisGroup
-from trainer.parallel.packing import Packing, take
+from trainer.parallel.packing import Packing, index_select
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
@@ -18,8 +18,8 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 def test_positions_and_boundaries_restart_with_each_sequence(lengths):
     packing = Packing(lengths, "cpu")
     assert packing.position_ids.tolist() == [[p for length in lengths for p in range(length)]]
-    assert packing.boundaries.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert packing.boundaries.dtype == torch.int32
+    assert packing.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert packing.cu_seqlens.dtype == torch.int32
     assert (packing.tokens, packing.longest) == (sum(lengths), max(lengths))
 
 
@@ -34,7 +34,7 @@ def test_values_move_to_the_next_token_and_stay_in_their_sequence(lengths):
         start = sum(lengths[:row])
         expected[row, 1:length] = np.arange(start + 1, start + length)
     assert rows.tolist() == expected.tolist()
-    previous = packing.previous_places[packing.has_previous]
+    previous = packing.previous_indices[packing.has_previous]
     assert rows[packing.has_previous].tolist() == values[0, previous].tolist()
     assert rows[~packing.has_previous].eq(0).all()
 
@@ -45,7 +45,7 @@ def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(length
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     packing = Packing(lengths, "cpu")
     assert [length for bucket in packing.buckets for length in bucket.lengths] == lengths
-    for bucket, (places, of_keys) in zip(packing.buckets, packing.bucket_places, strict=True):
+    for bucket, (places, of_keys) in zip(packing.buckets, packing.bucket_indices, strict=True):
         assert bucket.keys == bucket.tokens and torch.equal(places, of_keys)
         assert bucket.longest <= 64 or min(bucket.lengths) >= 0.75 * bucket.longest
         grid = torch.zeros(len(bucket.lengths) * bucket.longest)
@@ -58,7 +58,7 @@ def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(length
 def test_each_rank_of_a_context_has_a_part_of_the_row(lengths, ranks):
     peers = [AxisGroup(None, rank, ranks) for rank in range(ranks)]  # type: ignore[arg-type]
     row = torch.arange(1, sum(lengths) + 1)[None]
-    parts = [Packing(lengths, "cpu", context).own(row) for context in peers]
+    parts = [Packing(lengths, "cpu", context).shard(row) for context in peers]
     assert len({part.shape for part in parts}) == 1
     together = torch.cat(parts, dim=1)
     assert torch.equal(together[:, : row.shape[1]], row)
@@ -72,7 +72,7 @@ def test_gradients_of_repeated_rows_are_the_same_each_time_with_two_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = [torch.autograd.grad((take(rows, places) * weights).sum(), rows)[0] for _ in range(20)]
+        found = [torch.autograd.grad((index_select(rows, places) * weights).sum(), rows)[0] for _ in range(20)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradient, found[0]) for gradient in found)
@@ -83,5 +83,5 @@ def test_gradients_of_repeated_rows_are_the_same_each_time_with_two_threads():
 def test_gradients_of_repeated_rows_are_rounded_once():
     rows = torch.ones(1, 8, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(300, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    (take(rows, torch.zeros(300, dtype=torch.long)) * weights).sum().backward()
+    (index_select(rows, torch.zeros(300, dtype=torch.long)) * weights).sum().backward()
     assert torch.equal(rows.grad[0], weights.float().sum(0).bfloat16())

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from trainer.errors import DivergedError, FailureSource, NonFiniteError, UserError, WorkerError, set_origin
+from trainer.errors import DivergedError, FailureSource, NonFiniteError, UserError, WorkerError, set_failure_source
 from trainer.process.failure_log import (
     INCIDENTS,
     INCIDENTS_FILE,
@@ -27,11 +27,11 @@ XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid=4711, name=python, GPU has fallen off
     "error, kind, cause",
     [
         (WorkerError("rank 1 died", cause="killed"), INFRASTRUCTURE, "killed process"),
-        (WorkerError("rank 1 is silent", cause="silent"), INFRASTRUCTURE, "silent process"),
-        (WorkerError("rank 1 is late", cause="late"), INFRASTRUCTURE, "hanging call"),
+        (WorkerError("rank 1 is silent", cause="heartbeat_timeout"), INFRASTRUCTURE, "heartbeat timeout"),
+        (WorkerError("rank 1 is late", cause="rpc_timeout"), INFRASTRUCTURE, "RPC timeout"),
         (WorkerError("Ray's raylet died", cause="cluster"), INFRASTRUCTURE, "Ray died"),
         (WorkerError("rank 1 has no memory left", cause="memory"), JOB, "out of memory"),
-        (WorkerError("others hold the memory", cause="occupied"), INFRASTRUCTURE, "occupied GPU"),
+        (WorkerError("others hold the memory", cause="gpu_memory_in_use"), INFRASTRUCTURE, "GPU memory in use"),
         (WorkerError("the processes of reward.name die"), INFRASTRUCTURE, "process"),
         (torch.OutOfMemoryError("CUDA out of memory"), JOB, "out of memory"),
         (MemoryError(), JOB, "out of memory"),
@@ -66,7 +66,7 @@ def test_each_failure_has_a_class_and_a_cause(error, kind, cause):
 
 def test_incidents_are_read_as_they_were_recorded(tmp_path):
     error = WorkerError("rank 1 died:\nits process was killed", "restart the job", "killed")
-    set_origin(error, FailureSource("critic rank 1", "10.0.0.7"))
+    set_failure_source(error, FailureSource("critic rank 1", "10.0.0.7"))
     outer = INCIDENTS.open(str(tmp_path))
     try:
         INCIDENTS.record(describe(error, 7, "restarted the ranks", 12.3456))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, UserError, WorkerError, set_origin
+from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, UserError, WorkerError, set_failure_source
 from trainer.process.restart_policy import Restarts, can_recover
 
 
 def from_rank(error: Exception, name: str = "rank 0") -> Exception:
-    set_origin(error, FailureSource(name))
+    set_failure_source(error, FailureSource(name))
     return error
 
 
@@ -48,13 +48,13 @@ def test_a_fault_of_the_job_at_the_same_step_is_not_tried_a_third_time(fault):
     "error, recovers",
     [
         (from_rank(WorkerError("", cause="killed")), True),
-        (from_rank(WorkerError("", cause="silent"), "critic rank 3"), True),
+        (from_rank(WorkerError("", cause="heartbeat_timeout"), "critic rank 3"), True),
         (from_rank(ValueError()), True),
         (from_rank(RuntimeError("NCCL")), True),
         (NonFiniteError(), True),
         (from_rank(UserError("choose another")), False),
         (from_rank(WorkerError("", cause="killed"), "engine 0"), True),
-        (from_rank(WorkerError("", cause="spent"), "engine 0"), False),
+        (from_rank(WorkerError("", cause="restart_limit"), "engine 0"), False),
         (from_rank(NonRetryableError()), False),
         (from_rank(WorkerError("", cause="cluster")), False),
         (WorkerError("a reward process"), False),

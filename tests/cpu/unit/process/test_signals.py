@@ -39,7 +39,7 @@ def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
     before = signal.getsignal(number)
     stop = StopRequest(None)
     with SIGNALS.listening():
-        with SIGNALS.between_steps():
+        with SIGNALS.in_training_loop():
             send(number)
             assert stop.reason == signal.Signals(number).name
             SIGNALS.check()
@@ -54,7 +54,7 @@ def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
 def test_signals_are_handled_where_no_watch_can_be_started(monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
     open_before = len(os.listdir("/proc/self/fd"))
-    with SIGNALS.listening(), SIGNALS.between_steps():
+    with SIGNALS.listening(), SIGNALS.in_training_loop():
         SIGNALS.beat(60.0)
         send(signal.SIGTERM)
         assert SIGNALS.count == 1
@@ -64,7 +64,7 @@ def test_signals_are_handled_where_no_watch_can_be_started(monkeypatch):
 def test_signals_that_arrive_together_count_as_one(monkeypatch):
     """As `timeout` sends them: to the process, then to its group."""
     monkeypatch.setattr(signals, "_SAME_REQUEST_S", 60.0)
-    with SIGNALS.listening(), SIGNALS.between_steps():
+    with SIGNALS.listening(), SIGNALS.in_training_loop():
         for _ in range(3):
             send(signal.SIGTERM)
         SIGNALS.check()
@@ -72,9 +72,9 @@ def test_signals_that_arrive_together_count_as_one(monkeypatch):
 
 def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
     with SIGNALS.listening():
-        with SIGNALS.between_steps():
+        with SIGNALS.in_training_loop():
             send(signal.SIGTERM)
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             pass
         SIGNALS.check()
 
@@ -89,7 +89,7 @@ def test_outside_of_the_steps_a_signal_stops_at_the_next_safe_point(number):
         send(number)
         SIGNALS.check()  # the run is ending: another signal must not disturb its end
     with SIGNALS.listening():
-        with SIGNALS.between_steps():
+        with SIGNALS.in_training_loop():
             pass
         send(number)
         with pytest.raises(Stopped, match=f"{name} after the last step"):
@@ -118,7 +118,7 @@ def test_an_exception_in_place_of_a_stop_is_known_as_one(monkeypatch):
 
 def test_a_rank_that_dies_after_a_signal_has_died_of_it():
     """A signal to all processes of a job reaches ranks on other machines too."""
-    with SIGNALS.listening(), SIGNALS.between_steps():
+    with SIGNALS.listening(), SIGNALS.in_training_loop():
         assert SIGNALS.stop_behind(WorkerError("rank 1 died")) is None
         send(signal.SIGTERM)
         assert SIGNALS.stop_behind(NotSavedError("the disk is full")) is None
@@ -142,12 +142,12 @@ def test_libraries_that_catch_exceptions_do_not_catch_a_stop():
 def test_a_held_signal_is_raised_after_the_outermost_block_and_once():
     with SIGNALS.listening():
         with pytest.raises(Stopped):
-            with SIGNALS.held():
-                with SIGNALS.held():
+            with SIGNALS.deferred():
+                with SIGNALS.deferred():
                     send(signal.SIGTERM)
                 reached = True
         assert reached
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             pass
         SIGNALS.check()
 
@@ -156,13 +156,13 @@ def test_other_threads_hold_nothing_and_raise_nothing():
     outcome = []
 
     def wait() -> None:
-        with SIGNALS.held():
+        with SIGNALS.deferred():
             SIGNALS.check()
         outcome.append("went on")
 
     with SIGNALS.listening():
         with pytest.raises(Stopped):
-            with SIGNALS.held():
+            with SIGNALS.deferred():
                 send(signal.SIGTERM)
                 thread = threading.Thread(target=wait)
                 thread.start()
@@ -175,7 +175,7 @@ def test_a_third_signal_ends_a_process_that_does_not_respond():
         "import time\n"
         "from trainer.process import signals\n"
         "signals._SAME_REQUEST_S = 0\n"
-        "with signals.SIGNALS.listening(), signals.SIGNALS.held():\n"
+        "with signals.SIGNALS.listening(), signals.SIGNALS.deferred():\n"
         "    print('up', flush=True)\n"
         "    while signals.SIGNALS._count < 2: time.sleep(0.01)\n"
         "    print('two', flush=True)\n"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.lock import NAME as LOCK_NAME
-from trainer.errors import FailureSource, UserError, WorkerError, set_origin
+from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.signals import killed
 from trainer.reports.diagnose import main
@@ -68,7 +68,7 @@ def lose(run: Path, *places: tuple[str, str]) -> None:
     before = INCIDENTS.open(str(run))
     for name, node in places:
         error = WorkerError(f"{name} died", cause="killed")
-        set_origin(error, FailureSource(name, node))
+        set_failure_source(error, FailureSource(name, node))
         INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
     INCIDENTS.close(before)
 
@@ -96,7 +96,7 @@ def test_a_node_with_a_gpu_error_is_bad_at_once(run, capsys):
     error = WorkerError(
         "rank 1 failed, and the kernel of node 10.0.0.7 says: NVRM: Xid (PCI:0000:05:00): 79", "", "gpu"
     )
-    set_origin(error, FailureSource("rank 1", "10.0.0.7"))
+    set_failure_source(error, FailureSource("rank 1", "10.0.0.7"))
     INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
     INCIDENTS.close(before)
     assert said(run, capsys)[-2] == "bad nodes  10.0.0.7 (GPU error (Xid 79))"

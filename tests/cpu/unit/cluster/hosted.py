@@ -1,4 +1,4 @@
-"""Objects that the members of a test's groups host. Nothing slow is imported before it is needed."""
+"""Objects that workers of the tests host. Slow modules are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.errors import UserError
 
 
 class Host:
-    """Does what a rank may do, and meets what a rank may meet."""
+    """Has the methods and the failures of a rank."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -38,7 +38,7 @@ class Host:
         raise OddError(1, 2)
 
     def fail_after_peer(self) -> None:
-        """Rank 1 fails first, with an echo of what rank 0 will say a moment later."""
+        """Rank 1 fails first, with an error that the failure of rank 0 has caused."""
         if self.rank() == 1:
             raise RuntimeError("[gloo] Connection closed by peer")
         time.sleep(0.3)
