@@ -130,7 +130,7 @@ class Engines:
             calls.begin(engine, method, *args)
         return self._results(calls)
 
-    def where(self) -> list[dict[str, Any]]:
+    def placements(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
         while True:
             self.load()
