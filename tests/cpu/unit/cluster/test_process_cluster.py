@@ -90,7 +90,7 @@ from trainer.cluster.fork_server import InheritingForkServer, ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config
 with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as server:
-    with ProcessCluster(Config(), "cpu", fork_server_process) as cluster:
+    with ProcessCluster(Config(), "cpu", server) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
         group.call("waits")

@@ -79,13 +79,13 @@ for timeout_s in (None, 0.5):
 
 
 def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
-    """If the user says how long that can take. Otherwise the job is refused before it asks for places."""
+    """Only with `placement_timeout_s`. Otherwise the job is refused before it creates placement groups."""
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run([sys.executable, "-c", WAITS_FOR_NODES, address], capture_output=True, text=True, timeout=120)
     at_once, later = done.stdout.splitlines()
     assert "trainer.num_workers=1000: ranks and engines need 1001 CPUs" in at_once
     assert f"trainer.ray_address={address}: the cluster has no capacity for 1000 processes with 1 CPU each" in later
-    assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes are still to start")
+    assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes have not started yet")
 
 
 DRAINS = """

@@ -43,7 +43,7 @@ def test_ranks_and_engines_must_fit_on_the_gpus(share, gpus, fits):
     if fits:
         check_gpus(cfg, gpus)
     else:
-        with pytest.raises(UserError, match="need 2 GPUs, there are 1"):
+        with pytest.raises(UserError, match="need 2 GPUs, and there are 1"):
             check_gpus(cfg, gpus)
 
 
