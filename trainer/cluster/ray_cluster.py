@@ -172,8 +172,8 @@ class RayCluster:
                 break
             if waited_s > self._placement_timeout_s:
                 raise UserError(
-                    f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} has "
-                    f"capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
+                    f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
+                    f"has capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
                 )
             SIGNALS.check()
             time.sleep(_POLL_INTERVAL_S)
