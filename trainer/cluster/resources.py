@@ -15,7 +15,6 @@ FindGpus = Callable[[int], Sequence[Mapping[str, Any]]]
 
 def rank_groups(cfg: Config) -> int:
     """Return the number of worker groups for ranks: one for all roles, or one for each role."""
-
     return 1 if cfg.trainer.colocate_roles else len(cfg.roles)
 
 
