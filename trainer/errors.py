@@ -1,4 +1,4 @@
-"""Exceptions of the project, and the texts of their messages: one line, lists, sizes, names that were meant."""
+"""Exceptions of the project, and the format of their messages: one line, lists, sizes, suggested names."""
 
 import errno
 import os
@@ -14,9 +14,9 @@ RESTART_HINT = "restart the job with the same command"
 class UserError(ValueError):
     """An error that the user can fix: bad input, a missing file, a setting that cannot work.
 
-    The message is one sentence that names the problem, its place and the remedy, or a list of such sentences, one line
-    each (see `as_list`). The command line prints it without a traceback and exits with status 2. Every other exception
-    is a bug or a broken machine and keeps its traceback.
+    The message is one sentence that names the problem, its location and the remedy, or a list of such sentences, one
+    line each (see `as_list`). The command line prints it without a traceback and exits with status 2. Every other
+    exception is a bug or a broken machine and keeps its traceback.
     """
 
 
@@ -25,11 +25,11 @@ class WorkerError(RuntimeError):
 
     Args:
         message: what happened.
-        hint: what the user can do, if the job does not recover by itself.
-        cause: `killed`, `silent`, `late`, `memory`, `occupied` (other programs hold the GPU's memory), `gpu` (the text
-            names a GPU error), `node` (its machine is lost), `cluster` (a part of Ray died), `weights` (the first
-            ones did not reach the engines), or `spent` (it was started again as often as the config allows). Empty:
-            another cause.
+        hint: what the user can do if the job does not recover by itself.
+        cause: `killed`, `heartbeat_timeout`, `rpc_timeout`, `memory`, `gpu_memory_in_use` (other programs hold the
+            GPU's memory), `gpu` (the message contains a GPU error), `node` (its machine failed), `cluster` (a process
+            of Ray died), `weights` (the initial weights did not reach the engines) or `restart_limit` (the config
+            allows no further restart). Empty: another cause.
     """
 
     def __init__(self, message: str, hint: str = "", cause: str = ""):
@@ -38,10 +38,10 @@ class WorkerError(RuntimeError):
         self.cause = cause
 
     def __reduce__(self) -> tuple:
-        return _as_it_was, (str(self), self.message, self.cause)
+        return _restore, (str(self), self.message, self.cause)
 
 
-def _as_it_was(text: str, message: str, cause: str) -> WorkerError:
+def _restore(text: str, message: str, cause: str) -> WorkerError:
     error = WorkerError(text, cause=cause)
     error.message = message
     return error
@@ -49,31 +49,31 @@ def _as_it_was(text: str, message: str, cause: str) -> WorkerError:
 
 @dataclass(frozen=True, order=True)
 class FailureSource:
-    """The process of the job in which an exception was raised, or whose death it reports."""
+    """The process of the job that raised an exception, or whose death the exception reports."""
 
     name: str
-    """Kind and number, such as `rank 1`."""
+    """Role and index, such as `rank 1`."""
     node: str = ""
-    """Address of its machine; empty if it is not known."""
+    """Address of its machine, or empty if it is not known."""
 
     @property
     def role(self) -> str:
-        """Kind of the process: `rank`, `critic rank`, `engine`."""
+        """Role of the process: `rank`, `critic rank`, `engine`."""
         return self.name.rstrip(" 0123456789")
 
 
-def set_failure_source(error: Exception, origin: FailureSource) -> None:
-    """Note in which process `error` was raised."""
-    error._origin = origin  # type: ignore[attr-defined]
+def set_failure_source(error: Exception, source: FailureSource) -> None:
+    """Record which process raised `error`."""
+    error._failure_source = source  # type: ignore[attr-defined]
 
 
 def failure_source_of(error: BaseException) -> FailureSource | None:
-    """Return the process in which `error` was raised; None: in the driver."""
-    return getattr(error, "_origin", None)
+    """Return the process that raised `error`, or None if the driver raised it."""
+    return getattr(error, "_failure_source", None)
 
 
 class NonRetryableError(RuntimeError):
-    """The run itself is at fault: it failed in the same way again when its step was repeated.
+    """The run itself is at fault: it failed again in the same way when its step was repeated.
 
     The command line exits with status 3. The same command would fail again.
     """
@@ -88,40 +88,40 @@ class NonFiniteError(RuntimeError):
 
 
 class NotSavedError(RuntimeError):
-    """The last save of a process failed: the steps since the last checkpoint must be trained again."""
+    """The last save of a process failed, so the steps since the last checkpoint must be trained again."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that the machine or the GPU is out of memory."""
+    """Return whether `error` reports that the machine or the GPU is out of memory."""
     # By name, because this module does not import torch.
     from_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error)
-    from_vllm = "CUDA Error: out of memory" in str(error)  # an engine that shares its GPU wakes up
+    from_vllm = "CUDA Error: out of memory" in str(error)  # while an engine that shares its GPU wakes up
     return isinstance(error, MemoryError) or from_torch or from_vllm
 
 
 def is_disk_unwritable(error: BaseException) -> bool:
-    """Return whether `error` says that a disk or a quota is full, or that the disk can only be read."""
+    """Return whether `error` reports that a disk or a quota is full, or that a file system is read-only."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
 def format_size(size: int) -> str:
-    """Return a number of bytes in words, as `4.2 MB`."""
+    """Return a number of bytes with its unit, such as `4.20 MB`."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def as_list(headline: str, sentences: Sequence[str]) -> str:
-    """Return the sentences, one line each, below `headline`; a single sentence stands alone."""
+    """Return the sentences below `headline`, one line each. A single sentence is returned without the headline."""
     return "\n  ".join([headline, *sentences]) if len(sentences) > 1 else sentences[0]
 
 
 def sentences_of(error: UserError) -> list[str]:
-    """Return the sentences of a list (see `as_list`), without its headline; or the only sentence."""
+    """Return the sentences of a list (see `as_list`) without its headline, or the only sentence."""
     headline, *sentences = str(error).split("\n  ")
     return sentences or [headline]
 
 
 def sentence_of(error: UserError | OSError) -> str:
-    """Return what a command line prints about an error of its input."""
+    """Return the message that a command line prints about invalid input."""
     if isinstance(error, UserError) or error.filename is None:
         return str(error)
     remedy = "give the command as its owner, or ask for access" if error.errno in _NO_ACCESS else "correct that path"
@@ -145,41 +145,41 @@ def one_line(text: str) -> str:
     return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 1] + "…"
 
 
-_MOST_SUGGESTIONS = 3
-_ALIKE = 0.75
-"""Least likeness of a suggestion, where 1 is equality. Names below it have little to do with the wrong one."""
+_MAX_SUGGESTIONS = 3
+_MIN_SIMILARITY = 0.75
+"""Least similarity of a suggestion, where 1 is equality. Names below it have little to do with the wrong name."""
 
-_HAS_ITS_WORDS = 0.9
-"""Likeness of a name that has all words of the wrong one: `train_batch_size` for `batch_size`."""
+_CONTAINS_ALL_WORDS = 0.9
+"""Similarity of a name that contains all words of the wrong name: `train_batch_size` for `batch_size`."""
 
 _MARGIN = 0.1
-"""Names that are less like the wrong one than the best by more than this are not suggested."""
+"""A name is suggested only if its similarity is at most this much below the best one."""
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
-    """Return `did you mean NAME, or NAME?` with the names most like `wrong`; empty if none is like it.
+    """Return `did you mean NAME, or NAME?` with the names most similar to `wrong`. Empty if no name is similar.
 
     Args:
-        names: plain names, or keys with their sections. A key is found without its section, and in a wrong one.
+        names: plain names, or keys with their sections. `wrong` may lack the section, or have a wrong one.
     """
-    scores = {name: _likeness(wrong, name) for name in names}
-    least = max([_ALIKE, *(score - _MARGIN for score in scores.values())])
-    found = sorted((name for name in scores if scores[name] >= least), key=lambda name: scores[name], reverse=True)
-    found.sort(key=lambda name: _same_section(wrong, name), reverse=True)
-    return f"did you mean {', or '.join(found[:_MOST_SUGGESTIONS])}?" if found else ""
+    scores = {name: _similarity(wrong, name) for name in names}
+    least = max([_MIN_SIMILARITY, *(score - _MARGIN for score in scores.values())])
+    similar = sorted((name for name in scores if scores[name] >= least), key=lambda name: scores[name], reverse=True)
+    similar.sort(key=lambda name: _section_similarity(wrong, name), reverse=True)
+    return f"did you mean {', or '.join(similar[:_MAX_SUGGESTIONS])}?" if similar else ""
 
 
-def _likeness(wrong: str, name: str) -> float:
-    """Return the likeness of the last parts of two dotted names."""
+def _similarity(wrong: str, name: str) -> float:
+    """Return the similarity of the last components of two dotted names."""
     *section, last = wrong.split(".")
-    parts = name.split(".")
-    endings = ["_".join(parts[i:]) for i in range(len(parts))]  # model_path: model.path
-    if set(last.split("_")) < set(parts[-1].split("_")):
-        return _HAS_ITS_WORDS
+    components = name.split(".")
+    endings = ["_".join(components[i:]) for i in range(len(components))]  # model_path: model.path
+    if set(last.split("_")) < set(components[-1].split("_")):
+        return _CONTAINS_ALL_WORDS
     return max(_ratio(last, ending) for ending in (endings[-1:] if section else endings))
 
 
-def _same_section(wrong: str, name: str) -> float:
+def _section_similarity(wrong: str, name: str) -> float:
     section = wrong.rpartition(".")[0]
     return _ratio(section, name.rpartition(".")[0]) if section else 0.0
 

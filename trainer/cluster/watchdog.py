@@ -102,7 +102,7 @@ class Watchdog:
     ) -> None:
         with self._heartbeat_lock:
             self._end.set()
-            SIGNALS.beat(None)
+            SIGNALS.send_heartbeat(None)
 
     def _run(self) -> None:
         hang_s, rpc_s = self._config.hang_timeout_s, self._config.rpc_timeout_s
@@ -130,7 +130,7 @@ class Watchdog:
         text = f"{message}; its stack is in `stacks` of the run directory: {killed(pid)}"
         with self._heartbeat_lock:
             if not self._end.is_set():
-                SIGNALS.beat(limit_s, text, command)
+                SIGNALS.send_heartbeat(limit_s, text, command)
 
     def _end_job(self, pause_s: float) -> None:
         limit = "rpc" if pause_s > self._config.rpc_timeout_s else "hang"

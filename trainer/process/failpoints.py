@@ -1,8 +1,8 @@
-"""Named places at which a test can stop the process and kill it.
+"""Named points at which a test can stop the process and kill it.
 
 With `TRAINER_FAILPOINT=name,n,path`, the n-th call of `failpoint(name)` creates the file `path` and waits until the
-test deletes it. The test waits for the file, and then kills the processes or lets them continue. Without the variable a
-call costs one look-up.
+test deletes it. The test waits for the file, and then kills the processes or lets them continue. Without the variable,
+a call costs one look-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _passed: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))
 
 
 def failpoint(name: str) -> None:
-    """Stop here if the environment asks for a stop at `name`."""
+    """Stop here if the environment requests a stop at `name`."""
     spec = os.environ.get("TRAINER_FAILPOINT")
     if not spec:
         return

@@ -1,7 +1,8 @@
-"""Standard output and error: messages to the user, and streams that never end a program.
+"""Standard output and error: messages to the user, and streams whose failure never ends a program.
 
-Modules tell the user something with `LOG = logging.getLogger(__name__)`: `LOG.info(text)` prints the text as it is,
-`LOG.warning(text)` prints `WARNING: text`. In the driver, `log.txt` of the run directory gets all of it with times.
+Modules log messages to the user with `LOG = logging.getLogger(__name__)`: `LOG.info(text)` prints the text unchanged,
+`LOG.warning(text)` prints `WARNING: text`. In the driver, `log.txt` of the run directory receives all messages with
+their times.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ from trainer.files.redaction import hide_known
 
 _CHUNK = 1 << 20
 _JOINERS = "\u200c\u200d"
-"""Parts of the spelling of Persian and Indic words, and of emoji."""
+"""Characters of the spelling of Persian and Indic words, and of emoji."""
 
 
 def escape(text: str, lines: bool = True) -> str:
-    """Return `text` with the characters escaped that control a terminal, change the direction of text or are not seen.
+    """Return `text` with escapes for characters that control a terminal, change the text direction or are invisible.
 
-    Names, texts of models and servers, and files that others have written go through this before they are printed or
-    logged. The colours of the display do not: they are no part of a text.
+    Names, texts of models and servers, and files of other people go through this before they are printed or logged. The
+    colours of the progress display do not.
 
     Args:
         lines: keep line breaks and tabs. False: the text is one line.
     """
     if text.isprintable():
         return text
-    kept = "\n\t" if lines else ""
+    allowed = "\n\t" if lines else ""
     text = text.replace("\r\n", "\n") if lines else text
 
     def is_plain(i: int, c: str) -> bool:
         is_joiner = c in _JOINERS and i > 0 and not text[i - 1].isascii()
-        return c.isprintable() or c in kept or unicodedata.category(c) == "Zs" or is_joiner
+        return c.isprintable() or c in allowed or unicodedata.category(c) == "Zs" or is_joiner
 
     return "".join(c if is_plain(i, c) else c.encode("unicode_escape").decode() for i, c in enumerate(text))
 
 
 def show(text: str, error: bool = False) -> None:
-    """Print `text` on stdout, or on stderr, with what could control the terminal escaped (see `escape`)."""
+    """Print `text` on stdout, or on stderr, with control characters escaped (see `escape`)."""
     print(escape(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
@@ -77,12 +78,12 @@ _MESSAGES = _Messages()
 
 
 class LogFile(logging.Handler):
-    """Appends log records to a file, each line with its time. What cannot be written is dropped.
+    """Appends log records to a file, each line with its time. Lines that cannot be written are dropped.
 
     Lines wait in memory until `open`, because this process may write to the run directory only when it holds the lock.
     """
 
-    _LONGEST_WAIT = 1000  # lines
+    _MAX_WAITING = 1000  # lines
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -102,39 +103,39 @@ class LogFile(logging.Handler):
             self.handleError(record)
 
     def write(self, text: str) -> None:
-        """Append `text`. Without a buffer, so that a signal handler may call it, and a kill loses nothing."""
+        """Append `text` without a buffer, so that a signal handler may call this and a kill loses nothing."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = escape(hide_known(text)).removesuffix("\n").split("\n") if text else []
         data = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
         self.acquire()
         try:
             if self._file is None:
-                self._waiting = [*self._waiting, data][-self._LONGEST_WAIT :]
+                self._waiting = [*self._waiting, data][-self._MAX_WAITING :]
             else:
                 with contextlib.suppress(OSError):
-                    self._follow()
+                    self._reopen_if_replaced()
                     os.write(self._file, data)
         finally:
             self.release()
 
-    def _follow(self) -> None:
-        """Open the file again if it was moved, deleted or replaced. The lines of a deleted file are written again."""
+    def _reopen_if_replaced(self) -> None:
+        """Open the file again if it was moved, deleted or replaced. Copy the lines of a deleted file to the new one."""
         assert self._file is not None
-        own = os.fstat(self._file)
+        status = os.fstat(self._file)
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._path), own):
+            if os.path.samestat(os.stat(self._path), status):
                 return
-        before, self._file = self._file, open_appended(self._path)
-        if own.st_nlink == 0 and os.fstat(self._file).st_size == 0:
+        old, self._file = self._file, open_appended(self._path)
+        if status.st_nlink == 0 and os.fstat(self._file).st_size == 0:
             offset = 0
-            while chunk := os.pread(before, _CHUNK, offset):
+            while chunk := os.pread(old, _CHUNK, offset):
                 offset += os.write(self._file, chunk)
-        os.close(before)
+        os.close(old)
 
     def open(self, path: str) -> None:
-        """Write to the file at `path`, beginning with the lines that wait.
+        """Write to the file at `path`, starting with the lines that wait.
 
-        Does nothing if a file is open: a run inside of another one writes to the log of the outer one.
+        Does nothing if a file is open: a run inside another run writes to the log of the outer run.
         """
         if not self.is_used or self._file is not None:
             return
@@ -144,7 +145,7 @@ class LogFile(logging.Handler):
         self._waiting = []
 
     def close(self) -> None:
-        """Close the file, and drop the lines that wait. Later lines wait for the next file."""
+        """Close the file and drop the lines that wait. Later lines wait for the next file."""
         self._waiting = []
         if self._file is not None:
             os.close(self._file)
@@ -155,7 +156,7 @@ LOG_FILE = LogFile()
 
 
 class _LibraryWarnings(logging.Handler):
-    """Writes what libraries warn of to `LOG_FILE`, and to stderr, as Python does while there is no handler."""
+    """Writes the warnings of libraries to `LOG_FILE` and to stderr, as Python does without a handler."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -171,7 +172,7 @@ class _LibraryWarnings(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to_file() -> Iterator[None]:
-    """Let `LOG_FILE` get the messages of this process, and the warnings of libraries, while the block runs."""
+    """Write the messages of this process and the warnings of libraries to `LOG_FILE` while the block runs."""
     LOG_FILE.is_used = True
     handlers = {logging.getLogger("trainer"): LOG_FILE, logging.getLogger(): _LibraryWarnings()}
     for logger, handler in handlers.items():
@@ -186,10 +187,10 @@ def logging_to_file() -> Iterator[None]:
 
 
 def show_messages() -> None:
-    """Print what modules of `trainer` log, and nothing of what libraries log. Every process calls this as it starts.
+    """Print the messages of `trainer` modules, but not those of libraries. Every process calls this at its start.
 
-    Progress bars of libraries would fill a log file with halves of lines, and disturb ours on a terminal: they are off,
-    unless a variable of the user turns them on.
+    Progress bars of libraries would fill a log file with incomplete lines and disturb ours on a terminal. They are off
+    unless the user turns them on with an environment variable.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it, too
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -201,22 +202,22 @@ def show_messages() -> None:
 
 @contextlib.contextmanager
 def messages_to(write: Callable[[str], None]) -> Iterator[None]:
-    """Hand messages to `write`, line by line, while the block runs."""
-    before, _MESSAGES.write = _MESSAGES.write, write
+    """Pass messages to `write`, line by line, while the block runs."""
+    previous, _MESSAGES.write = _MESSAGES.write, write
     try:
         yield
     finally:
-        _MESSAGES.write = before
+        _MESSAGES.write = previous
 
 
 def guard_output() -> None:
-    """Let stdout and stderr take any text, and drop what cannot be written (disk full, reader gone, terminal closed).
+    """Make writes to stdout and stderr never fail. Drop text that cannot be written (disk full, pipe closed).
 
-    Characters that the encoding does not have are escaped. Every process calls this before it prints: entry points,
-    actors, reward processes. The flush at the end of the interpreter cannot fail either; if it did, the exit status
-    would be 120. A stream that was replaced, for example by a test, stays as it is.
+    Characters that the encoding lacks are escaped. Every process calls this before it prints: entry points, actors,
+    reward processes. The flush at the exit of the interpreter cannot fail either; otherwise the exit status would be
+    120. A stream that has been replaced, for example by a test, is left unchanged.
     """
-    for standard in range(3):  # if one is closed, the next file that is opened would get its number and its output
+    for standard in range(3):  # if one is closed, the next opened file would get its number and its output
         try:
             os.fstat(standard)
         except OSError:
@@ -253,30 +254,32 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
         encoding, line_buffering = stream.encoding, stream.line_buffering or stream.write_through
         with contextlib.suppress(OSError):
             stream.flush()
-    # There is no byte buffer between the two: a signal handler that prints could not enter it a second time.
+    # No byte buffer between the two, because a signal handler that prints could not enter the buffer a second time.
     file = _LenientFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(file, encoding, errors="backslashreplace", line_buffering=line_buffering)
 
 
 class _LenientFile(io.FileIO):
-    """A file whose writes never fail. Data that cannot be written is dropped; for stdout, stderr says so once, unless
-    its reader has closed the pipe."""
+    """A file whose writes never fail. Data that cannot be written is dropped.
+
+    For stdout, a warning on stderr reports this once, unless the reader has closed the pipe.
+    """
 
     _warned = False
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        left = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while left:
-                written = super().write(left)
+            while remaining:
+                written = super().write(remaining)
                 if written is None:  # a non-blocking file that is full
                     select.select([], [self], [])
                 else:
-                    left = left[written:]
+                    remaining = remaining[written:]
         except OSError as error:
             is_closed_pipe = error.errno == errno.EPIPE  # as in `trainer checkpoint show RUN | head`
             if self.fileno() == 1 and not self._warned and not is_closed_pipe:
                 self._warned = True
                 with contextlib.suppress(OSError):
-                    os.write(2, f"WARNING: stdout cannot be written ({error.strerror}); text is lost\n".encode())
+                    os.write(2, f"WARNING: stdout is not writable ({error.strerror}); text is lost\n".encode())
         return len(data)

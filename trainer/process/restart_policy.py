@@ -1,4 +1,4 @@
-"""Whether a part of a job is started again after a failure, or the run ends."""
+"""The policy that decides whether processes are restarted after a failure, or the run ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.process.failure_log import JOB, classify
 
 _FIRST_DELAY_S = 2.0
 _LONGEST_DELAY_S = 300.0
-_FINAL = ("cluster", "restart_limit")
+_NOT_RECOVERABLE = ("cluster", "restart_limit")
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Decision:
     delay_s: float = 0.0
     """Seconds to wait before the restart."""
     refusal: str = ""
-    """Why there is no restart; empty: restart."""
+    """Why there is no restart. Empty: restart."""
     repeated: bool = False
-    """The run itself is at fault: its step failed in the same way again."""
+    """The run itself is at fault: its step failed again in the same way."""
 
 
 class Restarts:
-    """Counts the restarts of one kind of processes. Knows neither processes nor clocks.
+    """Counts the restarts of processes with the same role. Uses neither processes nor clocks.
 
     Args:
         limit: largest number of restarts within the window (`trainer.max_restarts`).
@@ -41,21 +41,21 @@ class Restarts:
         """Restarts so far."""
 
     def decide(self, error: Exception, step: int, now: float) -> Decision:
-        """Decide what to do after `error`. A restart counts from now on.
+        """Return the decision after `error`. A restart counts from now on.
 
         Args:
-            step: the step that was under way.
-            now: seconds on any clock that only rises.
+            step: the step during which the error happened.
+            now: seconds on a monotonic clock.
         """
         if not can_recover(error):
             return Decision(refusal="a restart does not help")
-        kind, cause = classify(error)
-        if kind == JOB and (step, cause) in self._faults:
-            return Decision(refusal=f"step {step} failed in the same way when it was repeated", repeated=True)
+        failure_class, cause = classify(error)
+        if failure_class == JOB and (step, cause) in self._faults:
+            return Decision(refusal=f"step {step} failed again in the same way when it was repeated", repeated=True)
         self._times = [time for time in self._times if now - time < self._window_s]
         if len(self._times) >= self._limit:
-            return Decision(refusal=f"{len(self._times)} restarts within {self._window_s / 60:g} minutes are enough")
-        if kind == JOB:
+            return Decision(refusal=f"{len(self._times)} restarts within {self._window_s / 60:g} minutes are the limit")
+        if failure_class == JOB:
             self._faults.add((step, cause))
         delay = _FIRST_DELAY_S * 2 ** (len(self._times) - 1) if self._times else 0.0
         self._times.append(now)
@@ -64,7 +64,9 @@ class Restarts:
 
 
 def can_recover(error: Exception) -> bool:
-    """Return whether new processes can help: the failure came from one of them. The driver is not in doubt."""
-    if isinstance(error, (UserError, NonRetryableError)) or isinstance(error, WorkerError) and error.cause in _FINAL:
+    """Return whether new processes can help: the failure came from one of them, and not from the driver."""
+    if isinstance(error, (UserError, NonRetryableError)):
+        return False
+    if isinstance(error, WorkerError) and error.cause in _NOT_RECOVERABLE:
         return False
     return isinstance(error, NonFiniteError) or failure_source_of(error) is not None

@@ -1,17 +1,17 @@
 """Stopping early by signal.
 
-Inside of the steps, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops.
-A second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last,
-there is nothing to save, and the first signal stops the run directly. All of these end with exit status 75
-(`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75. A process that
-cannot handle it, because it is in a long call of a C function, is killed by its watch (`process.signal_watch`). The
-watch also kills a process whose beats stay away.
+During training, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step finish; then the run saves and stops. A
+second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last one,
+there is nothing to save, and the first signal stops the run directly. In all these cases the exit status is 75
+(`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75. If a long call
+of a C function keeps the process from handling signals, a separate process kills it (`process.signal_watch`). That
+process also kills a job whose heartbeats stop.
 
 A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
 swallow or replace an exception that a handler raises. A download or an import has no safe point: after
-`_GRACE_PERIOD_S` seconds the exception is raised wherever the main thread is.
+`_GRACE_PERIOD_S` seconds the exception is raised at any point of the main thread.
 
-This module imports next to nothing, because the handlers are installed before any other import.
+This module imports very little, because the handlers are installed before any other import.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
 _GRACE_PERIOD_S = 3.0
-_WATCH_PATIENCE_S = 3.0
-"""So long after the third signal the watch kills a process that has not ended."""
+_THIRD_SIGNAL_GRACE_PERIOD_S = 3.0
+"""Time after the third signal until the watching process kills a process that still runs."""
 _SAME_REQUEST_S = 1.0
-"""`timeout` and schedulers send a signal to the process and to its group: signals this close count as one."""
+"""`timeout` and schedulers send a signal to the process and to its group: signals within this time count as one."""
 
 
 def killed(pid: int) -> str:
-    """Return how the last words of a process end that its watch has killed."""
+    """Return the end of the final message of a process that its watching process has killed."""
     return f"killed process {pid}; {CONTINUES}"
 
 
@@ -50,26 +50,26 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """The signals that this process has received. One object serves the process: `SIGNALS`."""
+    """The signals that this process has received. There is one object for the process: `SIGNALS`."""
 
     def __init__(self) -> None:
         self.first: str | None = None
-        """Name of the first signal; None: no signal has arrived."""
+        """Name of the first signal, or None if no signal has arrived."""
         self.raised: BaseException | None = None
-        """The exception that a signal has raised. It is raised once; later signals do not disturb the end."""
+        """The exception that a signal has raised. It is raised only once, so later signals do not disturb the exit."""
         self.safe_points = 0
-        """Safe points that the main thread has passed. While the number does not change, the main thread may hang."""
+        """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
         self.is_waiting = False
-        """The main thread is in a `waiting` block."""
+        """Whether the main thread is in a `waiting` block."""
         self._count = 0
-        self._handled = 0  # by the steps
+        self._handled = 0  # number of signals that the training loop has handled
         self._last_s = 0.0
         self._deferred = 0
         self._is_listening = False
         self._steps = "before"
         self._watch: int | None = None
-        """Process that watches this one (see `_start_watch`)."""
-        self._watch_pipes = (-1, -1)  # for signals and for beats
+        """The process that watches this one (see `_start_watch`)."""
+        self._watch_pipes = (-1, -1)  # for signals and for heartbeats
 
     @property
     def count(self) -> int:
@@ -77,9 +77,9 @@ class Signals:
         return self._count
 
     def listen(self) -> None:
-        """Record the signals until the process ends. An entry point calls this before it imports anything else.
+        """Record the signals until the process exits. An entry point calls this before it imports other modules.
 
-        Nothing raises before `listening` begins, which is where exceptions are handled.
+        No exception is raised before `listening` begins, because exceptions are handled there.
         """
         for number in HANDLED:
             signal.signal(number, self._on_signal)
@@ -89,11 +89,11 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals while the block runs. Does nothing on other threads than the main thread."""
+        """Handle the signals while the block runs. Does nothing on threads other than the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
+        handlers = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
         is_watched = self._watch is not None
         self.listen()
         self._is_listening = True
@@ -101,7 +101,7 @@ class Signals:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
             if not is_watched:
                 self.end_watch()
@@ -110,7 +110,7 @@ class Signals:
             self._watch, self._watch_pipes = watch
 
     def reinstall(self) -> None:
-        """Install the handlers again, because a library has changed them at a level below Python."""
+        """Install the handlers again. Call it after a library has changed them at the C level."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in HANDLED:
@@ -120,7 +120,7 @@ class Signals:
     def ignore() -> None:
         """Ignore all further signals: the run has ended, and a late signal must not change its exit status.
 
-        The watch still counts them: the last line of the run may wait for a terminal that has stopped.
+        The watching process still counts them: the last line of output may block on a stopped terminal.
         """
         for number in HANDLED:
             signal.signal(number, lambda *_: None)
@@ -128,9 +128,9 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Let signals that arrive while the block runs wait for its end.
+        """Defer signals that arrive while the block runs until its end.
 
-        Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemError.
+        Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemExit.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -144,59 +144,59 @@ class Signals:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Say that the block may take long without a safe point: it waits for storage, or has a time limit of its own.
+        """Declare that the block may take long without a safe point: it waits for storage or has its own time limit.
 
-        Does nothing on other threads than the main thread.
+        Does nothing on threads other than the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before, self.is_waiting = self.is_waiting, True
+        outer, self.is_waiting = self.is_waiting, True
         try:
             yield
         finally:
-            self.is_waiting = before
+            self.is_waiting = outer
             self.safe_points += 1
 
     @property
     def in_steps(self) -> bool:
-        """Whether the run is inside of its steps."""
+        """Whether the training loop runs."""
         return self._steps == "inside"
 
     @staticmethod
     @contextmanager
     def blocked() -> Iterator[None]:
-        """Keep signals away from this thread, and from threads and processes that start while the block runs.
+        """Block signals on this thread, and on threads and processes that start while the block runs.
 
-        The kernel delivers a signal to any thread that does not block it. While Ray starts, the handler is Ray's, and
-        it ends the process. So every thread that is older than Ray must block the signals.
+        The kernel delivers a signal to any thread that does not block it. While Ray starts, Ray's handler is installed,
+        and it ends the process. So every thread that is older than Ray must block the signals.
         """
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDLED, signal.SIGALRM))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDLED, signal.SIGALRM))
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @contextmanager
     def in_training_loop(self) -> Iterator[None]:
-        """Let the first signal wait for the end of the step while the block runs (see `run.stopping.StopRequest`)."""
+        """Defer the first signal to the end of the step while the block runs (see `run.stopping.StopRequest`)."""
         self._steps = "inside"
         try:
             yield
         finally:
             self._steps = "after"
-            self._handled = max(self._handled, min(self._count, 1))  # the steps have handled the first signal
+            self._handled = max(self._handled, min(self._count, 1))  # the training loop has handled the first signal
 
     def restarting(self) -> None:
-        """Note that the steps are interrupted: until they begin again, a signal ends the run without a save."""
+        """Record that training is interrupted: until the next step begins, a signal ends the run without a save."""
         self._steps = "interrupted"
 
     def check(self) -> None:
-        """Raise the exception that a signal asks for, once. A safe point. Does nothing on other threads.
+        """Raise the exception that a signal requests, once. A safe point. Does nothing on other threads.
 
         Raises:
-            Stopped: the first signal arrived outside of the steps.
-            KeyboardInterrupt: a second signal arrived inside of the steps.
+            Stopped: the first signal arrived outside the training loop.
+            KeyboardInterrupt: a second signal arrived in the training loop.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -207,10 +207,10 @@ class Signals:
             raise self.raised
 
     def stop_behind(self, error: BaseException) -> BaseException | None:
-        """Return the exception of a signal if it explains `error`.
+        """Return the exception of a signal if it explains `error`, otherwise None.
 
-        A library may have replaced the exception. Or processes of the job have died of a signal that this process got
-        as well.
+        A library may have replaced the exception. Or processes of the job may have died of a signal that this process
+        received as well.
         """
         if error is self.raised:
             return None
@@ -228,15 +228,15 @@ class Signals:
     def _exception(self) -> BaseException:
         if self._steps == "inside":
             return KeyboardInterrupt(
-                "stopped by a second signal: the steps since the last checkpoint are not saved, and it is as it was; "
-                f"{CONTINUES}"
+                "stopped by a second signal: the steps since the last checkpoint are not saved, and the checkpoint is "
+                f"unchanged; {CONTINUES}"
             )
         if self._steps == "before":
-            fact = f"stopped by {self.first} before the first step of this start, so nothing is lost"
-            return Stopped(f"{fact}; {CONTINUES}")
+            message = f"stopped by {self.first} before the first step of this start, so nothing is lost"
+            return Stopped(f"{message}; {CONTINUES}")
         if self._steps == "interrupted":
             return Stopped(
-                f"stopped by {self.first} while the ranks started again: the last checkpoint is as it was; {CONTINUES}"
+                f"stopped by {self.first} while the ranks restarted: the last checkpoint is unchanged; {CONTINUES}"
             )
         return Stopped(f"stopped by {self.first} after the last step; {CONTINUES}")
 
@@ -256,31 +256,31 @@ class Signals:
         elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, _GRACE_PERIOD_S, 1.0)
 
-    def beat(self, limit_s: float | None, text: str = "", command: Sequence[str] = ()) -> None:
-        """Tell the watch that this process can still run Python.
+    def send_heartbeat(self, limit_s: float | None, text: str = "", command: Sequence[str] = ()) -> None:
+        """Tell the watching process that this process can still run Python.
 
         Args:
-            limit_s: seconds after which the watch kills this process if there is no further beat. Time in which the
-                process is stopped, or gets no processor, does not count. None: it expects no beats.
-            text: last words for the log and stderr.
-            command: what the watch runs before it kills this process.
+            limit_s: seconds after which the watching process kills this process if no further heartbeat arrives. Time
+                in which the process is stopped, or has no processor, does not count. None: no heartbeats are expected.
+            text: final message for the log and stderr.
+            command: a command that the watching process runs before it kills this process.
         """
         import json
 
         if self._watch is not None:
-            with contextlib.suppress(OSError):  # the watch reads later, or was killed
+            with contextlib.suppress(OSError):  # the pipe is full, or the watching process was killed
                 os.write(self._watch_pipes[1], json.dumps([limit_s, text, list(command)]).encode() + b"\n")
 
     def _start_watch(self) -> None:
-        """Start the process that kills this one if it can no longer end itself (see `trainer.process.signal_watch`)."""
-        signals, beats = (os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
-        self._watch_pipes = signals[1], beats[1]
+        """Start the process that kills this one if it can no longer exit by itself (see `process.signal_watch`)."""
+        signals, heartbeats = (os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
+        self._watch_pipes = signals[1], heartbeats[1]
         text = f"stopped by a third signal, which the process could not handle: {killed(os.getpid())}"
         script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
-        limits = [str(_SAME_REQUEST_S), str(_WATCH_PATIENCE_S)]
+        limits = [str(_SAME_REQUEST_S), str(_THIRD_SIGNAL_GRACE_PERIOD_S)]
         try:
-            for reading in (signals[0], beats[0]):
+            for reading in (signals[0], heartbeats[0]):
                 os.set_blocking(reading, True)
             self._watch = os.posix_spawn(
                 sys.executable,
@@ -288,10 +288,10 @@ class Signals:
                 os.environ,
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, signals[0], 0),
-                    (os.POSIX_SPAWN_DUP2, beats[0], 3),
+                    (os.POSIX_SPAWN_DUP2, heartbeats[0], 3),
                     (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
                 ],
-                setsid=True,  # it must not get the signals to the process group
+                setsid=True,  # it must not receive the signals to the process group
             )
         except (OSError, ValueError):  # no process can be started, or Python does not know its own path
             for pipe in self._watch_pipes:
@@ -299,29 +299,29 @@ class Signals:
             return
         finally:
             os.close(signals[0])
-            os.close(beats[0])
+            os.close(heartbeats[0])
         signal.set_wakeup_fd(signals[1], warn_on_full_buffer=False)
 
     def end_watch(self) -> None:
-        """End the process that watches this one, so that it does not outlive it by a moment."""
-        if self._watch is not None:  # else this process was forked meanwhile
+        """End the watching process, so that it does not outlive this process."""
+        if self._watch is not None:  # otherwise this process has been forked since
             watch, self._watch = self._watch, None
             signal.set_wakeup_fd(-1)
             for pipe in self._watch_pipes:
                 os.close(pipe)
-            with contextlib.suppress(OSError):  # it was killed, and a library has waited for it
+            with contextlib.suppress(OSError):  # it was killed, and a library has reaped it
                 os.kill(watch, signal.SIGKILL)
                 os.waitpid(watch, 0)
 
     def _leave_watch(self) -> None:
-        """Keep the signals of a process that was forked from being counted as those of its parent."""
+        """Keep the signals of a forked process from being counted as signals of its parent."""
         if self._watch is not None:
             self._watch = None
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
 
     def _on_alarm(self, *_: object) -> None:
-        """The main thread has reached no safe point: raise here, unless the signal has to wait."""
+        """Raise the exception here, because the main thread has reached no safe point, unless signals are deferred."""
         self.check()
 
 

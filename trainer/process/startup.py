@@ -1,6 +1,6 @@
-"""What a job is loading, and since when.
+"""The stages of the start-up: what the job is loading, and since when.
 
-`with stage("loading the model"):` names the stage for the display of the start-up (`metrics/progress.py`). The
+`with stage("loading the model"):` names the current stage for the progress display (`metrics/progress.py`). The
 beginning and the end of a stage are safe points, at which a signal may end the job.
 """
 
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 from trainer.process.signals import SIGNALS
 
-_running: tuple[tuple[str, float], ...] = ()  # names and starts, outermost first
+_running: tuple[tuple[str, float], ...] = ()  # names and start times, outermost first
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Say that the block is what the job is doing. Stages may nest. Only for the main thread.
+    """Name what the job does while the block runs. Stages may nest. Only for the main thread.
 
     Raises:
         Stopped: a signal arrived.
@@ -33,6 +33,6 @@ def stage(name: str) -> Iterator[None]:
 
 
 def running_stage() -> tuple[str, float] | None:
-    """Return the innermost running stage and its start, on the clock `time.monotonic`. Thread-safe."""
+    """Return the innermost running stage and its start time on the clock `time.monotonic`. Thread-safe."""
     stages = _running
     return stages[-1] if stages else None

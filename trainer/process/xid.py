@@ -1,4 +1,4 @@
-"""What the texts of the NVIDIA driver and of CUDA say about a GPU, and where the kernel writes them."""
+"""GPU errors in messages of the NVIDIA driver and of CUDA, and where the kernel logs them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 _XID = re.compile(r"\bXid\b(?: \([^)]*\))?:?\s*(\d{1,3})\b")
 
-# NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors) says what to do after each code. Other codes: start again.
+# NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors) gives an action for each code. Other codes: restart.
 _OF_PROGRAMS = frozenset({11, 13, 25, 31, 32, 43, 69, 80})
-"""A faulty program causes them."""
+"""Codes that a faulty program causes."""
 _HARMLESS = frozenset({14, 37, 38, 44, 45, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 161})
-"""They need no action, or repeat what another code says."""
+"""Codes that need no action or repeat another code."""
 _BROKEN = frozenset(
     {46, 48, 54, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, *range(143, 152), 155, 156, 158, 160, 162}
 )
-"""The GPU, or the whole machine, must be reset or repaired."""
+"""Codes after which the GPU or the whole machine must be reset or repaired."""
 
 _BROKEN_TEXTS = re.compile(
     r"uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost|NVLink error|"
@@ -32,7 +32,7 @@ _FAILED_TEXTS = re.compile(
 _PROGRAM_TEXTS = re.compile(r"illegal memory access|device-side assert", re.IGNORECASE)
 
 KERNEL_LOGS = ["/dev/kmsg", "/var/log/kern.log", "/var/log/messages", "/var/log/syslog"]
-"""Where the kernel's messages are, the first that can be read."""
+"""Where the kernel's messages are. The first readable file is used."""
 _TAIL_BYTES = 2**20
 _SLACK_S = 5.0  # between the clocks of the kernel's log and of this process
 _LONGEST_RECORD = 8192
@@ -41,18 +41,18 @@ _UPTIME = re.compile(r"\[\s*(\d+\.\d+)\]")
 
 @dataclass(frozen=True, order=True)
 class GpuError:
-    """What a text says of a GPU. The worst error is the greatest."""
+    """A GPU error that a text reports. The worst error is the greatest."""
 
     is_broken: bool
-    """The GPU does not work again by itself: its node should be drained."""
+    """The GPU does not recover by itself: its node should be drained."""
     is_of_machine: bool
-    """False: the program is at fault."""
+    """True: the machine caused it. False: the program caused it."""
     cause: str
-    """In few words, such as `GPU error (Xid 79)`."""
+    """A short description, such as `GPU error (Xid 79)`."""
 
 
 def gpu_error_in(text: str) -> GpuError | None:
-    """Return the worst error of a GPU that a text of the kernel or of a library names; None: it names none."""
+    """Return the worst GPU error in a message of the kernel or of a library, or None if there is none."""
     errors = [
         GpuError(code in _BROKEN, code not in _OF_PROGRAMS, f"GPU error (Xid {code})")
         for code in map(int, _XID.findall(text))
@@ -68,9 +68,9 @@ def gpu_error_in(text: str) -> GpuError | None:
 
 
 def gpu_lines(seconds: float) -> list[str]:
-    """Return what the kernel of this machine has said of its GPUs in the last so many seconds.
+    """Return the messages of this machine's kernel about GPUs in the last `seconds`.
 
-    Empty if this process may not read any log of the kernel, as in most containers.
+    Empty if this process may not read any kernel log, as in most containers.
     """
     now = time.clock_gettime(time.CLOCK_MONOTONIC)
     for path in KERNEL_LOGS:
@@ -81,7 +81,7 @@ def gpu_lines(seconds: float) -> list[str]:
 
 
 def _records(path: str) -> Iterator[tuple[float, str]]:
-    """Yield the records of the kernel's ring buffer, each with the seconds since the machine was started."""
+    """Yield the records of the kernel's ring buffer, each with the seconds since boot."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while True:
@@ -89,7 +89,7 @@ def _records(path: str) -> Iterator[tuple[float, str]]:
                 record = os.read(handle, _LONGEST_RECORD).decode(errors="replace")
             except BrokenPipeError:  # the record was overwritten before it was read
                 continue
-            except BlockingIOError:  # there are no more
+            except BlockingIOError:  # end of the buffer
                 return
             head, _, text = record.partition(";")
             yield int(head.split(",")[2]) / 1e6, text.partition("\n")[0]
@@ -98,7 +98,7 @@ def _records(path: str) -> Iterator[tuple[float, str]]:
 
 
 def _tail(path: str) -> Iterator[tuple[float, str]]:
-    """Yield the last lines of a log file that have the kernel's time."""
+    """Yield the last lines of a log file that contain a kernel time stamp."""
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
         for line in file.read().decode(errors="replace").splitlines():

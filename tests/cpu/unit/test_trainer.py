@@ -271,13 +271,13 @@ def test_too_many_restarts_end_the_run(tmp_path, model, caplog):
         with pytest.raises(WorkerError, match="policy rank 1 died; restart"):
             trainer.fit()
     assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"] * 2 + ["ended the run"]
-    assert "2 restarts within 60 minutes are enough" in caplog.messages[-1]
+    assert "2 restarts within 60 minutes are the limit" in caplog.messages[-1]
 
 
 def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, model, whole):
     with failing(tmp_path, model, {2: [lost("memory")], 4: [lost("memory"), lost("memory")]}) as trainer:
         trainer.recovery.wait = lambda: None
-        with pytest.raises(NonRetryableError, match="step 4 failed in the same way when it was repeated: .*died"):
+        with pytest.raises(NonRetryableError, match="step 4 failed again in the same way when it was repeated: .*died"):
             trainer.fit()
     assert [one.kind for one in read_incidents(str(tmp_path))] == [JOB] * 3
     trainer = toy_run(toy_config(tmp_path), model)

@@ -35,7 +35,7 @@ def test_the_exit_status_asks_schedulers_to_retry():
 
 
 @pytest.mark.parametrize("number", HANDLED)
-def test_between_steps_the_first_signal_waits_and_the_second_does_not(number):
+def test_in_the_training_loop_the_first_signal_is_deferred_and_the_second_is_not(number):
     before = signal.getsignal(number)
     stop = StopRequest(None)
     with SIGNALS.listening():
@@ -55,7 +55,7 @@ def test_signals_are_handled_where_no_watch_can_be_started(monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
     open_before = len(os.listdir("/proc/self/fd"))
     with SIGNALS.listening(), SIGNALS.in_training_loop():
-        SIGNALS.beat(60.0)
+        SIGNALS.send_heartbeat(60.0)
         send(signal.SIGTERM)
         assert SIGNALS.count == 1
     assert len(os.listdir("/proc/self/fd")) == open_before
@@ -196,15 +196,15 @@ FULL_PIPE = "\nwhile True: os.write(writing, bytes(1 << 20))"
 BEGINNING = """
 import os
 from trainer.process import signals
-signals._SAME_REQUEST_S, signals._WATCH_PATIENCE_S = 0.2, 0.2
+signals._SAME_REQUEST_S, signals._THIRD_SIGNAL_GRACE_PERIOD_S = 0.2, 0.2
 reading, writing = os.pipe()
 signals.SIGNALS.listen()
 """
 
 
 @pytest.mark.parametrize("ends", [f"signals.SIGNALS.ignore(){FULL_PIPE}", LONG_CALL])
-def test_a_third_signal_ends_a_process_whatever_it_does(ends, tmp_path):
-    """Python handles no signal during a call of C, and a run that has ended ignores them."""
+def test_a_third_signal_ends_any_process(ends, tmp_path):
+    """Python handles no signal during a C call, and a run that has ended ignores signals."""
     log = tmp_path / "log.txt"
     code = f"{BEGINNING}\nlog = open({str(log)!r}, 'w')\nprint('up', flush=True)\n{ends}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -214,41 +214,42 @@ def test_a_third_signal_ends_a_process_whatever_it_does(ends, tmp_path):
         process.send_signal(number)
         time.sleep(0.4)  # or they count as one
     assert "third signal, which the process could not handle" in process.communicate(timeout=60)[1]
-    assert log.read_text().endswith("continues the run\n"), "for those who ask what happened"
+    assert log.read_text().endswith("continues the run\n"), "the log contains the reason"
     assert process.returncode == -signal.SIGKILL
 
 
-BEATEN = f"""{BEGINNING}
+WITH_HEARTBEAT = f"""{BEGINNING}
 import sys, time
-signals.SIGNALS.beat(float(sys.argv[1]), "too quiet", [sys.executable, "-c", "print('asked', file=open(2, 'w'))"])
+command = [sys.executable, "-c", "print('asked', file=open(2, 'w'))"]
+signals.SIGNALS.send_heartbeat(float(sys.argv[1]), "too quiet", command)
 print("up", flush=True)
 """
 
 
-def beaten(code: str, limit_s: float) -> subprocess.Popen:
-    """Start a process that runs `code` after its first beat."""
-    command = [sys.executable, "-c", f"{BEATEN}\n{code}", str(limit_s)]
+def start_with_heartbeat(code: str, limit_s: float) -> subprocess.Popen:
+    """Start a process that runs `code` after its first heartbeat."""
+    command = [sys.executable, "-c", f"{WITH_HEARTBEAT}\n{code}", str(limit_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     return process
 
 
-def test_a_process_that_can_run_no_python_is_killed_when_its_beats_stay_away():
-    process = beaten(LONG_CALL, limit_s=0.5)
+def test_a_process_that_can_run_no_python_is_killed_when_its_heartbeats_stop():
+    process = start_with_heartbeat(LONG_CALL, limit_s=0.5)
     assert process.communicate(timeout=60)[1] == "asked\ntoo quiet\n"
     assert process.returncode == -signal.SIGKILL
 
 
-def test_a_process_that_beats_or_says_that_it_will_not_is_not_killed():
-    beats = "for _ in range(20): signals.SIGNALS.beat(1.0, 'too quiet'); time.sleep(0.1)"
-    quiet = "signals.SIGNALS.beat(None); time.sleep(3)"
-    process = beaten(f"{beats}\n{quiet}\nprint('done')", limit_s=1.0)
+def test_a_process_that_sends_or_switches_off_heartbeats_is_not_killed():
+    beats = "for _ in range(20): signals.SIGNALS.send_heartbeat(1.0, 'too quiet'); time.sleep(0.1)"
+    quiet = "signals.SIGNALS.send_heartbeat(None); time.sleep(3)"
+    process = start_with_heartbeat(f"{beats}\n{quiet}\nprint('done')", limit_s=1.0)
     assert process.communicate(timeout=60) == ("done\n", "")
     assert process.returncode == 0
 
 
-def test_a_process_that_is_stopped_is_not_killed_by_its_watch():
-    process = beaten("time.sleep(0.5)\nsignals.SIGNALS.beat(None)\nprint('done')", limit_s=2.0)
+def test_a_process_that_is_stopped_is_not_killed():
+    process = start_with_heartbeat("time.sleep(0.5)\nsignals.SIGNALS.send_heartbeat(None)\nprint('done')", limit_s=2.0)
     process.send_signal(signal.SIGSTOP)
     time.sleep(4)
     process.send_signal(signal.SIGCONT)
