@@ -1,1 +1,1 @@
-"""Files and names of files: atomic writes, appended lines, typed documents, URIs, shared memory."""
+"""Files and paths: atomic writes, appended lines, typed documents, URIs, shared memory."""

@@ -1,7 +1,7 @@
 """Files of a run directory to which one process at a time appends lines: metrics, incidents, starts, rewards, the log.
 
-A kill can leave a part of a line at the end of such a file, so whoever appends mends the last line first. Somebody can
-delete, replace or edit such a file while the run appends to it; then `AppendedFile` writes it again.
+A kill can leave an incomplete line at the end of such a file, so every writer repairs the last line first. Somebody can
+delete, replace or edit such a file while the run appends to it. Then `AppendedFile` writes the file again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ LOG = logging.getLogger(__name__)
 _CHUNK = 1 << 16
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CHANGED = (0, 0, 0, 0)
-"""The stamp of a file that somebody has deleted or changed between a check and a write. The next check repairs it."""
+"""The stamp of a file that was deleted or changed between a check and a write. The next check repairs the file."""
 REPLACED = ".replaced"
-"""Ending of the file that keeps what stood in place of an appended file."""
+"""Suffix of the file that keeps the foreign content of an appended file."""
 
 
 def open_appended(path: str, mode: int | None = None) -> int:
-    """Open a file to append to it, mend its last line, and return its descriptor. Links are not followed.
+    """Open a file to append to it, repair its last line, and return its descriptor. Links are not followed.
 
     Args:
-        mode: the file's permissions; None: as the process makes files.
+        mode: permissions of the file. None: the default permissions of this process.
     """
     handle = os.open(path, _FLAGS, 0o666 if mode is None else mode)
     try:
         if mode is not None:
             os.fchmod(handle, mode)
         with naming(path):
-            _mend(handle, is_text=not path.endswith(".jsonl"))
+            _repair_last_line(handle, is_text=not path.endswith(".jsonl"))
     except BaseException:
         os.close(handle)
         raise
@@ -46,41 +46,41 @@ def open_appended(path: str, mode: int | None = None) -> int:
 
 
 def repair_last_line(path: str) -> None:
-    """Complete or cut a last line without a line break, which a kill has left in a file. Does nothing without a file.
+    """Complete or remove a last line without a line break, which a kill has left. Does nothing without a file.
 
-    A line of text, or a whole JSON object, gets the line break. A part of a JSON object is cut.
+    A line of text, or a complete JSON object, gets the line break. An incomplete JSON object is removed.
     """
     if os.path.isfile(path) and not os.path.islink(path):
         os.close(open_appended(path))
 
 
 def append_line(path: str, line: bytes) -> None:
-    """Append a line, without its line break, to a file whose last line is mended first.
+    """Append a line, given without its line break, to a file. The last line of the file is repaired first.
 
     Raises:
-        OSError: the line could not be written. The file is as it was before.
+        OSError: the line could not be written. The file is unchanged.
     """
     handle = open_appended(path)
     try:
         with naming(path):
-            write_whole(handle, line + b"\n")
+            write_all_or_nothing(handle, line + b"\n")
     finally:
         os.close(handle)
 
 
-def write_whole(handle: int, data: bytes) -> None:
-    """Append `data` in one write, so that a kill leaves all of it or nothing.
+def write_all_or_nothing(handle: int, data: bytes) -> None:
+    """Append `data` with one write call, so that a kill leaves all of it or nothing.
 
     Raises:
-        OSError: less than all could be written; then the file has nothing of it.
+        OSError: not all data could be written. The file is unchanged.
     """
-    before = os.fstat(handle).st_size
+    size = os.fstat(handle).st_size
     if os.write(handle, data) != len(data):
-        os.ftruncate(handle, before)
+        os.ftruncate(handle, size)
         raise OSError(errno.ENOSPC, "the last line was cut short; is the disk full?")
 
 
-def _mend(handle: int, is_text: bool) -> None:
+def _repair_last_line(handle: int, is_text: bool) -> None:
     size = os.fstat(handle).st_size
     if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
         return
@@ -91,7 +91,7 @@ def _mend(handle: int, is_text: bool) -> None:
         tail = os.pread(handle, length, start) + tail
     line = tail[tail.rfind(b"\n") + 1 :]
     if is_text or _is_object(line):
-        write_whole(handle, b"\n")
+        write_all_or_nothing(handle, b"\n")
     else:
         os.ftruncate(handle, size - len(line))
 
@@ -107,14 +107,14 @@ def _is_object(line: bytes) -> bool:
 class AppendedFile:
     """A file of lines that must keep all of them as long as this process appends to it.
 
-    The content is also kept in memory, compressed. Before each write the file is compared with what this process has
-    left there. If somebody has deleted or changed it, it is written again, and what stood in its place is kept beside
-    it as `NAME.replaced`. The file is created with its first line.
+    The content is also kept in memory, compressed. Before each write, the file is compared with the state in which this
+    process has left it. If somebody has deleted or changed it, the file is written again, and the foreign content is
+    kept in `NAME.replaced` in the same directory. The file is created with its first line.
 
     Args:
-        fence: raises when this process no longer holds the run directory: then the file belongs to another process,
+        fence: raises when this process no longer holds the run directory. Then the file belongs to another process,
             and is not written again.
-        mode: the file's permissions; None: as the process makes files.
+        mode: permissions of the file. None: the default permissions of this process.
     """
 
     def __init__(self, path: str, fence: Callable[[], None] = lambda: None, mode: int | None = None):
@@ -134,13 +134,13 @@ class AppendedFile:
             return zlib.decompress(b"".join(self._chunks) + self._packer.copy().flush())
 
     def append(self, lines: bytes, durable: bool = False) -> None:
-        """Append whole lines, with their line breaks.
+        """Append complete lines, with their line breaks.
 
         Args:
-            durable: wait until they are on the disk.
+            durable: wait until the lines are on the disk.
 
         Raises:
-            OSError: they could not be written. The file is as it was before.
+            OSError: the lines could not be written. The file is unchanged.
         """
         assert lines.endswith(b"\n")
         with self._lock:
@@ -150,48 +150,48 @@ class AppendedFile:
                 status = os.fstat(handle)
                 is_same = status.st_size == 0 if self._stamp is None else _stamp_of(status) == self._stamp
                 with naming(self._path):
-                    write_whole(handle, lines)
+                    write_all_or_nothing(handle, lines)
                     if durable:
                         os.fsync(handle)
                 self._stamp = _stamp_of(os.fstat(handle)) if is_same else _CHANGED
             finally:
                 os.close(handle)
-            self._keep(lines)
+            self._remember(lines)
 
     def rewrite(self, content: bytes) -> None:
-        """Replace the whole file atomically, whatever stands there."""
+        """Replace the complete file atomically, whatever its current content is."""
         with self._lock:
             write_file(self._path, content, self._fence, self._mode)
             self._chunks, self._packer, self._is_loaded = [], zlib.compressobj(1), True
-            self._keep(content)
+            self._remember(content)
             self._stamp = self._current()
 
     def check(self) -> None:
         """Write the file again if somebody has deleted or changed it.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
             UserError: this process no longer holds the run directory.
         """
         with self._lock:
             self._load()
-            found = self._current()
-            if found == self._stamp:
+            stamp = self._current()
+            if stamp == self._stamp:
                 return
             content = self.content()
-            if found is not None and _content_of(self._path) == content:  # touched, or a copy in its place
-                self._stamp = found
+            if stamp is not None and _content_of(self._path) == content:  # touched, or replaced by a copy
+                self._stamp = stamp
                 return
             self._fence()
-            if found is not None:
+            if stamp is not None:
                 _keep_replaced(self._path)
             write_file(self._path, content, self._fence, self._mode)
             self._stamp = self._current()
         LOG.warning(
             "%s was %s while the run appends to it: all lines of the run are written again%s",
             self._path,
-            "deleted" if found is None else "changed",
-            "" if found is None else f"; what stood there is in {os.path.basename(self._path)}{REPLACED}",
+            "deleted" if stamp is None else "changed",
+            "" if stamp is None else f"; its changed content is in {os.path.basename(self._path)}{REPLACED}",
         )
 
     def sync(self) -> None:
@@ -210,10 +210,10 @@ class AppendedFile:
             self._is_loaded = True
             repair_last_line(self._path)
             if os.path.lexists(self._path):
-                self._keep(read_file(self._path))
+                self._remember(read_file(self._path))
                 self._stamp = self._current()
 
-    def _keep(self, lines: bytes) -> None:
+    def _remember(self, lines: bytes) -> None:
         self._chunks.append(self._packer.compress(lines))
 
     def _current(self) -> tuple[int, int, int, int] | None:
@@ -224,9 +224,9 @@ class AppendedFile:
 
 
 def _keep_replaced(path: str) -> None:
-    """Keep what stands at `path` as `NAME.replaced`, too.
+    """Keep the file at `path` as `NAME.replaced` as well.
 
-    It also stays at `path`, so that a full disk or a kill does not leave the run without the file.
+    The file also stays at `path`, so that a full disk or a kill does not leave the run without a file.
     """
     replaced = path + REPLACED
     try:

@@ -17,11 +17,11 @@ _CHUNK = 8 << 20
 
 
 def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None, mode: int | None = None) -> None:
-    """Write a file atomically: it is complete or absent, even if the process or the machine dies meanwhile.
+    """Write a file atomically: it is complete or absent, even if the process or the machine dies during the write.
 
     Args:
-        fence: called before the file appears. It raises if this process may no longer write the file.
-        mode: the file's permissions; None: as the process makes files.
+        fence: called before the file appears. Raises if this process may no longer write the file.
+        mode: permissions of the file. None: the default permissions of this process.
     """
     staged = f"{path}.tmp"
     with naming(path), open(staged, "wb") as file:
@@ -37,7 +37,7 @@ def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Let an OSError in the block name the file `path` if it names none: a write to an open file knows no name."""
+    """Add the file name `path` to an OSError in the block that has none. Errors of writes to open files have none."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def read_file(path: str, folder: int | None = None) -> bytes:
     """Return the content of a regular file. Links are not followed, and a pipe does not block.
 
     Args:
-        folder: handle of the directory that `path` is relative to.
+        folder: descriptor of the directory to which `path` is relative.
 
     Raises:
         OSError: the file is missing, cannot be read, or is not a regular file.
@@ -65,7 +65,7 @@ def read_file(path: str, folder: int | None = None) -> bytes:
         os.close(handle)
 
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -75,39 +75,41 @@ _KINDS = {
 
 
 def file_problem(path: str) -> str | None:
-    """Return why `path` is no regular file, such as `is a pipe`; None: it is one. Links are followed."""
+    """Return why `path` is not a regular file, such as `is a pipe`, or None if it is one. Links are followed."""
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
+        file_type = stat.S_IFMT(os.stat(path).st_mode)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}, not a regular file"
+    if file_type == stat.S_IFREG:
+        return None
+    return f"is {_FILE_TYPES.get(file_type, 'no file')}, not a regular file"
 
 
-_ELSEWHERE = frozenset(
+_UNRELATED_TO_CONTENT = frozenset(
     getattr(errno, name)
     for name in (
-        *("EACCES", "EPERM", "ENOKEY", "EKEYEXPIRED", "EKEYREJECTED"),  # who asks, of Kerberos too
-        *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EBUSY", "EINTR"),  # what this process or machine has left
+        *("EACCES", "EPERM", "ENOKEY", "EKEYEXPIRED", "EKEYREJECTED"),  # permissions, also of Kerberos
+        *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EBUSY", "EINTR"),  # limits of this process or machine
         *("ESTALE", "ENOTCONN", "ENODEV", "ENXIO", "ESHUTDOWN", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED"),
-        *("ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),  # a server of files
+        *("ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),  # a file server
     )
 )
 
 
 def is_unrelated_to_content(error: OSError) -> bool:
-    """Return whether a file could not be read for a reason outside of it. EIO is none: a bad sector gives it, too."""
-    return error.errno in _ELSEWHERE
+    """Return whether the cause of a failed read lies outside the file. Not for EIO, which a bad sector causes too."""
+    return error.errno in _UNRELATED_TO_CONTENT
 
 
 def access_problem(path: str) -> str:
-    """Return which part of `path` this user may not read, and why; empty if there is none."""
+    """Return which directory of `path`, or which file, this user may not access, and why. Empty if there is none."""
     folders = [*reversed(pathlib.PurePath(os.path.abspath(path)).parents)]
-    for part, mode, verb in [*((str(folder), os.X_OK, "enter") for folder in folders), (path, os.R_OK, "read")]:
-        if not os.access(part, mode, effective_ids=True):
+    for entry, mode, verb in [*((str(folder), os.X_OK, "enter") for folder in folders), (path, os.R_OK, "read")]:
+        if not os.access(entry, mode, effective_ids=True):
             with contextlib.suppress(OSError):
-                status = os.stat(part)
+                status = os.stat(entry)
                 return (
-                    f"user {os.geteuid()} may not {verb} {part}, which belongs to user {status.st_uid} and has the "
+                    f"user {os.geteuid()} may not {verb} {entry}, which belongs to user {status.st_uid} and has the "
                     f"mode {stat.S_IMODE(status.st_mode):04o}"
                 )
             return ""
@@ -128,7 +130,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_inside(root: str, path: str) -> bytes:
-    """Return the content of the regular file `path` below the directory `root`. No part of `path` may be a link.
+    """Return the content of the regular file `path` below the directory `root`. No component of `path` may be a link.
 
     Raises:
         OSError: see `read_file`.
@@ -144,8 +146,8 @@ def read_inside(root: str, path: str) -> bytes:
         os.close(handle)
 
 
-def forget(path: str) -> None:
-    """Ask the kernel to drop a file's content from memory, so that the next read comes from the disk."""
+def drop_from_page_cache(path: str) -> None:
+    """Ask the kernel to drop a file's content from the page cache, so that the next read comes from the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -201,5 +203,6 @@ def digest_file(path: str) -> str:
 
 def digest_weights(directory: str) -> str:
     """Return the xxh3-128 of the names and contents of a model directory's weight files."""
-    files = sorted(file for kind in ("*.safetensors", "*.bin") for file in glob.glob(os.path.join(directory, kind)))
+    patterns = ("*.safetensors", "*.bin")
+    files = sorted(file for pattern in patterns for file in glob.glob(os.path.join(directory, pattern)))
     return digest_bytes(" ".join(f"{os.path.basename(file)}:{digest_file(file)}" for file in files).encode())

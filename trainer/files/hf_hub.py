@@ -17,42 +17,41 @@ _pinned: dict[str, str] = {}
 
 
 def pin(revisions: Mapping[str, str]) -> dict[str, str]:
-    """Use these commits of models and data sets, by their ids, in this process from now on; returns those before.
+    """Use these commits of models and data sets, by their ids, from now on. Return the previous ones.
 
-    The id of a data set is `hf://OWNER/NAME`.
-
-    A run that continues uses the commits that it began with, although `main` of the Hub may have moved since.
+    The id of a data set is `hf://OWNER/NAME`. A resumed run uses the commits with which it started, although `main` of
+    the Hub may have changed since.
     """
-    before = dict(_pinned)
+    previous = dict(_pinned)
     _pinned.clear()
     _pinned.update(revisions)
-    return before
+    return previous
 
 
 def pin_data(name: str, commit: str) -> None:
-    """Use this commit of the data set `name` from now on: a run reads all its data of one commit."""
+    """Use this commit of the data set `name` from now on, so that a run reads all its data from one commit."""
     _pinned[name] = commit
 
 
 def pinned(name: str) -> str | None:
-    """Return the commit that is pinned for the model or data set `name`."""
+    """Return the pinned commit of the model or data set `name`, or None."""
     return _pinned.get(name)
 
 
 def pinned_data() -> dict[str, str]:
-    """Return the commits that are pinned for data sets."""
+    """Return the pinned commits of data sets, by their ids."""
     return {name: commit for name, commit in _pinned.items() if is_data(name)}
 
 
 def is_data(name: str) -> bool:
-    """Return whether the id is that of a data set."""
+    """Return whether `name` is the id of a data set."""
     return name.startswith("hf://")
 
 
 def revision_of(path: str) -> str | None:
-    """Return the commit of a model directory in the cache of the Hub; None for any other directory."""
-    found = _SNAPSHOT.fullmatch("/".join(path.split(os.sep)[-3:]))
-    return None if found is None else found.group(1)
+    """Return the commit of a model directory in the Hub's cache, or None for any other directory."""
+    match = _SNAPSHOT.fullmatch("/".join(path.split(os.sep)[-3:]))
+    return None if match is None else match.group(1)
 
 
 def with_retries(call: Callable[[], T]) -> T:
@@ -71,20 +70,20 @@ def with_retries(call: Callable[[], T]) -> T:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether a failed connection caused `error`. Clients wrap the error of the socket in their own errors."""
+    """Return whether a failed connection caused `error`. Clients wrap the socket's error in their own errors."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OfflineModeIsEnabled):  # a ConnectionError that the user asked for: a retry cannot help
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OfflineModeIsEnabled):  # a ConnectionError by the user's choice: a retry cannot help
             return False
-        if isinstance(seen, (ConnectionError, TimeoutError, socket.gaierror)):
+        if isinstance(cause, (ConnectionError, TimeoutError, socket.gaierror)):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's text, without secrets. The messages of these libraries are long."""
+    """Return the first line of the error's message, without secrets. The messages of these libraries are long."""
     lines = str(error).strip().splitlines()
     return redact_text(lines[0]) if lines else type(error).__name__

@@ -1,7 +1,7 @@
 """Private directories of one process, mostly in shared memory.
 
 Every user of a machine can write to `/dev/shm` and `/tmp`, and containers may share them. A name that other users can
-guess is not safe, because they could create a link or a directory with that name. `PrivateDirectory` makes a new
+guess is not safe, because they could create a link or a directory with that name. `PrivateDirectory` creates a
 directory with a random name that only this user can enter. Files in it need no further protection.
 """
 
@@ -23,7 +23,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateDirectory:
-    """A new directory below `base`, which exists until `close` or the end of this process. A context manager.
+    """A new directory below `base`, which exists until `close` or the exit of this process. A context manager.
 
     Its name is `prefix` and `random_bytes` random bytes in hexadecimal. This process holds a lock (flock) on the
     directory. The kernel releases the lock when the process dies, and all containers that share the file system see
@@ -31,7 +31,7 @@ class PrivateDirectory:
     prove nothing, because each container numbers its own processes.
 
     Raises:
-        FileExistsError: the random name is already taken.
+        FileExistsError: a directory with the random name exists.
     """
 
     def __init__(self, base: str, prefix: str, random_bytes: int):
@@ -47,7 +47,7 @@ class PrivateDirectory:
     def close(self) -> None:
         """Delete the directory."""
         if self._handle >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # while the lock is held, or a cleaner would interfere
+            shutil.rmtree(self.path, ignore_errors=True)  # under the lock, or `clear_abandoned` could interfere
             os.close(self._handle)
             self._handle = -1
 
@@ -71,7 +71,7 @@ class SharedDirectory(PrivateDirectory):
 
 
 def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> list[str]:
-    """Delete this user's private directories below `base` whose process is dead; returns their paths.
+    """Delete this user's private directories below `base` whose process is dead. Return their paths.
 
     Links, directories of other users and locked directories are not touched.
     """
@@ -87,8 +87,9 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
     """Check that the policy's weights, `needed` bytes, fit below `base`.
 
     Args:
-        reserved: size of Ray's object store, bytes. Ray puts the store here if that much is free, else in its temporary
-            directory. Ray takes the memory when objects arrive; if none is left then, the kernel kills the process.
+        reserved: size of Ray's object store in bytes. Ray puts the store here if that much is free, otherwise in its
+            temporary directory. Ray allocates the memory when objects arrive. If none is left then, the kernel kills
+            the process.
 
     Raises:
         UserError: the weights do not fit.
@@ -96,18 +97,18 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
     _check_base(base)
     space = os.statvfs(base)
     free = space.f_bavail * space.f_frsize
-    shared = reserved if free >= reserved else 0
-    if needed + shared > free:
-        beside = f" beside {shared / 1e6:.1f} MB for Ray's objects" if shared else ""
+    for_ray = reserved if free >= reserved else 0
+    if needed + for_ray > free:
+        besides = f" in addition to {for_ray / 1e6:.1f} MB for Ray's objects" if for_ray else ""
         raise UserError(
             f"rollout.weight_sync=shared_memory: {base} has {free / 1e6:.1f} MB free, but the policy's weights need "
-            f"{needed / 1e6:.1f} MB{beside}; make it larger (a container's: docker run --shm-size="
-            f"{_whole_gigabytes(needed + reserved)}g), or choose rollout=vllm with rollout.weight_sync=broadcast"
+            f"{needed / 1e6:.1f} MB{besides}; make it larger (in a container: docker run --shm-size="
+            f"{_round_up_to_gib(needed + reserved)}g), or choose rollout=vllm with rollout.weight_sync=broadcast"
         )
 
 
-def place_for(size: int) -> str:
-    """Return shared memory if it exists and has twice `size` bytes free, else the directory for temporary files."""
+def choose_directory(size: int) -> str:
+    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files."""
     with contextlib.suppress(OSError):
         space = os.statvfs(SHARED_MEMORY)
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > 2 * size:
@@ -119,18 +120,18 @@ def check_owner(path: str) -> None:
     """Check that `path` is a directory of this user, not a link.
 
     Raises:
-        UserError: `path` does not exist, is a link or no directory, or belongs to another user.
+        UserError: `path` does not exist, is a link, is not a directory, or belongs to another user.
     """
     try:
         info = os.lstat(path)
     except FileNotFoundError as error:
         raise UserError(
-            f"rollout.weight_sync=shared_memory: an engine does not see {path}, to which the ranks wrote; let the "
-            f"containers share {SHARED_MEMORY}, or choose rollout=vllm with rollout.weight_sync=broadcast"
+            f"rollout.weight_sync=shared_memory: an engine does not see {path}, to which the ranks wrote; share "
+            f"{SHARED_MEMORY} between the containers, or choose rollout=vllm with rollout.weight_sync=broadcast"
         ) from error
     if not (stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()):
         raise UserError(
-            f"rollout.weight_sync=shared_memory: {path} is a link or belongs to another user; its weights are refused"
+            f"rollout.weight_sync=shared_memory: {path} is a link or belongs to another user; its weights are not used"
         )
 
 
@@ -144,7 +145,7 @@ def _check_base(base: str) -> None:
         ) from error
     if not os.access(base, os.W_OK | os.X_OK):
         raise UserError(
-            f"rollout.weight_sync=shared_memory: {base} cannot be written; mount it writable, or choose "
+            f"rollout.weight_sync=shared_memory: {base} is not writable; mount it writable, or choose "
             "rollout=vllm with rollout.weight_sync=broadcast"
         )
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -155,7 +156,7 @@ def _check_base(base: str) -> None:
 
 
 def _lock_new(path: str) -> int | None:
-    """Lock a new directory. Returns None if another process removed the directory as abandoned before the lock."""
+    """Lock a new directory. Return None if another process removed the directory as abandoned before the lock."""
     try:
         handle = os.open(path, _OPEN_DIRECTORY)
     except FileNotFoundError:
@@ -185,5 +186,5 @@ def _clear(path: str) -> bool:
         os.close(handle)
 
 
-def _whole_gigabytes(size: int) -> int:
+def _round_up_to_gib(size: int) -> int:
     return -(-size // 2**30)

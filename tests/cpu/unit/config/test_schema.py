@@ -72,7 +72,7 @@ TRAINER = [
     (["trainer.run_dir='~/runs'"], "trainer.run_dir=~/runs: begins with ~"),
     (["trainer.ckpt_path=ftp://host/x"], "trainer.ckpt_path: must be a directory that all ranks see, or begin with s3"),
     (["trainer.ckpt_path=s3://key:secret@bucket/x"], "^trainer.ckpt_path: must not contain credentials: [^@]*$"),
-    (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain empty parts"),
+    (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain . or .. or an empty name"),
     (["trainer.ckpt_replicas=1"], "trainer.ckpt_replicas=1: needs trainer.ckpt_cache_dir"),
     (
         ["trainer.ckpt_replicas=1", "trainer.ckpt_cache_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
