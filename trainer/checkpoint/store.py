@@ -256,9 +256,7 @@ class LocalStore(CheckpointStore):
             self.storage.put(f"{name}/file", data)
             self._disk.sync(name)
             self._disk.rename(name, renamed)
-            drop_from_page_cache(
-                self._disk.path(f"{renamed}/file")
-            )  # it is read back from the disk if the kernel agrees
+            drop_from_page_cache(self._disk.path(f"{renamed}/file"))  # so that the next read comes from the disk
             if self.storage.get(f"{renamed}/file") != data:
                 raise OSError(errno.EIO, "a file is not read back as it was written")
         finally:
