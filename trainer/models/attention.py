@@ -1,8 +1,8 @@
 """Causal attention over packed rows: each sequence of a row attends only to itself.
 
 The attention is registered with transformers under the name `PACKED`, for which transformers builds no mask. The model
-passes the boundaries of the sequences on as the keyword argument `packing`, so that recomputed activations and FSDP use
-the boundaries of their own micro-batch.
+passes the boundaries of the sequences to it as the keyword argument `packing`, so that recomputed activations and FSDP
+use the boundaries of their own micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.models.attention_op import attention_op
 from trainer.models.sdpa_attention import attend_buckets
 from trainer.parallel.collectives import AxisGroup
-from trainer.parallel.packing import Packing, take
+from trainer.parallel.packing import Packing, index_select
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -30,9 +30,9 @@ except ImportError:  # before torch 2.10
     _VARLEN_PARAMETERS = frozenset()
 
 _VARLEN = {"scale", "window_size"} <= _VARLEN_PARAMETERS
-_ASKS_FOR_GQA = "enable_gqa" in _VARLEN_PARAMETERS
-"""Whether the kernel refuses fewer key heads than query heads unless it is told of them, as since torch 2.12. Earlier
-versions pass both numbers of heads to the same kernel unchecked."""
+_NEEDS_GQA_FLAG = "enable_gqa" in _VARLEN_PARAMETERS
+"""Whether the kernel rejects fewer key heads than query heads without the flag, as torch 2.12 and later do. Earlier
+versions pass both numbers of heads to the same kernel without a check."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -40,7 +40,7 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def set_attention(lm: PreTrainedModel) -> None:
-    """Make `lm` use `packed_attention` if it was built with transformers' `sdpa` and can pack."""
+    """Make `lm` use `packed_attention` if it was built with transformers' `sdpa` and supports packing."""
     if lm.config._attn_implementation == "sdpa" and can_pack(lm):
         lm.set_attn_implementation(PACKED)
 
@@ -48,8 +48,8 @@ def set_attention(lm: PreTrainedModel) -> None:
 def can_pack(module: nn.Module) -> bool:
     """Return whether `module` can keep several sequences in one row apart.
 
-    Recurrent layers carry a state from one sequence to the next. Models that do not take their attention from
-    transformers' table ignore the boundaries. Both kinds of models get one sequence at a time.
+    Recurrent layers carry a state from one sequence to the next. Models that do not use transformers' table of
+    attention functions ignore the boundaries. Both types of models get one sequence at a time.
     """
     lm = _language_model(module)
     layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
@@ -57,26 +57,26 @@ def can_pack(module: nn.Module) -> bool:
 
 
 def can_share_prefixes(module: nn.Module) -> bool:
-    """Return whether sequences in one row can have their first tokens in common (see `Packing`)."""
+    """Return whether sequences in one row can have a common prefix (see `Packing`)."""
     return _language_model(module).config._attn_implementation == PACKED
 
 
 def _language_model(module: nn.Module) -> PreTrainedModel:
-    return next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    return next(child for child in module.modules() if isinstance(child, PreTrainedModel))
 
 
 def quadratic_cost(module: nn.Module) -> float:
-    """Return q such that a sequence of L tokens costs `L + q L^2`, in units of a token's cost outside the attention.
+    """Return q such that a sequence of L tokens costs `L + q L^2`, in units of a token's cost without attention.
 
-    A forward pass takes 2 FLOP a token and parameter, and in each layer 4 FLOP a token, earlier token and attended
-    dimension, of which there are L / 2 on average (Kaplan et al., 2020, with causal attention).
+    A forward pass takes 2 FLOP per token and parameter. In each layer it also takes 4 FLOP per token, earlier token and
+    attended dimension. A token has L / 2 earlier tokens on average (Kaplan et al., 2020, with causal attention).
     """
     config = module.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not can_pack(module) or heads is None:
         return 0.0
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     computed = sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
     if getattr(config, "tie_word_embeddings", False) and isinstance(module, PreTrainedModel):
         computed += config.vocab_size * config.hidden_size
@@ -88,12 +88,12 @@ def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
     implementation = config._attn_implementation
     if implementation == PACKED:
         packing.prepare()
-        return {"position_ids": packing.own(packing.position_ids), "packing": packing}
-    assert not packing.shares, "only PACKED attention knows of shared tokens"
+        return {"position_ids": packing.shard(packing.position_ids), "packing": packing}
+    assert not packing.has_prefixes, "only PACKED attention supports shared prefixes"
     if len(packing.lengths) == 1:
         return {}
     if implementation.startswith("flash_attention"):
-        boundaries = {"cu_seq_lens_q": packing.boundaries, "cu_seq_lens_k": packing.boundaries}
+        boundaries = {"cu_seq_lens_q": packing.cu_seqlens, "cu_seq_lens_k": packing.cu_seqlens}
         longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
         return {"position_ids": packing.position_ids, **boundaries, **longest}
     return {"position_ids": packing.position_ids}  # transformers builds a dense mask from the positions
@@ -114,17 +114,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sequence of a packed row.
 
-    On CUDA in half precision this is torch's variable-length kernel. Otherwise it is one call of SDPA for each bucket
-    of sequences of similar length, so that the cost is close to the sum of the squared lengths.
+    On CUDA in half precision this is torch's variable-length kernel. Otherwise SDPA is called once for each bucket of
+    sequences of similar length, so that the cost is close to the sum of the squared lengths.
 
-    If several ranks share the row, each passes the tokens of its part, and gets the result of these. In between, it
-    has all tokens and a part of the heads (Jacobs et al., DeepSpeed Ulysses, 2023).
+    With context parallelism, each rank passes the tokens of its slice of the row, and gets the result for them. In
+    between, it has all tokens for a part of the heads (Jacobs et al., DeepSpeed Ulysses, 2023).
 
     Args:
         query: `(1, H, N, D)`.
         key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
         packing: the sequences of the row.
-        scaling: factor of the scores; None: 1 / sqrt(D).
+        scaling: factor of the scores. None: 1 / sqrt(D).
         sliding_window: number of tokens that a token attends to, itself included.
         softcap: scores become softcap tanh(scores / softcap).
 
@@ -136,10 +136,10 @@ def packed_attention(
     """
     if packing is None:
         raise UserError(
-            f"model.attn_implementation=sdpa: {type(module).__name__} does not hand on where sequences begin; "
+            f"model.attn_implementation=sdpa: {type(module).__name__} does not pass on where sequences begin; "
             "choose model.attn_implementation=eager"
         )
-    assert attention_mask is None, "the packing says what a token attends to"
+    assert attention_mask is None, "the packing determines which tokens a token attends to"
     if packing.context is None:
         return _attend_row(query, key, value, packing, scaling, sliding_window, softcap), None
     query, key, value = _heads_of_all_tokens(query, key, value, packing, packing.context)
@@ -150,27 +150,27 @@ def packed_attention(
 def _heads_of_all_tokens(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: AxisGroup
 ) -> tuple[Tensor, ...]:
-    """Turn the heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
+    """Turn all heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
 
-    Each key and value head is repeated as often as ranks have queries of it.
+    Key and value heads are repeated if there are fewer of them than ranks.
     """
     kv_heads, ranks = key.shape[1], context.group.size()  # `context.size` would be a symbol in a compiled graph
     repeats = next(n for n in range(1, ranks + 1) if n * kv_heads % ranks == 0)
 
-    def exchange(tensor: Tensor) -> Tensor:
-        parts = context.exchange(tensor[0].unflatten(0, (ranks, -1)))
-        return parts.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens]
+    def all_to_all(tensor: Tensor) -> Tensor:
+        received = context.all_to_all(tensor[0].unflatten(0, (ranks, -1)))
+        return received.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens]
 
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return exchange(query), exchange(key), exchange(value)
+    return all_to_all(query), all_to_all(key), all_to_all(value)
 
 
 def _tokens_of_all_heads(out: Tensor, packing: Packing, context: AxisGroup) -> Tensor:
-    """Turn this rank's heads of all tokens, `(1, N, h, D)`, into the heads of this rank's tokens, `(1, n, H, D)`."""
-    size, ranks = packing.part.stop - packing.part.start, context.group.size()
+    """Turn this rank's heads of all tokens, `(1, N, h, D)`, into all heads of this rank's tokens, `(1, n, H, D)`."""
+    size, ranks = packing.local_slice.stop - packing.local_slice.start, context.group.size()
     rows = F.pad(out[0], (0, 0, 0, 0, 0, ranks * size - packing.tokens))
-    return context.exchange(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
+    return context.all_to_all(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _attend_row(
@@ -201,23 +201,23 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     rows, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    boundaries = key_boundaries = packing.boundaries
-    if packing.shares:  # the kernel wants the keys of each sequence in one piece
-        keys, values = take(keys, packing.key_places), take(values, packing.key_places)
-        key_boundaries = packing.key_boundaries
+    cu_seqlens_q = cu_seqlens_k = packing.cu_seqlens
+    if packing.has_prefixes:  # the kernel needs the keys of each sequence without a gap
+        keys, values = index_select(keys, packing.key_indices), index_select(values, packing.key_indices)
+        cu_seqlens_k = packing.cu_seqlens_k
     longest = packing.longest
-    sight = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GQA else {}
-    out = varlen_attn(  # the last query of a sequence belongs to its last key
+    window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _NEEDS_GQA_FLAG else {}
+    out = varlen_attn(  # the last query of a sequence is at the position of its last key
         rows.contiguous(),
         keys.contiguous(),
         values.contiguous(),
-        boundaries,
-        key_boundaries,
-        packing.longest_own,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        packing.longest_suffix,
         longest,
         scale=scaling,
-        window_size=sight,
+        window_size=window_size,
         **grouped,
     )
     return out[None]

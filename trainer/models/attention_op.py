@@ -1,7 +1,7 @@
-"""Packed attention as one operator, into which `torch.compile` does not look.
+"""Packed attention as one operator that `torch.compile` does not trace.
 
-Its cost follows the lengths of the sequences, which differ in each micro-batch: a graph of what happens inside would
-have to be compiled again and again.
+Its cost depends on the lengths of the sequences, which differ in each micro-batch. A graph of its content would have to
+be compiled again and again.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def _recording() -> AbstractContextManager[None]:
-    """Let autograd record in the block, which it does not do inside of an operator."""
+    """Let autograd record in the block. Inside an operator it does not record by default."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
-        excluded = excluded.remove(key)  # no more keys than these: those of autocast must stay excluded
+        excluded = excluded.remove(key)  # only these keys: those of autocast must stay excluded
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _packing(sizes: Tensor, query: Tensor) -> Packing:
-    lengths, shared = sizes.tolist()
-    return _cached_packing(tuple(lengths), tuple(shared), query.device)
+    lengths, prefix_lengths = sizes.tolist()
+    return _cached_packing(tuple(lengths), tuple(prefix_lengths), query.device)
 
 
-@functools.lru_cache(maxsize=4)  # all layers of a micro-batch share one
-def _cached_packing(lengths: tuple[int, ...], shared: tuple[int, ...], device: torch.device) -> Packing:
-    return Packing(lengths, device, shared=shared)
+@functools.lru_cache(maxsize=4)  # all layers of a micro-batch use the same packing
+def _cached_packing(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], device: torch.device) -> Packing:
+    return Packing(lengths, device, prefix_lengths=prefix_lengths)

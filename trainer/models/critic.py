@@ -9,7 +9,7 @@ from trainer.parallel.packing import Packing
 
 
 class CriticModel(nn.Module):
-    """Computes the values of the states of sequences.
+    """Computes state values of sequences.
 
     The backbone has the same attribute name as in the causal LM (usually `model`), so that its parameters have the same
     names as in the safetensors files.
@@ -32,10 +32,10 @@ class CriticModel(nn.Module):
             input_ids: `(1, N)`.
 
         Returns:
-            `(B, T)`, with T the length of the longest sequence. Entry t is the value of the state before token t; it is
+            `(B, T)`, with T the length of the longest sequence. Entry t is the value of the state before token t. It is
             0 at t = 0.
         """
         arguments = packing_arguments(self.config, packing)
-        ids = packing.own(input_ids)
+        ids = packing.shard(input_ids)
         hidden = getattr(self, self._prefix)(input_ids=ids, use_cache=False, **arguments).last_hidden_state
-        return packing.rows_of_next(packing.whole(self.value_head(hidden).squeeze(-1).float()))
+        return packing.rows_of_next(packing.gather(self.value_head(hidden).squeeze(-1).float()))

@@ -1,4 +1,4 @@
-"""Find or download model directories, and read and write their files other than weights. Cheap to import."""
+"""Find or download model directories, and read and write their files except weights. Cheap to import."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
-"""The files to download. All that a checkpoint compares is there, on whatever machine a run starts and resumes."""
+"""The files to download. They include all files that a checkpoint compares, on every machine."""
 
 
 def resolve_model_path(path: str) -> str:
-    """Return the absolute local directory of a model: `path` itself, or the Hub snapshot of that id (downloaded once).
+    """Return the absolute local directory of a model: `path` itself, or the Hub snapshot with that id.
 
-    The snapshot is that of the commit that the run began with (see `trainer.files.hf_hub.pin`), else that of `main`.
+    A snapshot is downloaded once. Its commit is that with which the run started (see `trainer.files.hf_hub.pin`),
+    otherwise that of `main`.
 
     Raises:
         UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).
@@ -35,14 +36,12 @@ def resolve_model_path(path: str) -> str:
             inside = [file for pattern in below for file in sorted(glob.glob(pattern))]
             instead = f"; {os.path.dirname(inside[-1])} has one" if inside else ""
             if os.path.exists(os.path.join(path, "manifest.json")):
-                instead = (
-                    f"; it is a checkpoint: trainer checkpoint export {shlex.quote(path)} DIRECTORY makes one of it"
-                )
+                instead = f"; it is a checkpoint: trainer checkpoint export {shlex.quote(path)} DIRECTORY converts it"
             raise UserError(
-                f"model.path={path}: the directory has no config.json, so it holds no Hugging Face model{instead}"
+                f"model.path={path}: the directory has no config.json, so it contains no Hugging Face model{instead}"
             )
         check_model_files(path)
-        return os.path.abspath(path)  # ranks on an existing cluster have another working directory
+        return os.path.abspath(path)  # ranks on an existing cluster have a different working directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -59,17 +58,17 @@ def resolve_model_path(path: str) -> str:
 
 
 def load_config(model: ModelConfig, path: str) -> PretrainedConfig:
-    """Return the architecture of the model at `path`."""
+    """Return the architecture config of the model at `path`."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # a damaged config.json can raise any exception
+    except Exception as error:  # a corrupt config.json can raise any exception
         raise UserError(f"model.path={path}: its config.json cannot be used ({first_line(error)})") from error
 
 
 def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
-    """Write the files of a model directory other than weights: config, generation config and tokenizer."""
+    """Write the files of a model directory except weights: config, generation config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
     AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Log-probs of tokens under a language model, and the entropy of its distributions."""
+"""Log-probs of tokens under a language model, and entropies of the next-token distributions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def token_logprobs(
     """Return the log-prob of each token given the previous tokens of its sequence.
 
     Args:
-        model: with `set_attention` and `set_head`.
+        model: a model after `set_attention` and `set_head`.
         input_ids: `(1, N)`, the B sequences of `packing`.
-        temperature: divides the logits, as in the sampler; 0 (greedy) counts as 1.
-        mask: `(B, T)`; tokens where it is 0 are left out. None: all tokens count.
+        temperature: divides the logits, as in the sampler. 0 (greedy) counts as 1.
+        mask: `(B, T)`; 1 for tokens whose log-probs are needed. None: all tokens.
 
     Returns:
-        nats, `(B, T)` float32, with T the length of the longest sequence. Entry t belongs to token t; it is 0 at t = 0,
+        nats, `(B, T)` float32, with T the length of the longest sequence. Entry t belongs to token t. It is 0 at t = 0,
         in the padding, and where `mask` is 0.
     """
     return _scores(model, input_ids, packing, temperature, mask, None)[0]
@@ -39,7 +39,7 @@ def logprobs_and_entropy(
     *,
     entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_logprobs`, and the entropy of the distribution of each token.
+    """Return `token_logprobs`, and the entropy of the distribution at each token.
 
     Args:
         entropy_grad: compute gradients of the entropies.
@@ -56,29 +56,29 @@ def _scores(
     model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
 ) -> tuple[Tensor, Tensor | None]:
     where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
-    targets = input_ids[0, packing.places[where]]
-    wanted = Targets(packing.previous_places[where], targets, temperature or 1.0, entropy)
+    ids = input_ids[0, packing.token_indices[where]]
+    targets = Targets(packing.previous_indices[where], ids, temperature or 1.0, entropy)
     arguments = packing_arguments(model.config, packing)
     if packing.context is None:
-        scores = model(input_ids, wanted, arguments)
+        scores = model(input_ids, targets, arguments)
     else:
-        scores = _scores_of_parts(model, input_ids, packing, wanted, arguments)
+        scores = _scores_of_slices(model, input_ids, packing, targets, arguments)
     logprobs, entropies = (None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
     assert logprobs is not None
     return logprobs, entropies
 
 
-def _scores_of_parts(
-    model: nn.Module, input_ids: Tensor, packing: Packing, wanted: Targets, arguments: dict[str, Any]
+def _scores_of_slices(
+    model: nn.Module, input_ids: Tensor, packing: Packing, targets: Targets, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return the scores of all wanted tokens, of which each rank computes those in its part of the row."""
+    """Return the scores of all target tokens. Each rank computes those of its slice of the row."""
     assert packing.context is not None
-    part, places, context = packing.part, wanted.places, packing.context
-    own = (places >= part.start) & (places < part.stop)
-    wanted_here = replace(wanted, places=places[own] - part.start, targets=wanted.targets[own])
+    local, indices, context = packing.local_slice, targets.indices, packing.context
+    is_local = (indices >= local.start) & (indices < local.stop)
+    local_targets = replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local])
 
-    def of_all(scores: Tensor) -> Tensor:
-        return context.total(scores.new_zeros(len(places)).masked_scatter(own, scores))
+    def gather(scores: Tensor) -> Tensor:
+        return context.all_reduce(scores.new_zeros(len(indices)).masked_scatter(is_local, scores))
 
-    parts = model(packing.own(input_ids), wanted_here, arguments)
-    return tuple(None if scores is None else of_all(scores) for scores in parts)
+    local_scores = model(packing.shard(input_ids), local_targets, arguments)
+    return tuple(None if scores is None else gather(scores) for scores in local_scores)

@@ -1,4 +1,4 @@
-"""What a model must have so that several ranks can share its tokens or its matrices. Cheap to import."""
+"""Checks that a model supports the context and tensor parallelism of a config. Cheap to import."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 COLWISE = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
-"""Styles of Hugging Face plans that split the outputs of a layer, and whether its result is put together again."""
+"""Styles of Hugging Face plans that split the outputs of a layer, and whether the outputs are gathered."""
 ROWWISE = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-"""Styles that split the inputs of a layer, and whether it gets them whole."""
+"""Styles that split the inputs of a layer, and whether the layer gets complete inputs."""
 PARTIAL = {"replicated_with_grad_allreduce"}
-"""Styles of parameters that are whole, of whose gradients each rank has a part."""
+"""Styles of replicated parameters whose gradients are summed over the ranks."""
 EMBEDDING = {"embedding_rowwise"}
-"""Styles of embeddings that are split by the vocabulary; they are, whether a plan says it or not."""
+"""Styles of embeddings that are split by vocabulary. Embeddings are always split, even without a style."""
 
 
 def check_axes(cfg: Config, model_path: str) -> None:
-    """Check that the models of a run can be split over the ranks as the config says, before they are loaded.
+    """Check that the models of a run can be split over the ranks as the config requires, before they are loaded.
 
     Args:
-        model_path: directory of the start weights.
+        model_path: directory of the initial weights.
 
     Raises:
         UserError: a model cannot be split.
@@ -67,7 +67,7 @@ def check_model_axes(cfg: Config, model: PretrainedConfig | Any) -> None:
 
 
 def refuse_axis(axis: str, size: int, problem: str) -> None:
-    """Refuse the size of an axis.
+    """Raise an error about the size of an axis.
 
     Raises:
         UserError: always.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.parallel.packing import Bucket, Packing, take
+from trainer.parallel.packing import Bucket, Packing, index_select
 
 
 def attend_buckets(
@@ -23,20 +23,20 @@ def attend_buckets(
     """Compute causal attention within each sequence (see `packed_attention`): `(1, N, H, D)`."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     buckets = packing.buckets
-    if any(packing.shared):
-        keys, values = take(keys, packing.key_places), take(values, packing.key_places)
-    parts = [
-        _attend_bucket(*tensors, bucket, places, scaling, window, softcap)
-        for *tensors, bucket, places in zip(
+    if any(packing.prefix_lengths):
+        keys, values = index_select(keys, packing.key_indices), index_select(values, packing.key_indices)
+    outputs = [
+        _attend_bucket(*tensors, bucket, indices, scaling, window, softcap)
+        for *tensors, bucket, indices in zip(
             queries.split([bucket.tokens for bucket in buckets]),
             keys.split([bucket.keys for bucket in buckets]),
             values.split([bucket.keys for bucket in buckets]),
             buckets,
-            packing.bucket_places,
+            packing.bucket_indices,
             strict=True,
         )
     ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
 def _attend_bucket(
@@ -44,59 +44,59 @@ def _attend_bucket(
     keys: Tensor,
     values: Tensor,
     bucket: Bucket,
-    places: tuple[Tensor, Tensor],
+    indices: tuple[Tensor, Tensor],
     scaling: float | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute the attention of one bucket's own tokens, `(tokens, H, D)`, to all tokens of their sequences."""
-    rows, (of_queries, of_keys) = len(bucket.lengths), places
+    """Compute the attention of one bucket's tokens, `(tokens, H, D)`, to all tokens of their sequences."""
+    rows, (query_indices, key_indices) = len(bucket.lengths), indices
 
-    def padded(tensor: Tensor, own: Tensor, longest: int) -> Tensor:
+    def padded(tensor: Tensor, indices: Tensor, longest: int) -> Tensor:
         """Turn tokens `(n, H, D)` into `(rows, H, longest, D)`."""
-        even = tensor if bucket.is_even else _Spread.apply(tensor, own, rows * longest)
+        even = tensor if bucket.is_even else _Scatter.apply(tensor, indices, rows * longest)
         return even.unflatten(0, (rows, longest)).transpose(1, 2)
 
-    whole = bucket.longest + bucket.shared
+    longest_keys = bucket.longest + bucket.prefix_length
     out = _attend(
-        padded(queries, of_queries, bucket.longest),
-        padded(keys, of_keys, whole),
-        padded(values, of_keys, whole),
+        padded(queries, query_indices, bucket.longest),
+        padded(keys, key_indices, longest_keys),
+        padded(values, key_indices, longest_keys),
         scaling,
         window,
         softcap,
     )
     flat = out.transpose(1, 2).flatten(0, 1)
-    return flat if bucket.is_even else _Collect.apply(flat, of_queries)
+    return flat if bucket.is_even else _Gather.apply(flat, query_indices)
 
 
-class _Spread(torch.autograd.Function):
-    """Copy row i to `places[i]` of `size` rows of zeros. No place repeats, so forward and backward only copy."""
+class _Scatter(torch.autograd.Function):
+    """Copy row i to row `indices[i]` of `size` rows of zeros. No index repeats, so forward and backward only copy."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, indices, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grads[0].index_select(0, places), None, None
+        (indices,) = ctx.saved_tensors
+        return grads[0].index_select(0, indices), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """Take the rows at `places`: the inverse of `_Spread`."""
+class _Gather(torch.autograd.Function):
+    """Select the rows at `indices`: the inverse of `_Scatter`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
         ctx.size = len(rows)
-        return rows.index_select(0, places)
+        return rows.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, places, grads[0]), None
+        (indices,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, indices, grads[0]), None
 
 
 def _attend(
@@ -104,7 +104,7 @@ def _attend(
 ) -> Tensor:
     """Compute causal attention within each row: of the last T tokens, `(b, H, T, D)`, to all S, `(b, Hkv, S, D)`.
 
-    No real token attends to the padding on the right.
+    The padding is on the right, so no real token attends to it.
     """
     length, all_tokens = query.shape[2], key.shape[2]
     if window is not None and window >= all_tokens:
@@ -112,8 +112,8 @@ def _attend(
     gqa = query.shape[1] != key.shape[1]
     if softcap is None and window is None and length == all_tokens:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
-    places = torch.arange(all_tokens, device=query.device)
-    distance = places[all_tokens - length :, None] - places
+    positions = torch.arange(all_tokens, device=query.device)
+    distance = positions[all_tokens - length :, None] - positions
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)

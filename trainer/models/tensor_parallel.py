@@ -1,7 +1,7 @@
-"""Tensor parallelism: the ranks of the tensor axis share each matrix of a model, as its Hugging Face plan says.
+"""Tensor parallelism: the ranks of the tensor axis split each matrix of a model, following its Hugging Face plan.
 
-Every parameter becomes a DTensor over the axis, so that FSDP, the optimizer and checkpoints know its place. Linear
-layers compute with torch's parallel styles; all other modules compute with the local tensors.
+Every parameter becomes a DTensor over the axis, so that FSDP, the optimizer and checkpoints know its placement. Linear
+layers compute with torch's parallel styles. All other modules compute with the local tensors.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
     """Split the parameters of `module`, which may be on the meta device, over the tensor axis, in place.
 
     Args:
-        backbone: name of the part of `module` to which the plan belongs.
+        backbone: name of the submodule of `module` to which the plan applies.
         mesh: the tensor axis.
     """
     base = module.get_submodule(backbone)
     plan = base.config.get_text_config().base_model_tp_plan
-    # It warns that tensors are gathered along one axis after the other.
+    # torch warns that it gathers tensors along one axis after the other.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
     tied = head is not None and head.weight is base.get_input_embeddings().weight
-    for name, part in list(module.named_modules()):
-        if not part._parameters:
+    for name, child in list(module.named_modules()):
+        if not child._parameters:
             continue
-        if any(True for _ in part.children()):
-            refuse_axis("tensor_parallel_size", mesh.size(), f"{name} cannot be split, it has parameters and parts")
+        if any(True for _ in child.children()):
+            refuse_axis("tensor_parallel_size", mesh.size(), f"{name} has submodules and cannot be split")
         style: ParallelStyle
-        if part is base.get_input_embeddings():
+        if child is base.get_input_embeddings():
             style = _Vocabulary()
-        elif part is head:
+        elif child is head:
             style = _Stored(Shard(0))
         else:
-            style = _style(name.removeprefix(f"{backbone}."), part, plan, mesh.size())
-        if not (part is head and tied):
-            parallelize_module(part, mesh, style, src_data_rank=None)
+            style = _style(name.removeprefix(f"{backbone}."), child, plan, mesh.size())
+        if not (child is head and tied):
+            parallelize_module(child, mesh, style, src_data_rank=None)
     if tied:
         head.weight = base.get_input_embeddings().weight
 
 
-def _style(name: str, part: nn.Module, plan: dict[str, str], size: int) -> ParallelStyle:
-    """Return how a module of the backbone is split. The plan does not name modules that all ranks compute alike."""
+def _style(name: str, child: nn.Module, plan: dict[str, str], size: int) -> ParallelStyle:
+    """Return how a module of the backbone is split. The plan does not contain modules that are not split."""
     layer, _, adapter = name.partition(".lora_")
     named = next((style for key, style in plan.items() if fnmatchcase(layer.removesuffix(".base_layer"), key)), None)
     if named is None or named in PARTIAL:
         return _Replicated(Partial() if named in PARTIAL else Replicate())
-    if not isinstance(part, nn.Linear):
-        refuse_axis("tensor_parallel_size", size, f"{name} cannot be split, it is no linear layer")
-    # W x + B (A x): of a layer split by rows, all ranks have the whole A; of one split by columns, the whole B.
+    if not isinstance(child, nn.Linear):
+        refuse_axis("tensor_parallel_size", size, f"{name} is not a linear layer and cannot be split")
+    # W x + B (A x): in a layer split by rows, all ranks have the full A; in one split by columns, the full B.
     if adapter[:1] == ("A" if named in COLWISE else "B"):
         return _Replicated(Replicate())
-    divided, axis = (part.out_features, "outputs") if named in COLWISE else (part.in_features, "inputs")
+    divided, axis = (child.out_features, "outputs") if named in COLWISE else (child.in_features, "inputs")
     if divided % size:
         refuse_axis("tensor_parallel_size", size, f"must divide the {divided} {axis} of {name}")
-    whole = Replicate() if COLWISE.get(named) or ROWWISE.get(named) else None
-    return ColwiseParallel(output_layouts=whole) if named in COLWISE else RowwiseParallel(input_layouts=whole)
+    layout = Replicate() if COLWISE.get(named) or ROWWISE.get(named) else None
+    return ColwiseParallel(output_layouts=layout) if named in COLWISE else RowwiseParallel(input_layouts=layout)
 
 
 class _Stored(ParallelStyle):
-    """Store the parameters of a module in this placement."""
+    """Store the parameters of a module with a placement."""
 
     def __init__(self, placement: Placement):
         super().__init__()
@@ -86,10 +86,10 @@ class _Stored(ParallelStyle):
 
 
 class _Replicated(_Stored):
-    """All ranks have the whole parameters. What they compute with them is the same, or a part each.
+    """All ranks have the full parameters. Their results are either equal or parts of a sum.
 
     Args:
-        gradients: `Partial`: the gradients of the ranks are to be added.
+        gradients: placement of the gradients. `Partial`: the gradients of the ranks are summed.
     """
 
     def __init__(self, gradients: Placement):
@@ -109,26 +109,26 @@ class _Replicated(_Stored):
 
 
 class _Vocabulary(_Stored):
-    """Each rank has the embeddings of a part of the vocabulary."""
+    """Each rank has the embeddings of a slice of the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__(Shard(0))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        peers, forward = AxisGroup.along(device_mesh), module.forward
-        size = module.weight.shape[0] // peers.size
-        first = peers.rank * size
+        axis, forward = AxisGroup.along(device_mesh), module.forward
+        size = module.weight.shape[0] // axis.size
+        first = axis.rank * size
         super()._apply(module, device_mesh)
         if module.padding_idx is not None:  # the row without gradients
             inside = first <= module.padding_idx < first + size
             module.padding_idx = module.padding_idx - first if inside else None
 
         def forward_locally(ids: Tensor) -> Tensor:
-            places = ids - first
-            absent = (places < 0) | (places >= size)
+            indices = ids - first
+            absent = (indices < 0) | (indices >= size)
             with _local_parameters(module, self.placement):
-                rows = forward(places.masked_fill(absent, 0))
-            return peers.total(rows.masked_fill(absent[..., None], 0))
+                rows = forward(indices.masked_fill(absent, 0))
+            return axis.all_reduce(rows.masked_fill(absent[..., None], 0))
 
         module.forward = forward_locally
         return module
@@ -136,7 +136,7 @@ class _Vocabulary(_Stored):
 
 @contextmanager
 def _local_parameters(module: nn.Module, gradients: Placement) -> Iterator[None]:
-    """Let the block see the local tensors of the module's own parameters.
+    """Replace the module's parameters by their local tensors while the block runs.
 
     Args:
         gradients: placement of the local tensors' gradients.

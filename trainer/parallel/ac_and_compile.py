@@ -1,4 +1,4 @@
-"""What is done to the blocks of a model before they are sharded: activation checkpointing and compilation."""
+"""Activation checkpointing and compilation of the blocks of a model, before they are sharded."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _EXPENSIVE = {
     }.items()
     for name in names
 }
-"""Operators whose outputs `selective` keeps: matrix products and fused attention. A batched product (`bmm`) is not
-among them, because in attention that is not fused its output has the size of the squared length."""
+"""Operators whose outputs `selective` keeps: matrix products and fused attention. Batched products (`bmm`) are not
+included: in attention without a fused kernel, the size of their output is quadratic in the length."""
 
 
-_GRAPHS = 64
-"""Most graphs that torch compiles of one function."""
+_MAX_GRAPHS = 64
+"""Largest number of graphs that torch compiles for one function."""
 
 
 def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, layout: Layout) -> None:
-    """Replace the `forward` of each block, in place, as the config says.
+    """Replace the `forward` of each block, in place, as the config requires.
 
-    Call it before `fully_shard`, whose hooks stay outside of the new `forward`. Names in the state do not change.
+    Call it before `fully_shard`, whose hooks stay outside the new `forward`. Names in the state dict do not change.
     """
     compiled = compiles_blocks(config, layout.device, layout.sizes)
     if compiled:
-        # Graphs differ by role, by whether gradients are computed, and by kind of layer. Beyond the limit, torch would
+        # Graphs differ by role, by whether gradients are computed, and by type of layer. Above the limit, torch would
         # stop compiling without an error.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks:
         forward = _recomputed(block.forward, config.activation_checkpointing)
         block.forward = torch.compile(forward, dynamic=True) if compiled else forward
@@ -59,7 +59,7 @@ def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -
     """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
 
     Args:
-        sizes: of the axes of the layout. Ranks that share a micro-batch communicate inside of a block.
+        sizes: sizes of the layout's axes. Ranks that compute a micro-batch together communicate inside a block.
     """
     if config.compile is None:
         return device == "cuda" and sizes["context"] == sizes["tensor"] == 1
@@ -67,7 +67,7 @@ def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -
 
 
 def _recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """Return `forward`, which keeps the activations that `FSDPConfig.activation_checkpointing` says."""
+    """Return `forward` with the activation checkpointing of `FSDPConfig.activation_checkpointing`."""
     if mode == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False}

@@ -1,4 +1,4 @@
-"""Collectives with gradients, for ranks that compute parts of the same micro-batch."""
+"""Collectives with gradients, for ranks that compute the same micro-batch together."""
 
 from __future__ import annotations
 
@@ -14,105 +14,103 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The ranks along one axis, which all compute the same loss from parts of it."""
+    """The ranks along one axis, which compute one loss together."""
 
     group: dist.ProcessGroup
     rank: int
-    """The number of this rank among them."""
+    """Index of this rank along the axis."""
     size: int
 
     @classmethod
     def along(cls, mesh: DeviceMesh) -> AxisGroup:
-        """Return the ranks of a mesh with one axis."""
+        """Return the group of ranks of a mesh with one axis."""
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
-    def total(self, part: Tensor) -> Tensor:
-        """Return the sum of the parts of all peers.
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks.
 
-        All peers compute the same with it, so the gradient of each part is the gradient of the sum.
+        All ranks must compute the same with the sum, so the gradient of each tensor is the gradient of the sum.
         """
-        return _Total.apply(part, self.group)
+        return _AllReduce.apply(tensor, self.group)
 
-    def shared(self, whole: Tensor) -> Tensor:
-        """Return `whole`, of which each peer computes another part of the result.
+    def all_reduce_grad(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` unchanged. Its gradient is the sum of the gradients of all ranks.
 
-        The gradients of all peers are added up.
+        Use it where the ranks compute different parts of a result from the same tensor.
         """
-        return _Shared.apply(whole, self.group)
+        return _AllReduceGrad.apply(tensor, self.group)
 
-    def highest(self, values: Tensor) -> Tensor:
-        """Return the highest value of all peers at each place, without gradients."""
-        highest = values.detach().clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
-        return highest
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum over all ranks, without gradients."""
+        maximum = values.detach().clone()
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
+        return maximum
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Send `parts[i]` to peer i; returns what came from each peer, in their order."""
+    def all_to_all(self, tensors: Tensor) -> Tensor:
+        """Send `tensors[i]` to rank i. Return the received tensors in the order of the ranks."""
         if torch.compiler.is_compiling():
-            return _opaque_exchange(parts, self.group.group_name)
-        return _Exchange.apply(parts, self.group)
+            return _all_to_all_op(tensors, self.group.group_name)
+        return _AllToAll.apply(tensors, self.group)
 
 
-class _Total(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(part, group)
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
-class _Shared(torch.autograd.Function):
+class _AllReduceGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return whole.view_as(whole)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum(grads[0], ctx.group), None
+        return _all_reduce(grads[0], ctx.group), None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensors: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange(parts, group)
+        return _all_to_all(tensors, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grads[0], ctx.group), None
+        return _all_to_all(grads[0], ctx.group), None
 
 
 @torch.library.custom_op("trainer::exchange", mutates_args=())
-def _opaque_exchange(parts: Tensor, group: str) -> Tensor:
-    """Compute `_Exchange` as one operator, into which `torch.compile` does not look: it would split the graph there."""
-    return _exchange(parts, _resolve_process_group(group))
+def _all_to_all_op(tensors: Tensor, group: str) -> Tensor:
+    """Compute `_AllToAll` as one operator that `torch.compile` does not trace: otherwise it would split the graph."""
+    return _all_to_all(tensors, _resolve_process_group(group))
 
 
-@_opaque_exchange.register_fake
-def _(parts: Tensor, group: str) -> Tensor:
-    return parts.new_empty(parts.shape)
+@_all_to_all_op.register_fake
+def _(tensors: Tensor, group: str) -> Tensor:
+    return tensors.new_empty(tensors.shape)
 
 
 def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     ctx.group = inputs[1]
 
 
-_opaque_exchange.register_autograd(
-    lambda ctx, grad: (_opaque_exchange(grad, ctx.group), None), setup_context=_keep_group
-)
+_all_to_all_op.register_autograd(lambda ctx, grad: (_all_to_all_op(grad, ctx.group), None), setup_context=_keep_group)
 
 
-def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+def _all_to_all(tensors: Tensor, group: dist.ProcessGroup) -> Tensor:
+    tensors = tensors.contiguous()
+    received = torch.empty_like(tensors)
+    dist.all_to_all_single(received, tensors, group=group)
     return received

@@ -1,4 +1,4 @@
-"""Results that repeat to the last bit on a GPU."""
+"""Kernels whose results repeat to the last bit on a GPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import torch
 
 
 def use_deterministic_kernels(warn_only: bool = False) -> None:
-    """Let this process compute with kernels whose results repeat.
+    """Make this process use kernels whose results repeat.
 
-    cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` besides, before CUDA starts (see `trainer.config.engines`).
+    cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG`, which must be set before CUDA starts (see `trainer.config.engines`).
 
     Args:
-        warn_only: warn of an operator that has no such kernel. false: it raises.
+        warn_only: log a warning for an operator without such a kernel. False: the operator raises.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    # Else each new tensor is filled, which takes time and hides no mistake of ours: nothing reads one before it is
-    # written.
+    # By default torch fills each new tensor. That takes time, and no tensor is read before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False

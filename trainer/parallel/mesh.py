@@ -38,22 +38,22 @@ _listening: dict[str, socket.socket] = {}
 
 
 def listen(host: str, port: int = 0) -> str:
-    """Reserve the port on which this process will host a store; returns its address, `host:port`.
+    """Reserve the port on which this process will host a store. Return its address, `host:port`.
 
-    torch alone would listen on all interfaces of the machine; this socket listens on the interface of `host` alone.
+    torch alone would listen on all interfaces of the machine. This socket listens only on the interface of `host`.
 
     Args:
-        port: 0 takes a free port.
+        port: TCP port. 0: a free port.
 
     Raises:
-        OSError: the port cannot be used.
+        OSError: the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((host, port))
-        reserved.listen()  # or another process could take the same port; early connections wait in the queue
+        reserved.listen()  # keeps other processes from using the port; early connections wait in the queue
     except OSError:
         reserved.close()
         raise
@@ -63,10 +63,10 @@ def listen(host: str, port: int = 0) -> str:
 
 
 def open_store(address: str, is_host: bool, world_size: int, timeout_s: float) -> dist.Store:
-    """Open the key-value store through which the members of a group find each other.
+    """Open the key-value store through which the ranks of a process group find each other.
 
     Args:
-        address: `file:///path` for members on one machine (no other user can reach a file store through a port), or
+        address: `file:///path` for ranks on one machine (other users cannot reach a file store through a port), or
             `host:port`, where the host listens (`listen` reserves a free port).
     """
     if address.startswith("file://"):
@@ -102,7 +102,7 @@ def init_process_group(rank: int, world_size: int, address: str, device: str, ti
 
 
 def destroy_process_group() -> None:
-    """Leave the process group if this process is a member."""
+    """Leave the process group if this process belongs to one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

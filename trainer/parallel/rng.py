@@ -17,18 +17,18 @@ _TEXT_BYTES = 32768  # every state has this size, because DCP loads into existin
 
 
 def seed_rng(seed: int) -> None:
-    """Seed this process's generators, for user code."""
+    """Seed the random generators of this process, which user code may use."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
-    """Return the states of this process's generators as byte tensors, so that loading them unpickles nothing.
+    """Return the states of this process's random generators as byte tensors, which can be loaded without pickle.
 
     Args:
-        with_gpu: include the generator of the current GPU, if there is one. A process that only drives others leaves it
-            out, or CUDA would start in it.
+        with_gpu: include the generator of the current GPU, if there is one. Processes that use no GPU pass False,
+            because otherwise CUDA would start in them.
     """
     name, keys, position, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
@@ -45,10 +45,10 @@ def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor]) -> None:
-    """Restore the states of the generators that `capture_rng` returned.
+    """Restore the states that `capture_rng` returned.
 
     Raises:
-        UserError: the states are damaged.
+        UserError: the states are corrupt.
     """
     try:
         torch.set_rng_state(state["torch"].cpu())
@@ -60,22 +60,22 @@ def restore_rng(state: dict[str, Tensor]) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"].cpu())
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise UserError(f"the checkpoint's states of the random generators are damaged ({error})") from error
+        raise UserError(f"the checkpoint's states of the random generators are corrupt ({error})") from error
 
 
 def rng_as_text(state: dict[str, Tensor]) -> dict[str, str]:
-    """Return the states of `capture_rng` as text for JSON."""
+    """Return the states of `capture_rng` as text, for JSON."""
     return {name: base64.b64encode(tensor.numpy()).decode() for name, tensor in state.items()}
 
 
 def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
-    """Return the states whose text `rng_as_text` returned.
+    """Return the states that `rng_as_text` has converted to text.
 
     Raises:
-        UserError: the text is damaged.
+        UserError: the text is corrupt.
     """
     try:
         data = {name: bytearray(base64.b64decode(text)) for name, text in texts.items()}
         return {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in data.items()}
     except ValueError as error:
-        raise UserError(f"the checkpoint's states of the random generators are damaged ({error})") from error
+        raise UserError(f"the checkpoint's states of the random generators are corrupt ({error})") from error

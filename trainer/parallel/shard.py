@@ -13,17 +13,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def param_dtype(config_dtype: str, device: str) -> torch.dtype:
-    """Return the precision that `auto`, `float32` or `bfloat16` means on `device`."""
+    """Return the dtype for the config value `auto`, `float32` or `bfloat16` on `device`."""
     if config_dtype == "auto":
         return torch.bfloat16 if device == "cuda" else torch.float32
     return _DTYPES[config_dtype]
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
-    """Turn `model`'s parameters into DTensors over `mesh`, in place: one FSDP unit for each block, one for the rest.
+    """Turn the parameters of `model` into DTensors over `mesh`, in place. Each block is an FSDP unit, the rest another.
 
-    The model may be on the meta device. Parameters stay float32 (they are the optimizer's master weights)
-    and are cast for forward and backward by the mixed-precision policy.
+    The model may be on the meta device. Parameters stay float32, because they are the optimizer's master weights. The
+    mixed-precision policy casts them for forward and backward.
     """
     options = {
         "mesh": mesh,
@@ -46,7 +46,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
 
 
 def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:
-    """Return the number of blocks whose parameters are gathered ahead of use; 0: as many as torch decides.
+    """Return how many blocks ahead of use FSDP gathers parameters. 0: torch decides.
 
     Args:
         device: `cpu` or `cuda`.
@@ -58,9 +58,9 @@ def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:
 
 
 def _prefetch(model: nn.Module, blocks: list[nn.Module], depth: int) -> None:
-    """Let each FSDP unit begin to gather the `depth` units that run after it, forward and backward.
+    """Let each FSDP unit prefetch the `depth` units that run after it, in the forward and the backward pass.
 
-    The unit of `model` itself (embeddings, output layer) runs around the blocks, and is gathered first both ways.
+    The unit of `model` itself (embeddings, output layer) runs around the blocks. It is gathered first in both passes.
     """
     forward, backward = [model, *blocks], [model, *reversed(blocks)]
     for i in range(len(forward)):
@@ -71,7 +71,7 @@ def _prefetch(model: nn.Module, blocks: list[nn.Module], depth: int) -> None:
 def reshard(model: nn.Module) -> None:
     """Reshard the parameters.
 
-    With `reshard_after_forward=False`, a forward pass without a backward pass leaves them gathered.
+    With `reshard_after_forward=False`, a forward pass without a backward pass leaves the parameters unsharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
