@@ -1,7 +1,7 @@
-"""Write models as Hugging Face directories. This module is cheap to import; two other modules write the tensors.
+"""Write models as Hugging Face directories. Cheap to import: two other modules write the tensors.
 
-`export_live` writes the tensors of sharded modules, each rank its own rows. `export_saved` writes the tensors of a
-checkpoint.
+`export_sharded` writes the tensors of sharded modules: each rank writes its own shards. `export_checkpoint` writes the
+tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
 
 
 class WritingRanks(Protocol):
-    """The ranks that hold the policy."""
+    """The ranks that have the policy."""
 
     def call(self, role: str, method: str, *args: Any) -> Any: ...
     def call_one(self, role: str, method: str, *args: Any) -> Any: ...
@@ -42,9 +42,9 @@ class PolicyExporter:
     """Exports the policy of a job.
 
     Args:
-        model_path: directory of the start weights, from which the config and the generation config are copied.
-        adapter_alone: write the adapter in peft's format, and the tokenizer, instead of the merged model.
-        fence: raises if this process no longer holds the run directory; then nothing is published.
+        model_path: directory of the initial weights. Its config and generation config are copied.
+        adapter_alone: write only the adapter in peft's format and the tokenizer, and not the merged model.
+        fence: raises if this process no longer holds the run directory. Then nothing is published.
     """
 
     ranks: WritingRanks
@@ -55,7 +55,7 @@ class PolicyExporter:
     fence: Callable[[], None]
 
     def export(self, target: str, dtype: str) -> None:
-        """Write the policy to the directory `target`, atomically. An earlier export there is replaced.
+        """Write the policy to the directory `target`, atomically. Replaces an earlier export there.
 
         Args:
             dtype: dtype of the weights (see `RolloutConfig.dtype`).
@@ -77,17 +77,18 @@ class PolicyExporter:
 
     def _before_publishing(self, target: str) -> None:
         self.fence()
-        shutil.rmtree(target, ignore_errors=True)  # left by the killed run; identical content
+        shutil.rmtree(target, ignore_errors=True)  # written by the killed run, with identical content
 
 
 @contextmanager
 def atomic_directory(target: str, before_publishing: Callable[[str], None] = lambda target: None) -> Iterator[str]:
-    """Give the block a new directory to fill, and publish it as `target`. If the block fails, delete the directory.
+    """Yield a new directory to fill, and rename it to `target` at the end of the block. Delete it if the block fails.
 
-    Each directory has a random token in its name, so that a surviving process of a killed run cannot write into it.
+    The name of each directory contains a random token, so that a surviving process of a killed run cannot write into
+    it.
 
     Args:
-        before_publishing: called with `target` immediately before the publication.
+        before_publishing: called with `target` immediately before the rename.
     """
     target = os.path.abspath(target)
     writing = f"{target}.writing-{secrets.token_hex(4)}"
@@ -95,7 +96,7 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
     os.mkdir(writing)
     try:
         yield writing
-        _let_umask_decide(writing)
+        _apply_umask(writing)
         sync_tree(writing)
         before_publishing(target)
         os.rename(writing, target)
@@ -105,8 +106,8 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
     sync_directory(os.path.dirname(target))
 
 
-def _let_umask_decide(directory: str) -> None:
-    """Give the files the mode of a file that is made with `open`: safetensors makes its files readable by one user."""
+def _apply_umask(directory: str) -> None:
+    """Give all files the default mode of this process, because safetensors makes its files readable by one user."""
     with open(os.path.join(directory, ".mode"), "xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     os.remove(os.path.join(directory, ".mode"))
@@ -118,7 +119,7 @@ def _let_umask_decide(directory: str) -> None:
 
 
 def assign_to_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:
-    """Place tensors, in order, in files of at most `max_file_bytes` (a larger tensor alone).
+    """Assign tensors, in order, to files of at most `max_file_bytes`. A larger tensor has a file of its own.
 
     Args:
         sizes: bytes of each tensor, by name.
@@ -140,6 +141,6 @@ def assign_to_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "
 
 
 def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Write the index, which names the file of each tensor."""
+    """Write the index file, which contains the file of each tensor."""
     with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
         json.dump({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, index, indent=2)

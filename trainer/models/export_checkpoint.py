@@ -1,6 +1,6 @@
-"""Write the policy of a checkpoint as a Hugging Face directory, without ranks. Memory holds one file at a time.
+"""Write the policy of a checkpoint as a Hugging Face directory, without ranks. One file is in memory at a time.
 
-No code in the checkpoint is executed, and only files that its manifest names are copied.
+No code in the checkpoint is executed, and only files that its manifest contains are copied.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Source:
     """The tensors of an export."""
 
     bytes_of: dict[str, int]
-    """Size of each tensor when it is written, in the order of the file."""
+    """Size of each tensor in the file, in the order of the file."""
     read: Callable[[list[str]], dict[str, Tensor]]
 
 
@@ -65,15 +65,15 @@ def export(
 
     Args:
         dtype: `auto` (the dtype in the config), `float32`, `bfloat16` or `float16`.
-        adapter: write the adapter alone, in peft's format and in float32.
-        base: directory of the adapted weights; None: the directory that the run used.
+        adapter: write only the adapter, in peft's format and in float32.
+        base: directory of the adapted weights. None: the directory that the run used.
 
     Returns:
         the names of the weight files.
 
     Raises:
-        UserError: `out` exists or cannot be written; the checkpoint lacks a policy or an adapter; or the adapted
-            weights are missing.
+        UserError: `out` exists or is not writable; the checkpoint has no policy or no adapter; or the adapted weights
+            are missing.
     """
     if os.path.lexists(out):
         raise UserError(f"{out}: exists already; name another directory")
@@ -94,8 +94,8 @@ def export(
         tensors, stem = _merged(files, lora, base or lora["base_model_name_or_path"], target), "model"
     else:
         tensors, stem = _plain(files, config, target), "model"
-    left_out = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
-    assets = _assets(files, left_out)
+    excluded = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
+    assets = _assets(files, excluded)
     if not adapter:
         assets["config.json"] = json.dumps({**config, "dtype": dtype}, indent=2).encode()
     try:
@@ -111,10 +111,10 @@ def export(
 
 
 def read_policy(files: SavedFiles) -> dict[str, Tensor]:
-    """Return the trained weights, as they were saved; of a policy with adapters, the adapters with peft's names.
+    """Return the trained weights as they were saved. For a policy with adapters: the adapters, with peft's names.
 
     Raises:
-        UserError: the checkpoint lacks a policy.
+        UserError: the checkpoint has no policy.
     """
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
@@ -124,14 +124,14 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     return source.read(list(source.bytes_of))
 
 
-def _assets(files: SavedFiles, left_out: set[str]) -> dict[str, bytes]:
-    """Return the other files of the export, by their name in it."""
+def _assets(files: SavedFiles, excluded: set[str]) -> dict[str, bytes]:
+    """Return the files of the export except the weights, by their name."""
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}
-    return {name: files.read(path) for name, path in names.items() if name not in left_out}
+    return {name: files.read(path) for name, path in names.items() if name not in excluded}
 
 
 def _write(directory: str, tensors: _Source, target: torch.dtype, groups: Mapping[str, list[str]]) -> list[str]:
-    """Write the weight files, floating-point tensors as `target`; returns their names."""
+    """Write the weight files, with floating-point tensors as `target`. Return the names of the files."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -170,48 +170,50 @@ def _plain(files: SavedFiles, config: dict[str, Any], target: torch.dtype) -> _S
 
 
 def _adapter(files: SavedFiles) -> _Source:
-    """Return the adapters, with the names of peft's files."""
-    own = [name for name in files.shapes("policy") if name.startswith(_MODEL)]
-    known = {peft_name(name.removeprefix(_MODEL)): name for name in own}
+    """Return the adapters, with the names that peft's files use."""
+    names = [name for name in files.shapes("policy") if name.startswith(_MODEL)]
+    by_peft_name = {peft_name(name.removeprefix(_MODEL)): name for name in names}
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        tensors = files.tensors("policy", [known[name] for name in names])
-        return {name: tensors[known[name]] for name in names}
+        tensors = files.tensors("policy", [by_peft_name[name] for name in names])
+        return {name: tensors[by_peft_name[name]] for name in names}
 
-    return _Source(dict.fromkeys(known, 0), fetch)
+    return _Source(dict.fromkeys(by_peft_name, 0), fetch)
 
 
 def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
-    """Return the weights in the directory `base` with the adapters merged."""
+    """Return the weights in the directory `base`, with the adapters merged."""
     from safetensors import safe_open
 
     if os.path.isdir(base):
         check_model_files(base, "--base")
-    place, sizes = _base_weights(base, target)
-    own = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
-    adapted = {weight for weight in map(adapted_weight, own) if weight is not None}
-    if not adapted <= set(place):
+    file_of, sizes = _base_weights(base, target)
+    parameters = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
+    adapted = {weight for weight in map(adapted_weight, parameters) if weight is not None}
+    if not adapted <= set(file_of):
         raise UserError(
-            f"{base}: has no {sorted(adapted - set(place))[0]}, which has an adapter; its files use other names for "
-            "the weights, so write the adapter alone with --adapter"
+            f"{base}: has no {sorted(adapted - set(file_of))[0]}, which has an adapter; its files use other names for "
+            "the weights, so write only the adapter with --adapter"
         )
-    known = files.json("start_weights.json", {str: str}).get("model.path")
-    if known not in (None, digest_weights(base)):
+    saved_digest = files.json("start_weights.json", {str: str}).get("model.path")
+    if saved_digest not in (None, digest_weights(base)):
         raise UserError(
             f"{base}: its weights are not those that the adapters were trained on; name the directory of those with "
-            "--base, or write the adapter alone with --adapter"
+            "--base, or write only the adapter with --adapter"
         )
     scale = lora["lora_alpha"] / lora["r"]
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        parts = {name: [f"{_MODEL}{part}" for part in adapter_parameters(name)] for name in names if name in adapted}
-        adapters = files.tensors("policy", [part for pair in parts.values() for part in pair]) if parts else {}
+        pairs = {name: [f"{_MODEL}{p}" for p in adapter_parameters(name)] for name in names if name in adapted}
+        adapters = (
+            files.tensors("policy", [parameter for pair in pairs.values() for parameter in pair]) if pairs else {}
+        )
         merged = {}
         for name in names:
-            with safe_open(place[name], framework="pt") as weights:
+            with safe_open(file_of[name], framework="pt") as weights:
                 merged[name] = weights.get_tensor(name)
-            if name in parts:
-                a, b = (adapters[part] for part in parts[name])
+            if name in pairs:
+                a, b = (adapters[parameter] for parameter in pairs[name])
                 merged[name] = merged[name].float() + scale * (b @ a)
         return merged
 
@@ -233,16 +235,16 @@ def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[
         shards = sorted(glob.glob(os.path.join(glob.escape(base), "model*.safetensors")))
     if not shards:
         raise UserError(
-            f"{base}: holds no safetensors, and the adapters belong to the weights that were there; name their "
-            "directory with --base, or write the adapter alone with --adapter"
+            f"{base}: contains no safetensors, and the adapters need the weights that were there; name their "
+            "directory with --base, or write only the adapter with --adapter"
         )
-    place, sizes = {}, {}
+    file_of, sizes = {}, {}
     for file in shards:
         try:
             with safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118, `weights` is not a dict
-                    place[name] = file
+                    file_of[name] = file
                     sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({first_line(error)}); name the weights with --base") from error
-    return place, sizes
+    return file_of, sizes

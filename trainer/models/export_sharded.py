@@ -1,8 +1,8 @@
-"""Write sharded modules as Hugging Face safetensors; each rank writes its own rows.
+"""Write sharded modules as Hugging Face safetensors. Each rank writes its own shards.
 
-The layout of a safetensors file follows from names, shapes and dtype. Rank 0 creates the files at full size, and then
-every rank writes its shards to their offsets, without a gather and without a second copy of the model. Exports and the
-weight sync through shared memory both use this writer.
+The layout of a safetensors file follows from names, shapes and dtype. Rank 0 creates the files at full size. Then every
+rank writes its shards at their offsets, without a gather and without a second copy of the model. Exports and the weight
+sync through shared memory both use this writer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of one tensor in the files."""
+class TensorEntry:
+    """The position of one tensor in the files."""
 
     file: str
     offset: int
@@ -47,11 +47,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The headers and sizes of the files, and the slot of every tensor."""
+    """The headers and sizes of the files, and the entry of every tensor."""
 
     headers: dict[str, bytes]
     sizes: dict[str, int]
-    slots: dict[str, Slot]
+    entries: dict[str, TensorEntry]
 
 
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -70,15 +70,15 @@ def export_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `export_tensors` one by one, each with its adapter merged. A collective with adapters."""
+    """Yield the tensors of `export_tensors` one by one, with their adapters merged. A collective with adapters."""
     adapters = adapters_of(module)
     for name, tensor in export_tensors(module).items():
         yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
 
 
 def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> FileLayout:
-    """Place the tensors, in order, in files of at most `max_file_bytes` of data (a larger tensor alone)."""
-    headers, sizes, slots = {}, {}, {}
+    """Assign the tensors, in order, to files of at most `max_file_bytes` of data (see `assign_to_files`)."""
+    headers, sizes, layout = {}, {}, {}
     for file, names in assign_to_files({n: _bytes(t, dtype) for n, t in tensors.items()}, max_file_bytes).items():
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begin = 0
@@ -96,12 +96,12 @@ def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: 
         sizes[file] = len(headers[file]) + begin
         for name in names:
             start = len(headers[file]) + entries[name]["data_offsets"][0]  # type: ignore[index]
-            slots[name] = Slot(file, start, tuple(tensors[name].shape), _stored_dtype(tensors[name], dtype))
-    return FileLayout(headers, sizes, slots)
+            layout[name] = TensorEntry(file, start, tuple(tensors[name].shape), _stored_dtype(tensors[name], dtype))
+    return FileLayout(headers, sizes, layout)
 
 
 def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
-    """Write `module`'s weights, adapters merged, floating-point ones as `dtype`, to `directory`. A collective.
+    """Write the weights of `module` to `directory`: adapters merged, floating-point tensors as `dtype`. A collective.
 
     All ranks must see the same directory. Returns the names of the files.
     """
@@ -109,24 +109,24 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     if dist.get_rank() == 0:
         os.makedirs(directory, exist_ok=True)
         for file, header in layout.headers.items():
-            with open(os.path.join(directory, file), "wb", opener=_open_no_link) as out:
+            with open(os.path.join(directory, file), "wb", opener=_open_without_links) as out:
                 out.write(header)
                 out.truncate(layout.sizes[file])
         if len(layout.headers) > 1:
-            weight_map = {name: slot.file for name, slot in sorted(layout.slots.items())}
+            weight_map = {name: entry.file for name, entry in sorted(layout.entries.items())}
             write_index(directory, weight_map, sum(layout.sizes.values()))
     dist.barrier()
     open_files: dict[str, int] = {}
     try:
         for name, tensor in merged_tensors(module):
-            slot = layout.slots[name]
-            part = _own_block(tensor)
-            if part is None:
+            entry = layout.entries[name]
+            shard = _local_shard(tensor)
+            if shard is None:
                 continue
-            first, block = part
-            if slot.file not in open_files:
-                open_files[slot.file] = _open_no_link(os.path.join(directory, slot.file), os.O_WRONLY)
-            _write_block(open_files[slot.file], slot, first, block)
+            first, block = shard
+            if entry.file not in open_files:
+                open_files[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
+            _write_block(open_files[entry.file], entry, first, block)
     finally:
         for handle in open_files.values():
             os.close(handle)
@@ -134,10 +134,10 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     return sorted(layout.headers)
 
 
-def _own_block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
-    """Return the part that this rank has and the indices of its first entry.
+def _local_shard(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+    """Return the indices of the first element of this rank's shard, and the shard.
 
-    It has some rows, or some columns of some rows. None: another rank writes it, or it is empty.
+    A shard is some rows, or some columns of some rows. None: another rank writes the shard, or it is empty.
     """
     if not isinstance(tensor, DTensor):
         return ((0,) * tensor.dim(), tensor) if dist.get_rank() == 0 else None
@@ -153,20 +153,20 @@ def _own_block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     return tuple(offset), local
 
 
-def _write_block(handle: int, slot: Slot, first: tuple[int, ...], block: Tensor) -> None:
-    """Write a part of a tensor, whose first entry has the indices `first`, to its place in the file."""
-    strides = [math.prod(slot.shape[axis + 1 :]) * slot.dtype.itemsize for axis in range(len(slot.shape))]
-    start = slot.offset + sum(index * stride for index, stride in zip(first, strides, strict=True))
-    block = block.to(slot.dtype)  # on the device: a copy that also casts would move float32 and cast on the CPU
+def _write_block(handle: int, entry: TensorEntry, first: tuple[int, ...], block: Tensor) -> None:
+    """Write a block of a tensor, whose first element has the indices `first`, at its offset in the file."""
+    strides = [math.prod(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
+    start = entry.offset + sum(index * stride for index, stride in zip(first, strides, strict=True))
+    block = block.to(entry.dtype)  # on the device, because a combined copy and cast would cast on the CPU
     data = memoryview(block.to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
-    # A block of whole rows is one run of bytes in the file. Of other blocks, each row is.
-    runs = 1 if block.shape[1:] == slot.shape[1:] else len(block)
+    # A block of complete rows is contiguous in the file. In other blocks, only each row is.
+    runs = 1 if block.shape[1:] == entry.shape[1:] else len(block)
     size = len(data) // runs
     for run in range(runs):
         _write_all(handle, data[run * size : (run + 1) * size], start + (run * strides[0] if run else 0))
 
 
-def _open_no_link(path: str, flags: int) -> int:
+def _open_without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 

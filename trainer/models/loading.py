@@ -1,8 +1,8 @@
 """Load Hugging Face causal LMs as FSDP2 modules: build them on the meta device, shard them, fill them from safetensors.
 
-No rank ever holds the whole model, because each rank reads only its own slices. If the names in the files differ from
+No rank ever holds the full model, because each rank reads only its own slices. If the names in the files differ from
 those of the module (weights that transformers converts while loading, or `.bin` files), transformers loads the model on
-rank 0 and the weights are scattered.
+rank 0, and the weights are scattered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec
     Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
     Args:
-        spec: of the model's role: whether it is trained, with which adapters, and how it is sharded.
+        spec: the model's role: whether it is trained, its adapters, and its sharding.
         seed: seed of the adapters' initial values.
     """
     lm = _empty_causal_lm(model, path, layout)
@@ -57,8 +57,8 @@ def load_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec
 def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
     """Load the same backbone with a value head instead of the LM head (see `load_causal_lm`). A collective.
 
-    The head of a model that is trained begins with 0. A frozen model has the head of its files (`score.weight`, as
-    transformers saves a sequence classifier with one label).
+    The head of a trained model starts at 0. A frozen model has the head of its files (`score.weight`, as transformers
+    saves a sequence classifier with one label).
     """
     lm = _empty_causal_lm(model, path, layout)
     with init_empty_weights(include_buffers=False):
@@ -77,7 +77,7 @@ def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-    lm.tie_weights()  # re-tie: moving parameters to the meta device one by one broke the tie
+    lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)
     if layout.context is not None and lm.config._attn_implementation != PACKED:
@@ -90,7 +90,7 @@ def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module
 
 
 def _disable_dropout(lm: nn.Module) -> None:
-    """Disable dropout: old and new log-probs of the same weights must be equal."""
+    """Disable dropout, because old and new log-probs of the same weights must be equal."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -105,7 +105,7 @@ def _shard_and_fill(
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
-    # Keep the buffers (rotary frequencies), which are not on the meta device: to_empty would leave them uninitialised.
+    # Keep the buffers (rotary frequencies), which are not on the meta device: `to_empty` leaves tensors uninitialised.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     if layout.tensor_mesh is not None:
         apply_tp(module, backbone, layout.tensor_mesh)
@@ -115,11 +115,11 @@ def _shard_and_fill(
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
         if fsdp.cpu_offload and device == "cuda":  # only parameters are offloaded
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+            parent, _, leaf = name.rpartition(".")
+            module.get_submodule(parent)._buffers[leaf] = buffer.to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.startswith(_VALUE_HEAD):  # the first values are 0 on any number of ranks
+            if name.startswith(_VALUE_HEAD):  # the initial values are 0 on any number of ranks
                 parameter.zero_()
 
     initialise_adapters(module, seed)
@@ -140,7 +140,7 @@ def _shard_and_fill(
 
 
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names: dict[str, str]) -> None:
-    """Load the model with transformers on rank 0 and scatter its weights.
+    """Load the model with transformers on rank 0, and scatter its weights.
 
     Args:
         names: the parameter names of the module, by their names in the model's files.
@@ -155,7 +155,7 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names:
             full = {names[name]: tensor for name, tensor in lm.state_dict().items() if name in names}
             missing = sorted(set(names.values()) - set(full))
             problem = [f"it lacks the weight {missing[0]}" if missing else None]
-        except Exception as error:  # a damaged or hostile file can raise any exception
+        except Exception as error:  # a corrupt or hostile file can raise any exception
             problem = [describe_error(error)]
     dist.broadcast_object_list(problem)
     if problem[0]:
@@ -182,8 +182,8 @@ def _shapes_in_safetensors(path: str) -> dict[str, tuple[int, ...]]:
 
 def _check_shapes(module: nn.Module, path: str, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
     for file_name, name in names.items():
-        if (wanted := tuple(module.get_parameter(name).shape)) != shapes[file_name]:
+        if (expected := tuple(module.get_parameter(name).shape)) != shapes[file_name]:
             raise UserError(
                 f"model.path={path}: the weight {file_name} has the shape {list(shapes[file_name])}, and config.json "
-                f"describes {list(wanted)}; the two belong to different models"
+                f"describes {list(expected)}; the two belong to different models"
             )

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., LoRA, 2021) through peft.
+"""Low-rank adapters (Hu et al., LoRA, 2021) with peft.
 
     W' = W + alpha / r B A
 
@@ -30,7 +30,7 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LayerAdapter:
     """The adapter of one linear layer."""
 
     a: Tensor
@@ -39,7 +39,7 @@ class Adapter:
 
     def merged_into(self, weight: Tensor) -> Tensor:
         """Return W + scale B A in float32, sharded like `weight`. A collective. B has the same rows as W."""
-        a = full(self.a).float()
+        a = full_tensor(self.a).float()
         if not isinstance(weight, DTensor):
             return weight.float() + self.scale * (self.b.float() @ a)
         assert isinstance(self.b, DTensor)
@@ -57,18 +57,18 @@ class Adapter:
         )
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, on the device of its mesh. A collective if the tensor is sharded."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the complete tensor, on the device of its mesh. A collective if the tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to(tensor.device_mesh.device_type).full_tensor()  # `.to`, because shards may be offloaded
 
 
-def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple[str, ...] = ()) -> None:
+def add_adapters(module: nn.Module, config: LoraConfig, section: str, heads: tuple[str, ...] = ()) -> None:
     """Freeze `module` (on the meta device), except `heads`, and add adapters to its linear layers, in place.
 
     Args:
-        where: the config section of the adapters, for errors.
+        section: config section of the adapters, for errors.
         heads: prefixes of parameters that are trained without adapters.
 
     Raises:
@@ -78,11 +78,11 @@ def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple
 
     linear = _linear_layers(module)
     if not linear:
-        raise UserError(f"{where}.rank={config.rank}: the model's blocks have no linear layers that could get adapters")
+        raise UserError(f"{section}.rank={config.rank}: the model's blocks have no linear layers for adapters")
     unknown = sorted(set(config.target_modules) - linear)
     if unknown:
         raise UserError(
-            f"{where}.target_modules: the model has no linear layer {unknown[0]}; it has {', '.join(sorted(linear))}"
+            f"{section}.target_modules: the model has no linear layer {unknown[0]}; it has {', '.join(sorted(linear))}"
         )
     peft_config = _peft_config(config, sorted(set(config.target_modules) or linear))
     inject_adapter_in_model(peft_config, module, low_cpu_mem_usage=True)
@@ -93,7 +93,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, where: str, heads: tuple
 def initialise_adapters(module: nn.Module, seed: int) -> None:
     """Initialise A uniformly, as in a linear layer, and B with zeros.
 
-    A is keyed by (seed, name), so it is the same on any number of ranks.
+    The values of A depend only on (seed, name), so they are the same on any number of ranks.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -102,26 +102,26 @@ def initialise_adapters(module: nn.Module, seed: int) -> None:
             elif name.endswith(_A):
                 generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
                 bound = 1 / math.sqrt(parameter.shape[1])
-                whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
                 assert isinstance(parameter, DTensor)
                 shape, offset = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
-                parameter.to_local().copy_(whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))])
+                parameter.to_local().copy_(values[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))])
 
 
 def hugging_face_name(name: str) -> str | None:
-    """Return the name of a parameter in the model's files; None: the parameter belongs to an adapter."""
+    """Return the name of a parameter in the model's files, or None for a parameter of an adapter."""
     return None if _is_adapter(name) else name.replace(".base_layer.", ".")
 
 
 def adapted_weight(name: str) -> str | None:
-    """Return the Hugging Face name of the weight whose adapter has `name` as its A; None: `name` is not an A."""
+    """Return the Hugging Face name of the weight whose adapter has `name` as its A, or None if `name` is not an A."""
     return f"{name.removesuffix(_A)}.weight" if name.endswith(_A) else None
 
 
 def adapter_parameters(weight: str) -> tuple[str, str]:
-    """Return the names in the module of the parameters A and B of a weight's adapter."""
+    """Return the names, in the module, of the parameters A and B of a weight's adapter."""
     layer = weight.removesuffix(".weight")
     return f"{layer}{_A}", f"{layer}{_B}"
 
@@ -131,8 +131,8 @@ def peft_name(parameter: str) -> str:
     return f"base_model.model.{parameter.replace('.default.', '.')}"
 
 
-def adapters_of(module: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters by the Hugging Face name of their weight; empty without LoRA."""
+def adapters_of(module: nn.Module) -> dict[str, LayerAdapter]:
+    """Return the adapters by the Hugging Face name of their weight. Empty without LoRA."""
     reshard(module)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     adapters = {}
@@ -140,7 +140,7 @@ def adapters_of(module: nn.Module) -> dict[str, Adapter]:
         weight = adapted_weight(name)
         if weight is not None:
             scale = module.get_submodule(weight.removesuffix(".weight")).scaling["default"]
-            adapters[weight] = Adapter(a, parameters[adapter_parameters(weight)[1]], scale)
+            adapters[weight] = LayerAdapter(a, parameters[adapter_parameters(weight)[1]], scale)
     return adapters
 
 
@@ -154,11 +154,11 @@ def disabled_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all adapters whole, in host memory, in float32, by their names in peft's files. A collective."""
+    """Return all adapters as complete float32 tensors in host memory, by their names in peft's files. A collective."""
     tensors = {}
     for weight, adapter in adapters_of(module).items():
         for name, tensor in zip(adapter_parameters(weight), (adapter.a, adapter.b), strict=True):
-            tensors[peft_name(name)] = full(tensor).float().cpu().contiguous()
+            tensors[peft_name(name)] = full_tensor(tensor).float().cpu().contiguous()
     return tensors
 
 
@@ -169,10 +169,11 @@ def adapter_config(config: LoraConfig, target_modules: list[str], base_model: st
         target_modules: names of the layers that have adapters.
         base_model: directory or Hub id of the adapted weights.
     """
-    chosen = _peft_config(config, target_modules)
-    chosen.base_model_name_or_path, chosen.task_type, chosen.inference_mode = base_model, "CAUSAL_LM", True
+    peft_config = _peft_config(config, target_modules)
+    peft_config.base_model_name_or_path, peft_config.task_type = base_model, "CAUSAL_LM"
+    peft_config.inference_mode = True
     with tempfile.TemporaryDirectory() as scratch:
-        chosen.save_pretrained(scratch)
+        peft_config.save_pretrained(scratch)
         with open(os.path.join(scratch, ADAPTER_CONFIG)) as file:
             text = json.load(file)
     text["target_modules"] = sorted(text["target_modules"])  # peft writes a set, in any order

@@ -1,4 +1,4 @@
-"""The embedded model: a small Qwen3 with random weights and a byte-level tokenizer, built without a network."""
+"""The built-in model: a small Qwen3 with random weights and a byte-level tokenizer, built without a network."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CHAT_TEMPLATE = (
 def build_tiny(config: TinyConfig, path: str) -> None:
     """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer.
 
-    The weights depend only on `config`. The random state of the caller does not change.
+    The weights depend only on `config`. The caller's random state does not change.
 
     Args:
-        config: shape of the model and seed of its weights.
-        path: directory to create or to write into.
+        config: shape of the model, and seed of its weights.
+        path: directory to create or to write to.
     """
     tokenizer = _byte_tokenizer(config.max_position_embeddings)
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -44,7 +44,7 @@ def build_tiny(config: TinyConfig, path: str) -> None:
         **special,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)  # only the CPU's generator, because fork_rng restores no other
+        torch.default_generator.manual_seed(config.seed)  # only the CPU generator, because fork_rng restores no other
         model = Qwen3ForCausalLM(qwen3).float()
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
@@ -52,7 +52,7 @@ def build_tiny(config: TinyConfig, path: str) -> None:
 
 
 def _byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each byte of UTF-8, so that any text survives, and five special tokens."""
+    """Return a tokenizer with one token for each byte of UTF-8, which can encode any text, and five special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_LARGEST_TEMPLATE = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the tokenizer's end token, and those of the generation config.
+    """Return the tokens that end a completion: the tokenizer's end token and those of the generation config.
 
-    Chat models have several; Qwen, for example, has an end of turn and an end of text.
+    Chat models have several. Qwen, for example, has an end of turn and an end of text.
 
     Raises:
-        UserError: the generation config is damaged.
+        UserError: the generation config is corrupt.
     """
     stops = [tokenizer.eos_token_id]
     file = os.path.join(path, "generation_config.json")
@@ -39,8 +39,8 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
                 raise ValueError(problem)
         except (OSError, ValueError) as error:
             raise UserError(f"model.path={path}: its generation_config.json cannot be read ({error})") from error
-        more = config.get("eos_token_id")
-        stops += more if isinstance(more, list) else [] if more is None else [more]
+        configured = config.get("eos_token_id")
+        stops += configured if isinstance(configured, list) else [] if configured is None else [configured]
     return tuple(dict.fromkeys(stops))
 
 
@@ -54,8 +54,8 @@ def load_tokenizer(
 
     Args:
         path: the model's directory.
-        chat_template: a Jinja file that replaces the tokenizer's own template.
-        chat_template_kwargs: variables that are set at the begin of the template, and saved with it.
+        chat_template: a Jinja file that replaces the tokenizer's template.
+        chat_template_kwargs: variables to set at the beginning of the template. They are saved with it.
 
     Raises:
         UserError: there is no tokenizer, chat template or end token.
@@ -66,8 +66,8 @@ def load_tokenizer(
         raise UserError(f"model.path={path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except BaseException as error:  # a damaged file can raise any exception; tokenizers raises plain `Exception`
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+    except BaseException as error:  # a corrupt file can raise any exception; tokenizers raises plain `Exception`
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         raise UserError(f"model.path={path}: no tokenizer can be loaded from there ({first_line(error)})") from error
     # If there is only a config.json, transformers creates an empty tokenizer of the model's type.
@@ -77,9 +77,9 @@ def load_tokenizer(
     if chat_template is not None:
         try:
             with open_regular(chat_template) as file:
-                tokenizer.chat_template = file.read(_LARGEST_TEMPLATE + 1).decode()
-            if len(tokenizer.chat_template) > _LARGEST_TEMPLATE:
-                raise ValueError(f"it has more than {_LARGEST_TEMPLATE >> 20} MiB")
+                tokenizer.chat_template = file.read(_MAX_TEMPLATE_BYTES + 1).decode()
+            if len(tokenizer.chat_template) > _MAX_TEMPLATE_BYTES:
+                raise ValueError(f"it has more than {_MAX_TEMPLATE_BYTES >> 20} MiB")
         except (OSError, ValueError) as error:
             raise UserError(f"model.chat_template={chat_template}: cannot be read ({first_line(error)})") from error
     if not tokenizer.chat_template:
