@@ -1,0 +1,55 @@
+"""Paths and URLs of places that keep checkpoints."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trainer.files.uris import absolute, below, inside, is_same, is_url, problem_of
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"), [("s3://bucket/run", True), ("S3://b", True), ("runs/s3://b", False), ("/runs", False)]
+)
+def test_a_scheme_makes_a_url(path, answer):
+    assert is_url(path) == answer
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/a/b", "gs://bucket/a/", "s3://bucket/a b"])
+def test_a_bucket_and_a_prefix_are_accepted(url):
+    assert problem_of(url) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("ftp://host/run", "begin with"),
+        ("s3://user:password@bucket/run", "must not contain credentials"),
+        ("s3:///run", "must be a bucket and a prefix"),
+        ("s3://bucket/run?versionId=1", "must be a bucket and a prefix"),
+        ("s3://bucket/a\nb", "must be a bucket and a prefix"),
+        ("s3://bucket/a/../b", "must not contain empty parts"),
+        ("s3://bucket/a//b", "must not contain empty parts"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_said_without_repeating_it(url, problem):
+    text = problem_of(url)
+    assert problem in text
+    assert "password" not in text and "versionId" not in text
+
+
+def test_paths_are_absolute_and_urls_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute("runs/") == str(tmp_path / "runs") and absolute("s3://bucket/run/") == "s3://bucket/run"
+    assert inside("/home", "runs") == "/home/runs" and inside("/home", "s3://b/r") == "s3://b/r"
+    assert below("s3://b/r", "", "x.json") == "s3://b/r/x.json"
+
+
+def test_links_name_the_place_that_they_lead_to(tmp_path):
+    (tmp_path / "runs").mkdir()
+    os.symlink(tmp_path / "runs", tmp_path / "link")
+    assert is_same(str(tmp_path / "link"), str(tmp_path / "runs")) and not is_same(
+        str(tmp_path), str(tmp_path / "runs")
+    )
+    assert is_same("s3://b/r/", "s3://b/r") and not is_same("s3://b/r", str(tmp_path))
