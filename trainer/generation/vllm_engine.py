@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
-from trainer.files.shared_memory import SharedDirectory, check_owner, place_for
+from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
@@ -168,7 +168,7 @@ class VLLMEngine:
     def _load_adapter(self, adapter: Adapter) -> None:
         from vllm.lora.request import LoRARequest
 
-        with SharedDirectory(place_for(len(adapter.weights) + len(adapter.config))) as shared:
+        with SharedDirectory(choose_directory(len(adapter.weights) + len(adapter.config))) as shared:
             directory = shared.path
             with open(os.path.join(directory, ADAPTER_CONFIG), "w") as file:
                 file.write(adapter.config)
