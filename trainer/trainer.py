@@ -209,7 +209,7 @@ class Trainer:
             return metrics
         self._log(step, metrics)
         failpoint("logged")
-        self.saves.collect(self.checkpoints.outcomes())
+        self.saves.collect(self.checkpoints.results())
         if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
             self.export(export_target(self.cfg, step))
         return metrics
@@ -227,7 +227,7 @@ class Trainer:
             self.checkpoints.wait(_SETTLE_S)  # a save under way is good if its ranks live
             self.learner.close()
             self.checkpoints.wait()
-            self.saves.collect(self.checkpoints.outcomes(), last=True)
+            self.saves.collect(self.checkpoints.results(), last=True)
             self.recovery.wait()
             self.directory.rediscover()
             self.recovery.lost_s = self.directory.lost_seconds()
@@ -343,7 +343,7 @@ class Trainer:
             with attempt:
                 self.save_checkpoint(metrics)
                 self.checkpoints.wait()
-                self.saves.collect(self.checkpoints.outcomes(), last=True)
+                self.saves.collect(self.checkpoints.results(), last=True)
                 if self.saves.begun != step:
                     raise NotSavedError(
                         f"step {step} is trained but not saved: trainer.ckpt_path={self.cfg.trainer.ckpt_path}: "
@@ -354,7 +354,7 @@ class Trainer:
 
     def _wait_for_saves(self) -> None:
         self.checkpoints.wait()
-        self.saves.collect(self.checkpoints.outcomes())
+        self.saves.collect(self.checkpoints.results())
 
     def load_data(self) -> None:
         """Restore the place in the data before `load_checkpoint` does the rest: other data is refused at once.
