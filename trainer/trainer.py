@@ -35,6 +35,7 @@ from trainer.metrics.tracker import Tracker, read_metrics
 from trainer.models.export import PolicyExporter, export_target
 from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
+from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 from trainer.process.startup import stage
@@ -51,7 +52,6 @@ from trainer.sources.transcripts import TranscriptLog
 
 LOG = logging.getLogger(__name__)
 _LAST_SAVE_TRIES = 4
-_SETTLE_S = 60.0
 
 
 class Trainer:
@@ -224,7 +224,7 @@ class Trainer:
     def _restart(self, begin: Sequence[Callable[[], None]]) -> None:
         """Start new ranks. `begin` brings KL controller, source and random generators back to where the run began."""
         with stage("starting the ranks again"):
-            self.checkpoints.wait(_SETTLE_S)  # a save under way is good if its ranks live
+            self.checkpoints.wait(time_limits.SAVE_END_S)  # a save under way is good if its ranks live
             self.learner.close()
             self.checkpoints.wait()
             self.saves.collect(self.checkpoints.results(), last=True)
