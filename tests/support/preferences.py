@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.algorithms.aggregation import masked
-from trainer.config import Config, RoleSpec, policy_role
+from trainer.config import Config, RoleSpec, TaskSpec, policy_role
 from trainer.episodes import Episode
 from trainer.objectives import Experience, Objective, Outputs
 from trainer.objectives.base import GROUP, LossResult
@@ -50,3 +50,10 @@ class Preference(Objective):
         losses = -F.logsigmoid(BETA * margins) * is_pair
         accuracy = ((margins > 0) & is_pair).float()
         return losses.sum() / totals, {"accuracy": accuracy.sum() / totals, "margin": margins.detach().sum() / totals}
+
+
+def build(cfg: Config) -> Any:
+    raise NotImplementedError("a source of pairs")
+
+
+TASK = TaskSpec(build, objective=Preference, roles=roles)

@@ -42,6 +42,11 @@ class NamedFiles:
         """The entries of the manifest by path."""
         return {entry.path: entry for entry in self.checkpoint.entries}
 
+    @property
+    def roles(self) -> set[str]:
+        """The roles whose tensors the checkpoint holds."""
+        return {path.partition("/")[0] for path in self.entries if path.endswith("/.metadata")}
+
     def read(self, path: str) -> bytes:
         """Return the content of a small file.
 
@@ -115,7 +120,7 @@ class _Flat(SafePlanner):
 def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
     """Return the difference of each tensor of two checkpoints: `relative` is |b - a| / |a|, `largest` max |b - a|."""
     rows: list[dict[str, Any]] = []
-    for role in ("policy", "critic", "reference"):
+    for role in sorted(a.roles | b.roles, key=lambda name: (name != "policy", name)):
         a_shapes, b_shapes = a.shapes(role), b.shapes(role)
         for name in sorted(set(a_shapes) | set(b_shapes)):
             row = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": None}

@@ -25,6 +25,7 @@ from trainer.config.renamed import with_new_metrics, with_new_names, with_new_wo
 from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import (
     LM,
+    SCORE,
     VALUE,
     RoleSpec,
     critic_role,
@@ -50,6 +51,7 @@ from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
 __all__ = [
     "ENGINES",
     "LM",
+    "SCORE",
     "VALUE",
     "RoleSpec",
     "critic_role",

@@ -10,8 +10,7 @@ from trainer.config.roles import LoraConfig, OptimizerConfig, ShardingConfig
 if TYPE_CHECKING:
     from trainer.config.schema import Config
 
-LM, VALUE = "lm", "value"
-HEADS = (LM, VALUE)
+LM, VALUE, SCORE = "lm", "value", "score"
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,8 @@ class RoleSpec:
     path: str | None = None
     """Directory or Hugging Face id of the initial weights. None: those of the policy."""
     head: str = LM
-    """`lm` (log-probs of tokens) or `value` (one number for each token)."""
+    """`lm` (log-probs of tokens), `value` (of the state before each token) or `score` (of the state after it, as that
+    of a reward model)."""
     trained: bool = False
     saved: bool = False
     """The weights are part of checkpoints. Else a resume loads the initial weights again."""
@@ -37,10 +37,16 @@ class RoleSpec:
     """Config key that names `path`."""
     skipped_steps: int = 0
     """First steps of the run in which the role is not trained."""
+    updates_per_step: int = 1
+    """Optimizer steps of a trained role in each later step of the run."""
     sync_interval: int | None = None
     """Copy the policy's weights into this role every this many steps. None: never."""
     is_policy_base: bool = False
     """The role is the policy without its adapters, and needs no module of its own."""
+
+    def optimizer_steps(self, steps: int) -> int:
+        """Return the number of optimizer steps in the first `steps` steps of a run."""
+        return max(0, steps - self.skipped_steps) * self.updates_per_step
 
     @property
     def has_adapters(self) -> bool:
@@ -52,11 +58,17 @@ class RoleSpec:
         return not self.saved or self.has_adapters
 
 
-def policy_role(config: Config, optimizer: OptimizerConfig | None = None, skipped_steps: int = 0) -> RoleSpec:
+def policy_role(
+    config: Config,
+    optimizer: OptimizerConfig | None = None,
+    skipped_steps: int = 0,
+    updates_per_step: int | None = None,
+) -> RoleSpec:
     """Return the trained policy.
 
     Args:
         optimizer: None: `trainer.policy.optimizer`.
+        updates_per_step: None: as `trainer.mini_batch_size` and `trainer.update_epochs` say.
     """
     policy = config.trainer.policy
     return RoleSpec(
@@ -67,6 +79,7 @@ def policy_role(config: Config, optimizer: OptimizerConfig | None = None, skippe
         optimizer=optimizer or policy.optimizer,
         lora=policy.lora,
         skipped_steps=skipped_steps,
+        updates_per_step=updates_per_step or _updates_per_step(config),
     )
 
 
@@ -83,6 +96,7 @@ def critic_role(config: Config) -> RoleSpec:
         optimizer=critic.optimizer,
         lora=critic.lora,
         scores="values",
+        updates_per_step=_updates_per_step(config),
         key="model.path" if critic.path is None else "trainer.critic.path",
     )
 
@@ -101,6 +115,11 @@ def reference_role(config: Config) -> RoleSpec:
     )
 
 
+def _updates_per_step(config: Config) -> int:
+    t = config.trainer
+    return t.train_batch_size // t.mini_batch_size * t.update_epochs
+
+
 def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
     """Return the roles of a policy gradient: the policy, and a critic and a reference if a function reads them."""
     reads = config.algorithm.reads
@@ -111,3 +130,8 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
     if "ref_logprobs" in reads:
         roles.append(reference_role(config))
     return tuple(roles)
+
+
+def supervised_roles(config: Config) -> tuple[RoleSpec, ...]:
+    """Return the role of supervised training: the policy, which makes one optimizer step in each step."""
+    return (policy_role(config, config.sft.optimizer, updates_per_step=1),)

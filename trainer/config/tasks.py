@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.fields import value_of
-from trainer.config.role_specs import RoleSpec, policy_gradient_roles, policy_role
+from trainer.config.role_specs import RoleSpec, policy_gradient_roles, policy_role, supervised_roles
 from trainer.errors import UserError
 from trainer.import_utils import import_function
 from trainer.process.signals import SIGNALS
@@ -102,6 +102,7 @@ TASKS: dict[str, TaskSpec] = {
     "sft": TaskSpec(
         "trainer.tasks.sft:build",
         objective="trainer.objectives.cross_entropy:CrossEntropy",
+        roles=supervised_roles,
         total_steps="sft.steps",
         optimizer="sft.optimizer",
         best="val/loss",

@@ -217,21 +217,6 @@ class TrainerConfig(Section):
     reference: ReferenceConfig = subsection(ReferenceConfig)
     """The reference. Only with `algorithm.kl_coef` above 0, or if the policy loss reads `ref_logprobs`."""
 
-    @property
-    def optimizer_steps_per_step(self) -> int:
-        """Optimizer steps of a trained role in one step of the loop."""
-        return self.train_batch_size // self.mini_batch_size * self.update_epochs
-
-    def optimizer_steps(self, steps: int) -> dict[str, int]:
-        """Return the optimizer steps of each trained role in the first `steps` steps of a run."""
-        per_step = self.optimizer_steps_per_step
-        return {"critic": steps * per_step, "policy": max(0, steps - self.critic.warmup_steps) * per_step}
-
-    def scheduled_steps(self) -> dict[str, int]:
-        """Return the optimizer steps over which the learning rate of each trained role is scheduled."""
-        lengths = {"policy": self.policy.optimizer.schedule_steps, "critic": self.critic.optimizer.schedule_steps}
-        return {role: self.optimizer_steps(length or self.total_steps)[role] for role, length in lengths.items()}
-
     def check(self, config: Config, name: str) -> None:
         if self.train_batch_size % self.mini_batch_size:
             problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"

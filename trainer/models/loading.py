@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from trainer.config import FSDPConfig, ModelConfig, RoleSpec
+from trainer.config import SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.models.attention import PACKED, set_attention
 from trainer.models.chunked_logprobs import set_head
@@ -62,7 +62,7 @@ def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSp
     """
     lm = _empty_causal_lm(model, path, layout)
     with init_empty_weights(include_buffers=False):
-        value_model = CriticModel(lm.base_model, lm.base_model_prefix)
+        value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     value_model.requires_grad_(spec.trained)
     if spec.has_adapters:
         add_adapters(value_model, spec.lora, f"trainer.{spec.name}.lora", heads=(_VALUE_HEAD,))

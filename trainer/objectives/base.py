@@ -127,13 +127,7 @@ class Objective:
     def scheduled_steps(self, spec: RoleSpec) -> int:
         """Return the number of optimizer steps over which the learning rate of a trained role is scheduled."""
         assert spec.optimizer is not None, f"{spec.name} is not trained"
-        steps = spec.optimizer.schedule_steps or self.cfg.total_steps
-        return max(0, steps - spec.skipped_steps) * self.steps_per_step
-
-    @property
-    def steps_per_step(self) -> int:
-        """Optimizer steps of a trained role in one step of the loop."""
-        return self.cfg.trainer.optimizer_steps_per_step
+        return spec.optimizer_steps(spec.optimizer.schedule_steps or self.cfg.total_steps)
 
     # ---------------------------------------------------------------------------------------------------
     # On the ranks

@@ -18,10 +18,6 @@ class CrossEntropy(Objective):
     def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
         return [np.arange(len(batch["lengths"]))]
 
-    @property
-    def steps_per_step(self) -> int:
-        return 1
-
     def metric_names(self, role: str, names: Sequence[str]) -> list[str]:
         return [f"{'sft' if name in ('loss', 'kl', 'clip_frac') else role}/{name}" for name in names]
 

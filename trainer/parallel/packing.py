@@ -199,6 +199,11 @@ class Packing:
         lengths = np.asarray(bucket.lengths)[:, None] + prefix
         return self._tensor(np.flatnonzero(np.arange(bucket.longest + prefix) < lengths))
 
+    def rows_of(self, values: Tensor) -> Tensor:
+        """Return the values `(1, N)` of the tokens as rows `(B, longest)`, padded with 0."""
+        indices = self.token_indices
+        return index_select(F.pad(values[0], (0, 1)), indices.flatten()).view(indices.shape)
+
     def rows_of_next(self, values: Tensor) -> Tensor:
         """Return values `(1, N)`, each of which belongs to the next token, as padded rows `(B, longest)`.
 

@@ -11,8 +11,8 @@ from typing import Any
 from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards.cache import Result, RewardCache
-from trainer.rewards.scores import Scores, aggregate
-from trainer.rewards.terms import Call, RewardFunction, RewardInput, reward_functions
+from trainer.rewards.scores import Scores, add_up
+from trainer.rewards.terms import Call, RewardFunction, RewardInput, components_of
 from trainer.sandbox.pool import Round, Task, WorkerPool
 from trainer.sandbox.process import ProcessDied
 
@@ -23,16 +23,16 @@ class RewardPool(WorkerPool):
     """`reward.num_processes` processes that compute rewards. A context manager.
 
     Args:
-        cache: of results that are not computed again.
+        store: for results that are not to be computed again.
 
     Raises:
         UserError: there is no such reward, or it wants what no reward gets.
     """
 
-    def __init__(self, config: RewardConfig, cache: RewardCache | None = None):
-        self.functions = reward_functions(config)  # a wrong name fails here, not at the first step
+    def __init__(self, config: RewardConfig, store: RewardCache | None = None):
+        self.components = components_of(config)  # a wrong name fails here, not at the first step
         self._config = config
-        self._cache = cache
+        self._store = store
         remote = {"url": config.url, **dataclasses.asdict(config.remote)}
         del remote["completions_per_request"]
         super().__init__(
@@ -41,38 +41,44 @@ class RewardPool(WorkerPool):
             config.num_processes,
             role="reward",
             name=config.key(),
-            limit=("reward.timeout_s", max(function.limit_s for function in self.functions)),
+            limit=("reward.timeout_s", max(component.limit_s for component in self.components)),
             concurrency=config.concurrency,
         )
 
-    def score(self, inputs: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
-        """Return the rewards of completions that are all there (see `scoring`)."""
-        with self.scoring(n, step) as session:
-            session.add(0, inputs)
-            return session.scores()
+    def score(self, attempts: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
+        """Return the rewards of completions that are all there (see `judging`)."""
+        with self.judging(n, step) as judging:
+            judging.add(0, attempts)
+            return judging.scores()
 
     @contextmanager
-    def scoring(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
+    def judging(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Only one such block may run at a time.
 
         Args:
             n: completions in a group.
-            step: names what the rewards are for, in the cache and in errors.
+            step: names what the rewards are for, in the store and in errors.
         """
         with self.round() as tasks:
             yield ScoringSession(self, tasks, n, step)
 
+    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[RewardFunction, dict[Call, Result]]:
+        """Return the result of each call of each reward (see `score`)."""
+        with self.judging(n, step) as judging:
+            judging.add(0, attempts)
+            return judging.results()
+
     def find(self, key: str | None, step: str) -> Result | None:
-        """Return the cached result of a call; None: there is none."""
-        return self._cache.find(key, step) if self._cache is not None and key else None
+        """Return the stored result of a call; None: there is none."""
+        return self._store.find(key, step) if self._store is not None and key else None
 
     def finish(self, results: dict[RewardFunction, dict[Call, Result]], total: int, step: str) -> Scores:
-        """Aggregate the results, log failures, and cache the results.
+        """Add up the results, log failures, and store the results.
 
         Raises:
             UserError: more than `reward.max_error_rate` of the rewards have failed.
         """
-        scores = aggregate(results, total)
+        scores = add_up(results, total)
         problem = scores.failures.problem(total, self._config.max_error_rate, step)
         self._keep(results, step, failures=problem is None)
         if problem is not None:
@@ -82,51 +88,47 @@ class RewardPool(WorkerPool):
         return scores
 
     def _keep(self, results: dict[RewardFunction, dict[Call, Result]], step: str, failures: bool) -> None:
-        """Cache the results of calls with a key. `failures`: those of failed calls too."""
-        if self._cache is None:
+        """Store the results that are to be stored. `failures`: those of failed calls too."""
+        if self._store is None:
             return
         new = {call.key: result for group in results.values() for call, result in group.items() if call.key}
         chosen = {key: result for key, result in new.items() if failures or not _has_failed(result)}
-        self._cache.add({key: result for key, result in chosen.items() if self._cache.find(key, step) is None}, step)
+        self._store.add({key: result for key, result in chosen.items() if self._store.find(key, step) is None}, step)
 
 
 class ScoringSession:
-    """Rewards of completions that arrive one after another (see `RewardPool.scoring`)."""
+    """Rewards of completions that arrive one after another (see `RewardPool.judging`)."""
 
     def __init__(self, pool: RewardPool, tasks: Round, n: int, step: str):
         self._pool = pool
         self._round = tasks
         self._n = n
         self._step = step
-        self._calls: dict[RewardFunction, list[Call]] = {function: [] for function in pool.functions}
+        self._calls: dict[RewardFunction, list[Call]] = {component: [] for component in pool.components}
         self._tasks: list[_RewardTask] = []
         self._known: dict[str, Result] = {}
         self._asked: set[str] = set()
         self._total = 0
 
-    def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
-        """Begin to compute the rewards of completions.
-
-        Args:
-            first: index of the first one.
-            inputs: whole groups, one after another.
+    def add(self, first: int, attempts: Sequence[RewardInput]) -> None:
+        """Begin to compute the rewards of completions at the places from `first` on: whole groups, one after another.
 
         Raises:
             WorkerError: the processes cannot start.
         """
-        self._total += len(inputs)
+        self._total += len(attempts)
         tasks = []
-        for index, (function, calls) in enumerate(self._calls.items()):
-            group = function.calls(inputs, self._n, first)
+        for index, (component, calls) in enumerate(self._calls.items()):
+            group = component.calls(attempts, self._n, first)
             calls += group
             new = [call for call in group if self._is_new(call)]
-            some = [new[i : i + function.batch] for i in range(0, len(new), function.batch)]
-            tasks += [_RewardTask(index, function, calls_of_one) for calls_of_one in some]
+            some = [new[i : i + component.batch] for i in range(0, len(new), component.batch)]
+            tasks += [_RewardTask(index, component, calls_of_one) for calls_of_one in some]
         self._tasks += tasks
         self._round.submit(tasks)
 
     def _is_new(self, call: Call) -> bool:
-        """Whether the call must be made: its result is not cached, and no earlier call is the same."""
+        """Whether the call must be made: its result is not stored, and no earlier call is the same."""
         if call.key is None:
             return True
         if call.key in self._asked:
@@ -143,11 +145,11 @@ class ScoringSession:
         made = {call: result for task in self._tasks for call, result in zip(task.calls, task.results, strict=True)}
         known = self._known | {call.key: result for call, result in made.items() if call.key}
         return {
-            function: {
+            component: {
                 call: known[call.key] if call.key else made[call]
                 for call in sorted(calls, key=lambda call: call.indices)
             }
-            for function, calls in self._calls.items()
+            for component, calls in self._calls.items()
         }
 
     def scores(self) -> Scores:
@@ -163,11 +165,11 @@ class ScoringSession:
 class _RewardTask(Task):
     """Calls of one reward that a process makes in one go: one, or several for a server."""
 
-    def __init__(self, index: int, function: RewardFunction, calls: list[Call]):
+    def __init__(self, index: int, component: RewardFunction, calls: list[Call]):
         super().__init__()
-        self.kind = function
-        self.is_async = function.signature.is_async
-        self.limit = function.limit
+        self.kind = component
+        self.is_async = component.calling.is_async
+        self.limit = component.limit
         self.calls = calls
         self.results: list[Result] = []
         """For each call; empty until there is a result."""

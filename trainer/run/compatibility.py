@@ -157,13 +157,13 @@ def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]
     still ends with the run.
     """
     saved = {change.key: change.saved for change in changes if not matches(change.key, cfg.unused_keys)}
-    trainer = cfg.trainer
-    before = copy.deepcopy(trainer)
+    before = copy.deepcopy(cfg)
     for name in ("train_batch_size", "mini_batch_size", "update_epochs"):
-        setattr(before, name, saved.get(f"trainer.{name}", getattr(trainer, name)))
-    before.critic.warmup_steps = saved.get("trainer.critic.warmup_steps", trainer.critic.warmup_steps)
-    old, new = before.optimizer_steps(step), trainer.optimizer_steps(step)
-    return {role: new[role] - old[role] for role in new}
+        setattr(before.trainer, name, saved.get(f"trainer.{name}", getattr(cfg.trainer, name)))
+    critic = before.trainer.critic
+    critic.warmup_steps = saved.get("trainer.critic.warmup_steps", critic.warmup_steps)
+    old = {role.name: role.optimizer_steps(step) for role in before.roles}
+    return {role.name: role.optimizer_steps(step) - old[role.name] for role in cfg.roles if role.trained}
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import LM, VALUE, Config, RoleSpec
+from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
@@ -32,8 +32,8 @@ from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
-_LOADERS = {LM: load_causal_lm, VALUE: load_value_model}
-_TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker}
+_LOADERS = {LM: load_causal_lm, VALUE: load_value_model, SCORE: load_value_model}
+_TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}
 _WITH_OPTIMIZER = ("update", "load")
 """Methods of workers that need the states of the optimizers."""
 _READ_BYTES = 2**24

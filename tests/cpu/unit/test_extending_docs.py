@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -24,10 +25,14 @@ from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
+from trainer.objectives import Outputs
+from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
+from trainer.parallel.batching import take_rows
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
 
@@ -98,6 +103,37 @@ def test_the_policy_loss(module):
     assert float(value(torch.full((2, 2), 5.0))) == pytest.approx(1.3 * float(value(old)))
 
 
+def test_the_objective(module):
+    """Three pairs in one micro-batch, in one for each pair, and in one without rows."""
+    module("my_preference", examples("An objective")[0])
+    preference = importlib.import_module("my_preference")
+    cfg = Config()
+    assert [(role.name, role.trained, role.scores) for role in preference.roles(cfg)] == [
+        ("policy", True, ""),
+        ("reference", False, "ref_logprobs"),
+    ]
+    objective = preference.Preference(cfg)
+    rng = np.random.default_rng(0)
+    samples = [Sample(rng.integers(0, 9, length), np.ones(length, np.float32)) for length in (3, 9, 8, 2, 5, 4)]
+    pairs = [Episode(str(i), str(i // 2), [sample], float(i in (0, 3, 4))) for i, sample in enumerate(samples)]
+    batch = objective.experience(pairs, build_batch(samples, [pair.group for pair in pairs])).batch
+    batch |= {"ref_logprobs": rng.normal(size=batch["mask"].shape).astype(np.float32)}
+    logprobs = torch.from_numpy(rng.normal(size=batch["mask"].shape).astype(np.float32))
+
+    def losses(rows: list[int]) -> tuple[float, float]:
+        mb = take_rows(batch, rows, "cpu")
+        outputs = Outputs(logprobs=logprobs[rows or [0], : mb["mask"].shape[1]])
+        loss, metrics = objective.loss("policy", outputs, mb, objective.totals("policy", batch), {})
+        return float(loss), float(metrics["margin"])
+
+    gains = ((logprobs - torch.from_numpy(batch["ref_logprobs"])) * torch.from_numpy(batch["mask"])).sum(dim=1)
+    margins = gains[[0, 3, 4]] - gains[[1, 2, 5]]
+    expected = [float(-torch.nn.functional.logsigmoid(0.1 * margins).mean()), float(margins.mean())]
+    assert losses(list(range(6))) == pytest.approx(expected, rel=1e-5)
+    pieces = np.array([losses(rows) for rows in ([0, 1], [2, 3], [4, 5], [])])
+    assert pieces.sum(axis=0) == pytest.approx(expected, rel=1e-5) and not pieces[-1].any()
+
+
 def test_the_reward(module):
     module("my_rewards", examples("A reward")[0])
     name = compose(overrides("A reward")).reward.name
@@ -113,12 +149,12 @@ def test_the_environment(module):
     assert set(config.kwargs) <= set(options_of(import_function(config.name, "environment.name").__init__))
     with EnvironmentPool(config, 1000) as pool:
         session = Session({"below": 4}, seed=2)
-        pool.step_all([session])
+        pool.advance([session])
         assert session.steps[0].messages[0]["content"] == "Guess my number, from 0 to 3."
         number = Random(2).randrange(4)
         for guess in range(number + 1):
             session.replies.append({"role": "assistant", "content": f" {guess}"})
-            pool.step_all([session])
+            pool.advance([session])
             assert session.steps[-1].done == (guess == number)
         rewards = [step.reward for step in session.steps]
         assert rewards == [0.0] * (number + 1) + [(5 - number) / 5] and not session.failure

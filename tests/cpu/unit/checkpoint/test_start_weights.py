@@ -17,7 +17,8 @@ from tests.support.odd_files import rewrite
 from tests.support.runs import OpenRun, settings
 from trainer.checkpoint.components import config_part, json_part
 from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_part
-from trainer.config import DataConfig
+from trainer.config import Config, DataConfig, RoleSpec, TaskSpec, policy_role
+from trainer.config.tasks import add_task
 from trainer.data.datasets import read_examples
 from trainer.errors import UserError
 from trainer.files.hf_hub import pin, pinned, revision_of
@@ -114,6 +115,27 @@ def test_a_model_directory_may_move_if_its_content_is_the_same(tmp_path, lora):
     with pytest.raises(UserError, match=r"allow it with trainer.allow_config_change=\[model.path\]"):
         with open_run(tmp_path / "fork", moved, lora=lora, resume_mode="from_path", resume_path=path):
             pass
+
+
+def test_a_frozen_teacher_is_not_saved_so_a_resume_compares_its_weights(tmp_path):
+    """Another directory than the policy's, and a role that no other code knows by its name."""
+    model, teacher = write_model(tmp_path / "model"), write_model(tmp_path / "teacher")
+
+    def teach(cfg: Config) -> tuple[RoleSpec, ...]:
+        frozen = RoleSpec("teacher", path=teacher, key="trainer.teacher", scores="teacher_logprobs")
+        return policy_role(cfg), frozen
+
+    add_task("with:TEACHER", TaskSpec(build="with:build", roles=teach))
+    save_run(tmp_path / "run", model, task="with:TEACHER")
+    saved = tmp_path / "run/checkpoints/global_step_1"
+    assert json.loads((saved / "manifest.json").read_text())["roles"] == ["policy"]
+    assert json.loads((saved / WEIGHTS_FILE).read_text()).keys() == {"trainer.teacher"}
+    with open_run(tmp_path / "run", model, task="with:TEACHER") as run:
+        run.load()
+    (tmp_path / "teacher/model.safetensors").write_bytes((3).to_bytes(8, "little") + b"{} ")
+    with open_run(tmp_path / "run", model, task="with:TEACHER") as run:
+        with pytest.raises(UserError, match="trainer.teacher=.*/teacher: its weights are not those that the run began"):
+            run.load()
 
 
 @pytest.mark.parametrize("name", [FILES_FILE, WEIGHTS_FILE])

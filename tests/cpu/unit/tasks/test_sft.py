@@ -13,7 +13,7 @@ def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
     cfg = compose(["trainer.task=sft", "sft.steps=7", *optimizer, *others])
     objective, (policy,) = make_objective(cfg), cfg.roles
     assert policy.name == "policy" and policy.optimizer is cfg.sft.optimizer
-    assert (objective.steps_per_step, objective.scheduled_steps(policy), objective.temperature) == (1, 5, 1.0)
+    assert (policy.optimizer_steps(3), objective.scheduled_steps(policy), objective.temperature) == (3, 5, 1.0)
     assert (cfg.total_steps, cfg.num_engines, cfg.export_dtype, cfg.validates_start) == (7, 0, "float32", False)
     cfg.sft.optimizer.schedule_steps = None
     assert objective.scheduled_steps(policy) == 7

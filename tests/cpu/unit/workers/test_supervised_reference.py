@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
-from tests.support.roles import roles
-from trainer.config import AlgorithmConfig, Config, TinyConfig
+from trainer.config import Config, OptimizerConfig, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
 from trainer.workers.rank import Rank
@@ -29,11 +28,10 @@ def make_batch(sampled: bool) -> Batch:
     batch = {
         "input_ids": rng.integers(0, 256, shape),
         "mask": mask,
-        "advantages": mask,
         "lengths": lengths,
         "group_ids": np.zeros(len(EXAMPLES), np.int64),
     }
-    return {**batch, "old_logprobs": logprobs, "rollout_logprobs": logprobs} if sampled else batch
+    return {**batch, "rollout_logprobs": logprobs} if sampled else batch
 
 
 def plain(path: str, batch: Batch) -> dict[str, float]:
@@ -44,8 +42,8 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
         logp = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
         for t in range(prompt, tokens):
             chosen, weight = logp[t - 1, ids[t]], 1.0
-            if "old_logprobs" in batch:
-                log_ratios.append(chosen.item() - float(batch["old_logprobs"][row, t]))
+            if "rollout_logprobs" in batch:
+                log_ratios.append(chosen.item() - float(batch["rollout_logprobs"][row, t]))
                 weight = min(float(np.exp(log_ratios[-1])), MAX_WEIGHT)
             terms.append(-weight * chosen)
             entropies.append(-(logp[t - 1].exp() * logp[t - 1]).sum().item())
@@ -62,7 +60,7 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
 
 
 def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[str, float]]:
-    rank.build(roles(rank.cfg, ["policy"]), path)
+    rank.build(rank.cfg.roles, path)
     return rank.call("policy", "cross_entropy", batch), rank.call("policy", "update", batch, 1).metrics
 
 
@@ -71,11 +69,9 @@ def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[st
 def test_a_supervised_step_equals_plain_pytorch(tmp_path, ranks, sampled):
     build_tiny(TinyConfig(hidden_size=64, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     cfg, batch = Config(), make_batch(sampled)
-    cfg.trainer.policy.optimizer.lr = 1e-3
+    cfg.trainer.task, cfg.sft.optimizer = "sft", OptimizerConfig(lr=1e-3)
     cfg.trainer.max_tokens_per_micro_batch = 12
-    cfg.algorithm = AlgorithmConfig(policy_loss="reinforce")
-    if sampled:
-        cfg.algorithm = AlgorithmConfig(policy_loss="importance_weighted_ce", max_weight=MAX_WEIGHT)
+    cfg.sft.max_weight = MAX_WEIGHT if sampled else None
     unweighted, expected = plain(str(tmp_path), make_batch(sampled=False)), plain(str(tmp_path), batch)
     for loss, metrics in run_ranks(ranks, supervised_step, str(tmp_path), batch, cfg=cfg):
         assert loss == pytest.approx(unweighted["loss"], rel=1e-5)
