@@ -40,18 +40,18 @@ def judge(pool: RewardPool, fleet: EnginePool, requests: list[Request], sampling
         early: compute rewards while other completions are generated.
     """
     begin = time.perf_counter()
-    with pool.judging() as judging:
+    with pool.scoring() as session:
         late = []
         for part in fleet.stream(requests, sampling):
             for place in part:
                 attempt = RewardInput(str(place), "")
                 if early:
-                    judging.add(place, [attempt])
+                    session.add(place, [attempt])
                 else:
                     late.append((place, attempt))
         for place, attempt in late:
-            judging.add(place, [attempt])
-        judging.scores()
+            session.add(place, [attempt])
+        session.scores()
     return time.perf_counter() - begin
 
 

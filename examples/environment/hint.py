@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from trainer.environments import Step
+from trainer.environments import StepResult
 
 
 class Hint:
@@ -16,20 +16,20 @@ class Hint:
     def __init__(self, tries: int = 3):
         self.left = tries
 
-    def start(self, row, seed):
+    def reset(self, row, seed):
         self.answer = row["answer"]
         return [{"role": "user", "content": row["prompt"]}]
 
     def step(self, reply):
         text = reply["content"].strip()
         if text == self.answer:
-            return Step(reward=0.7 + 0.1 * self.left, done=True)
+            return StepResult(reward=0.7 + 0.1 * self.left, done=True)
         self.left -= 1
         if self.left == 0:
             similarity = difflib.SequenceMatcher(None, text, self.answer, autojunk=False).ratio()
-            return Step(reward=similarity / 2, done=True)
+            return StepResult(reward=similarity / 2, done=True)
         right = next((i for i, (a, b) in enumerate(zip(text, self.answer, strict=False)) if a != b), 0)
-        return Step([{"role": "user", "content": str(right)}])
+        return StepResult([{"role": "user", "content": str(right)}])
 
     def close(self):
         pass

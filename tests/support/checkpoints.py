@@ -39,7 +39,7 @@ def save(checkpoints: CheckpointManager, step: int, parts: Sequence[Component] |
     """Save these parts, or a state that never changes; returns the path of the checkpoint."""
     checkpoints.save(step, parts_of({"n": 1, "bytes": b"abc"}) if parts is None else parts, description)
     checkpoints.wait()
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert outcome.error is None, outcome.error
     return outcome.path
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.environments import Message, Step
+from trainer.environments import Message, StepResult
 from trainer.seeding import derive_seed
 
 
@@ -37,19 +37,19 @@ class Echo:
         self._prefix = prefix
         self._number = 0
 
-    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         self._row, self._seed = row, seed
         self._misbehave()
         return user(f"{self._prefix}{row.get('prompt', '')}{seed if row.get('shows_seed') else ''}")
 
-    def step(self, reply: Message) -> Step:
+    def step(self, reply: Message) -> StepResult:
         self._number += 1
         self._misbehave()
         text = f"{self._number}:{reply['content']}"
         if self._row.get("do") == "forget" and not first_time(f"{self._row['once']}.{self._number}"):
             text += " again"
         done = self._number >= self._row.get("turns", 2)
-        return Step([] if done else user(text), float(len(reply["content"])), done)
+        return StepResult([] if done else user(text), float(len(reply["content"])), done)
 
     def _misbehave(self) -> None:
         row = self._row
@@ -78,10 +78,10 @@ class AsyncEcho(Echo):
     waiting = 0
     arrived: asyncio.Event | None = None
 
-    async def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
-        return super().start(row, seed)
+    async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        return super().reset(row, seed)
 
-    async def step(self, reply: Message) -> Step:
+    async def step(self, reply: Message) -> StepResult:
         if self._row.get("do") == "wait" and self._number == self._row["at"] - 1:
             await asyncio.sleep(1000)
         together, kind = self._row.get("together", 0), type(self)
@@ -100,14 +100,14 @@ class AsyncEcho(Echo):
 
 
 class Wrong:
-    """Answers with what is no answer: `row["start"]` and `row["step"]` as they are."""
+    """Answers with what is no answer: `row["reset"]` and `row["step"]` as they are."""
 
-    def start(self, row: Mapping[str, Any], seed: int) -> Any:
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         self._row = row
-        return row["start"]
+        return row["reset"]
 
     def step(self, reply: Message) -> Any:
-        return Step(**self._row["step"]) if isinstance(self._row["step"], dict) else self._row["step"]
+        return StepResult(**self._row["step"]) if isinstance(self._row["step"], dict) else self._row["step"]
 
     def close(self) -> None:
         pass
@@ -123,11 +123,11 @@ class Hashed:
     def __init__(self, crashes: str | None = None):
         self._crashes = crashes
 
-    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         self._said: list[int | str] = [row["prompt"], seed]
         return user(row["prompt"])
 
-    async def step(self, reply: Message) -> Step:
+    async def step(self, reply: Message) -> StepResult:
         self._said.append(reply["content"])
         drawn = derive_seed(*self._said)
         await asyncio.sleep(drawn % 5 / 1000)
@@ -137,24 +137,24 @@ class Hashed:
             and first_time(f"{self._crashes}/{derive_seed(self._said[0])}")
         ):
             os._exit(7)
-        return Step(user(f"{drawn % 97}"), drawn % 11 / 10, drawn % 4 == 0)
+        return StepResult(user(f"{drawn % 97}"), drawn % 11 / 10, drawn % 4 == 0)
 
     def close(self) -> None:
         pass
 
 
 class Valued:
-    """Gives the steps that `row["steps"]` lists, as the fields of a `Step`; the texts in `VALUES` stand for values."""
+    """Returns the steps of `row["steps"]`, as the fields of a `StepResult`; the texts in `VALUES` stand for values."""
 
-    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         self._steps = [dict(step) for step in row["steps"]]
         return user("?")
 
-    def step(self, reply: Message) -> Step:
+    def step(self, reply: Message) -> StepResult:
         given = self._steps.pop(0)
         for name, value in given.items():
             given[name] = {k: _value(v) for k, v in value.items()} if isinstance(value, dict) else _value(value)
-        return Step([] if not self._steps else user("?"), done=not self._steps, **given)
+        return StepResult([] if not self._steps else user("?"), done=not self._steps, **given)
 
     def close(self) -> None:
         pass

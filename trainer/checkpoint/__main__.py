@@ -25,6 +25,7 @@ from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, Unre
 from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import is_there, open_store
+from trainer.config import TrainerConfig
 from trainer.errors import UserError, sentence_of
 from trainer.files.documents import flatten
 from trainer.files.uris import is_url, problem_of
@@ -99,7 +100,6 @@ _STATUS = (
     "Exit status: 0 success (also if two checkpoints differ, and for a list with damaged ones), "
     "1 a checkpoint is damaged, 2 bad input."
 )
-_LOCK_LEASE_S = 60  # the default of trainer.lock_lease_s
 
 
 def _ls(args: argparse.Namespace) -> Result:
@@ -355,7 +355,7 @@ def _printable(text: str) -> str:
 def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
     """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
     with contextlib.ExitStack() as held:
-        for lock in checkpoints.store.locks(_LOCK_LEASE_S, "checkpoint directory", "end that job first"):
+        for lock in checkpoints.store.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first"):
             held.enter_context(lock).acquire()
         yield
 

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.storage import open_storage
+from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import Shape, parse_object
 from trainer.process.signals import SIGNALS
@@ -29,7 +30,6 @@ OWNER: dict[Any, Shape] = {
     "started": (str, NoneType),
     "since": str,
 }
-_YOUNG_S = 120.0
 
 
 class RunLock:
@@ -234,10 +234,11 @@ class RunLock:
 def holder(directory: str) -> tuple[str | None, str | None]:
     """Return the process that holds the lock of `directory`, and the dead process that has left it; None: neither.
 
-    A process on another machine counts as alive if its heartbeat is younger than two minutes by the clock of this
-    machine. If that is wrong, so may be the answer; no job relies on it. Changes nothing.
+    A process on another machine counts as alive if its heartbeat is younger than twice the default of
+    `trainer.lock_lease_s` by the clock of this machine. If that clock is wrong, so may be the answer; no job relies on
+    it. Changes nothing.
     """
-    lock = RunLock(directory, _YOUNG_S)
+    lock = RunLock(directory, 2 * TrainerConfig().lock_lease_s)
     try:
         owner = lock._fetch()[0]
         if owner is None:

@@ -72,24 +72,24 @@ class CheckpointManager:
         self._fence = fence
         self._committed = committed
         self._saving: threading.Thread | None = None
-        self._outcomes: list[SaveResult] = []
+        self._results: list[SaveResult] = []
         self._failed: list[CheckpointFiles] = []
-        """Drafts of failed saves, into which ranks may still have written while they were deleted."""
+        """Staging areas of failed saves, into which ranks may still have written while they were deleted."""
 
     # ---------------------------------------------------------------------------------------------------
     # Saving
 
-    def save(self, step: int, parts: Sequence[Component], description: dict[str, Any]) -> None:
-        """Begin to save `global_step_{step}`: take the state of all parts now, write and commit it on a thread.
+    def save(self, step: int, components: Sequence[Component], description: dict[str, Any]) -> None:
+        """Begin to save `global_step_{step}`: take the state of all components now, write and commit it on a thread.
 
-        A save that is still under way ends first. `outcomes` returns the result.
+        A save that is still under way ends first. `results` returns the result.
 
         Args:
             description: further fields of the manifest (ranks, mesh, versions, config digest, score).
         """
         self.wait()
         self._abort_failed()
-        names = [part.name for part in parts]
+        names = [component.name for component in components]
         assert len(set(names)) == len(names), f"saved twice: {names}"
         started = time.monotonic()
         failpoint("save:begin")
@@ -98,32 +98,32 @@ class CheckpointManager:
         try:
             self._fence()
             staging = self.store.begin(step)
-            for part in parts:
-                finishers.append(part.begin(staging))
+            for component in components:
+                finishers.append(component.begin(staging))
         except (OSError, UserError) as error:
-            for finish in finishers:  # parts that have begun must end before the next save
+            for finish in finishers:  # components that have begun must end before the next save
                 with contextlib.suppress(OSError):
                     finish()
             self._abort(staging)
-            self._outcomes.append(SaveResult(step, "", time.monotonic() - started, error=str(error)))
+            self._results.append(SaveResult(step, "", time.monotonic() - started, error=str(error)))
             return
 
         def run() -> None:
             try:
                 total = self._commit(step, names, staging, finishers, description)
-                outcome = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
-                LOG.info("saved %s (%.1f MB in %.1f s)", outcome.path, outcome.bytes / 1e6, outcome.seconds)
-            except Exception as error:  # the caller of `outcomes` decides about failures of any kind
-                outcome = SaveResult(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
+                result = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
+                LOG.info("saved %s (%.1f MB in %.1f s)", result.path, result.bytes / 1e6, result.seconds)
+            except Exception as error:  # the caller of `results` decides about failures of any kind
+                result = SaveResult(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
                 self._abort(staging)
-            self._outcomes.append(outcome)
+            self._results.append(result)
 
         self._saving = threading.Thread(target=run, name=f"save-{step}", daemon=True)
         self._saving.start()
 
-    def outcomes(self) -> list[SaveResult]:
+    def results(self) -> list[SaveResult]:
         """Return the results of the saves that have ended since the last call."""
-        ended, self._outcomes = self._outcomes, []
+        ended, self._results = self._results, []
         return ended
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -292,28 +292,28 @@ class CheckpointManager:
             root,
         )
 
-    def load(self, checkpoint: Checkpoint, parts: Sequence[Component], restore: Restore | None = None) -> None:
-        """Restore these parts from a checkpoint.
+    def load(self, checkpoint: Checkpoint, components: Sequence[Component], restore: Restore | None = None) -> None:
+        """Restore these components from a checkpoint.
 
         Args:
             restore: the kinds of state to restore; None: all.
 
         Raises:
-            UserError: the checkpoint lacks a part, or parts of it cannot be used.
+            UserError: the checkpoint lacks a component, or components of it cannot be used.
         """
         saved = checkpoint.manifest["parts"]
-        missing = [part.name for part in parts if part.name not in saved]
+        missing = [component.name for component in components if component.name not in saved]
         if missing:
             raise UserError(
                 f"trainer.resume_path={checkpoint.path}: the checkpoint has no {' and no '.join(missing)}; it holds "
                 f"{', '.join(saved)}"
             )
         refused: list[UserError] = []
-        for part in sorted(parts, key=lambda part: part.is_large):
-            if refused and part.is_large:
+        for component in sorted(components, key=lambda component: component.is_large):
+            if refused and component.is_large:
                 break
             try:
-                part.load(checkpoint, restore or Restore())
+                component.load(checkpoint, restore or Restore())
             except UserError as error:
                 refused.append(error)
         if len(refused) == 1:

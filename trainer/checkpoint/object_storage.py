@@ -20,13 +20,11 @@ from trainer.checkpoint.storage import StoreError, for_each
 from trainer.errors import UserError, one_line
 from trainer.files.redaction import redact_text
 from trainer.files.uris import SCHEMES
+from trainer.process import time_limits
 
 T = TypeVar("T")
 
 _MAX_ATTEMPTS = 5
-_RETRY_FOR_S = 60
-"""No further attempt begins after this many seconds."""
-_LONGEST_WAIT_S = 10
 PART_BYTES = 16 << 20
 """The bytes of a large object that one request sends."""
 _JITTER = random.Random()
@@ -210,8 +208,8 @@ class ObjectStorage:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
-            stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS) | tenacity.stop_after_delay(_RETRY_FOR_S),
-            wait=lambda tries: _JITTER.uniform(0, min(0.2 * 2 ** (tries.attempt_number - 1), _LONGEST_WAIT_S)),
+            stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS) | tenacity.stop_after_delay(time_limits.STORAGE_RETRY_S),
+            wait=lambda tries: _JITTER.uniform(0, _longest_backoff_s(tries.attempt_number)),
             reraise=True,
         )
         with _named_errors():
@@ -228,6 +226,11 @@ def _named_errors() -> Iterator[None]:
     except Exception as error:
         text = redact_text(f"{type(error).__name__}: {error}")
         raise StoreError(f"the object store fails ({one_line(text)})") from error
+
+
+def _longest_backoff_s(attempt: int) -> float:
+    """Return the longest wait before the attempt after this one, which counts from 1."""
+    return min(0.2 * 2 ** (attempt - 1), time_limits.STORAGE_LONGEST_BACKOFF_S)
 
 
 def _may_pass(error: BaseException) -> bool:

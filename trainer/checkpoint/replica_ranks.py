@@ -23,9 +23,9 @@ from trainer.checkpoint.names import step_in
 from trainer.checkpoint.store import LocalStore
 from trainer.errors import UserError, one_line
 from trainer.files.documents import parse_object
+from trainer.process import time_limits
 
 LOG = logging.getLogger(__name__)
-_POLL_INTERVAL_S = 0.5
 
 
 class AskedRanks(Protocol):
@@ -175,7 +175,7 @@ class NodeDisks:
                 if done is not None:
                     written |= done
                     del keys[number]
-            time.sleep(_POLL_INTERVAL_S if keys else 0)
+            time.sleep(time_limits.POLL_INTERVAL_S if keys else 0)
         return written
 
     def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:

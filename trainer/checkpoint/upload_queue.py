@@ -21,12 +21,12 @@ from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.replica_ranks import NodeDisks
 from trainer.checkpoint.storage import for_each
 from trainer.checkpoint.store import CheckpointStore, LocalStore
+from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)
 
 _PARALLEL = 8
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 
 
 @dataclass
@@ -173,7 +173,7 @@ class UploadQueue:
         self._thread = None
 
     def _run(self) -> None:
-        wait_s = _FIRST_WAIT_S
+        wait_s = time_limits.UPLOAD_FIRST_BACKOFF_S
         while True:
             self._wake.wait()
             self._wake.clear()
@@ -190,9 +190,9 @@ class UploadQueue:
                     LOG.warning("global_step_%d is not uploaded yet: %s", newest, error)
                     if self._ending.wait(wait_s):
                         return
-                    wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                    wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
                 else:
-                    self._problem, wait_s = "", _FIRST_WAIT_S
+                    self._problem, wait_s = "", time_limits.UPLOAD_FIRST_BACKOFF_S
             if self._ending.is_set():
                 return
 

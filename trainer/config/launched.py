@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.errors import WorkerError
 from trainer.files.atomic_io import write_file
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS, Stopped
 
 if TYPE_CHECKING:
     import psutil
 
 _VARIABLE = "TRAINER_SWEEP_NOTES"  # the processes of the jobs inherit it
-_POLL_S = 0.2
 
 
 class JobResult(NamedTuple):
@@ -76,7 +76,7 @@ def wait_for_local_jobs() -> int:
                 sent = SIGNALS.count
                 for job in running:
                     job.terminate()
-            _, running = psutil.wait_procs(running, timeout=_POLL_S)
+            _, running = psutil.wait_procs(running, timeout=time_limits.POLL_INTERVAL_S)
     return len(jobs)
 
 

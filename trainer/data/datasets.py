@@ -22,9 +22,9 @@ from trainer.errors import UserError, as_list
 from trainer.files.atomic_io import file_problem
 from trainer.files.documents import parse_json
 from trainer.files.hf_hub import first_line, is_connection_error, pin_data, pinned, with_retries
+from trainer.process import time_limits
 
 _LINE_BYTES = 64 << 20
-_RENDER_S = 20.0
 _COMMIT = re.compile("[0-9a-f]{40}")
 _MOST_PROBLEMS = 10
 _CHECKED_ROWS = 10
@@ -244,7 +244,7 @@ def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_p
     """
     try:
         # transformers renders in Jinja's sandbox: a template reaches the messages, and nothing else of this process.
-        with deadline(_RENDER_S):
+        with deadline(time_limits.RENDER_S):
             return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
     except Exception as error:  # a template is a program, and raises anything
         raise UserError(

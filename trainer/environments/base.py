@@ -1,4 +1,4 @@
-"""What an environment is: the user's world, in chat messages."""
+"""The protocol of an environment, which answers the policy in chat messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """The environment's answer to a reply of the policy."""
 
     messages: Sequence[Message] = field(default_factory=tuple)
@@ -27,14 +27,14 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode's world. It is made for each episode, and lives in a process of its own kind (see `pool`).
+    """What answers the policy in one episode. It is made for each episode, in a process of the sandbox.
 
-    What it answers must be a function of row, seed and replies: an environment that is lost is made again, and gets
-    the same replies. Each method may be `async`; then a process runs many environments at the same time.
+    Its answers must be a function of row, seed and replies: an environment that is lost is made again, and gets the
+    same replies. Each method may be `async`; then a process runs many environments at the same time.
     """
 
-    def start(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Begin the episode; return the first messages.
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begin the episode, and return the first messages.
 
         Args:
             row: the whole row of the data.
@@ -42,10 +42,10 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, reply: Message) -> Step | Awaitable[Step]:
-        """Answer what the policy said, a message of the role `assistant`."""
+    def step(self, reply: Message) -> StepResult | Awaitable[StepResult]:
+        """Return the answer to a reply of the policy, a message of the role `assistant`."""
         ...
 
     def close(self) -> None | Awaitable[None]:
-        """Give back what the environment holds. Called once, at the end."""
+        """Release what the environment holds. Called once, at the end."""
         ...

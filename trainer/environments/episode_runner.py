@@ -138,7 +138,7 @@ class EnvironmentRunner:
         episodes = [_RunningEpisode(request, session) for request, session in zip(requests, sessions, strict=True)]
         step = requests[0].step
         with timer("environment"):
-            self._pool.advance(sessions)
+            self._pool.step_all(sessions)
             for episode in episodes:
                 self._begin(episode)
         for turn in range(self._config.max_turns):
@@ -154,11 +154,11 @@ class EnvironmentRunner:
             with timer("environment"):
                 for episode, completion in zip(active, completions, strict=True):
                     episode.take_reply(completion)
-                self._pool.advance(sessions)
+                self._pool.step_all(sessions)
                 for episode, completion in zip(active, completions, strict=True):
                     self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
         with timer("environment"):
-            self._pool.advance(sessions)  # closes what is left
+            self._pool.step_all(sessions)  # closes what is left
         self._check_failures(sessions, step)
         yield dict(enumerate(map(self._ended, episodes)))
 

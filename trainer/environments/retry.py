@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.environments.base import Message, Step
+from trainer.environments.base import Message, StepResult
 
 
 class RetryEnv:
@@ -28,20 +28,20 @@ class RetryEnv:
         self._keys = prompt_key, answer_key
         self._best = 0.0
 
-    def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         prompt, answer = self._keys
         self._answer = str(row[answer])
         return [{"role": "user", "content": str(row[prompt])}]
 
-    def step(self, reply: Message) -> Step:
+    def step(self, reply: Message) -> StepResult:
         text = reply["content"].strip()
         similarity = difflib.SequenceMatcher(None, text, self._answer, autojunk=False).ratio()
         reward = max(0.0, similarity - self._best)
         self._best = max(similarity, self._best)
         self._left -= 1
         if text == self._answer or self._left <= 0:
-            return Step(reward=reward, done=True)
-        return Step([{"role": "user", "content": self._again}], reward)
+            return StepResult(reward=reward, done=True)
+        return StepResult([{"role": "user", "content": self._again}], reward)
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import EnvironmentConfig
-from trainer.environments.base import Message, Step
+from trainer.environments.base import Message, StepResult
 from trainer.environments.worker import largest_message
 from trainer.sandbox.limits import LARGEST_REWARD
 from trainer.sandbox.pool import Task, WorkerPool
@@ -36,7 +36,7 @@ class Session(Task):
         self.seed = seed
         self.replies: list[Message] = []
         """What the policy said. The pool tells it to the environment."""
-        self.steps: list[Step] = []
+        self.steps: list[StepResult] = []
         """What the environment has answered: the first messages, then a step for each reply."""
         self.ended = False
         """The episode needs no more steps. The pool closes the environment."""
@@ -60,10 +60,10 @@ class Session(Task):
             return "close" if self.worker is not None else ""
         if self.answered > len(self.replies):
             return ""
-        return "step" if self.answered else "start"
+        return "step" if self.answered else "reset"
 
     def next_call(self) -> list[Any] | None:
-        given = {"start": [self.row, self.seed], "step": self.replies[self.answered - 1 : self.answered]}
+        given = {"reset": [self.row, self.seed], "step": self.replies[self.answered - 1 : self.answered]}
         return [self._number, self.method, *given.get(self.method, [])] if self.method else None
 
     def take(self, value: Any) -> bool:
@@ -79,7 +79,7 @@ class Session(Task):
                 "rewards": dict(rewards),
                 "metrics": dict(metrics),
             }:
-                step = Step(messages, reward, done, rewards, metrics)
+                step = StepResult(messages, reward, done, rewards, metrics)
             case _:
                 raise ProcessDied
         if self.answered == len(self.steps):
@@ -144,7 +144,7 @@ class EnvironmentPool(WorkerPool):
             largest_message=largest_message(most_characters),
         )
 
-    def advance(self, sessions: Sequence[Session]) -> None:
+    def step_all(self, sessions: Sequence[Session]) -> None:
         """Make the calls that the sessions need: afterwards each has answered its replies, has failed, or is closed.
 
         Raises:

@@ -23,7 +23,7 @@ def supervised_chat(
 ) -> dict[str, list[Message]]:
     """Return a row for `trainer sft` with `data.messages_key=messages`: a chat that begins as an episode begins.
 
-    An episode begins with what the environment's `start` returns, such as the system message that describes the tools.
+    An episode begins with what the environment's `reset` returns, such as the system message that describes the tools.
     These messages replace what the chat has before its first reply.
 
     Args:
@@ -43,7 +43,7 @@ def supervised_chat(
         raise UserError("supervised_chat: the chat must end with a reply, a message of the role `assistant`")
     world = environment(**options)
     try:
-        start = _result(world.start(row, seed))
+        start = _result(world.reset(row, seed))
         replies = [_as_text(message, world) for message in chat[first:]]
     finally:
         _result(world.close())

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.environments.base import Message, Step
+from trainer.environments.base import Message, StepResult
 from trainer.errors import describe_error
 from trainer.files.documents import nests_deeply
 
@@ -51,7 +51,7 @@ class ToolEnvironment:
         """Return the reward of the last reply, the one without a call, or its named terms."""
         raise NotImplementedError
 
-    async def start(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+    async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Return the system message, which describes the tools, and the question."""
         self._row = row
         prompt = self.prompt(row)
@@ -60,19 +60,19 @@ class ToolEnvironment:
         schemas = "\n".join(json.dumps(tool_schema(tool)) for tool in self.tools)
         return [{"role": "system", "content": own + _SYSTEM.format(tools=schemas)}, *messages]
 
-    async def step(self, reply: Message) -> Step:
+    async def step(self, reply: Message) -> StepResult:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
         calls = _CALL.findall(reply["content"])
         count = {f"tool_calls/{tool.__name__}": 0 for tool in self.tools} | {"tool_errors": 0}
         if not calls:
             score = self.score(reply["content"].strip(), self._row)
             given: dict[str, Any] = {"rewards": score} if isinstance(score, Mapping) else {"reward": score}
-            return Step(done=True, metrics=count, **given)
+            return StepResult(done=True, metrics=count, **given)
         answers = [await self._call(call, count) for call in calls[:_MOST_CALLS]]
         if len(calls) > _MOST_CALLS:
             answers.append(f"Error: {len(calls)} calls; only the first {_MOST_CALLS} of a reply are made")
             count["tool_errors"] += len(calls) - _MOST_CALLS
-        return Step([{"role": "tool", "content": answer} for answer in answers], metrics=count)
+        return StepResult([{"role": "tool", "content": answer} for answer in answers], metrics=count)
 
     async def close(self) -> None:
         pass

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.environments.base import Step
+from trainer.environments.base import StepResult
+from trainer.errors import UserError
 from trainer.files.documents import nests_deeply
 from trainer.import_utils import import_function
 from trainer.rewards.parsing import read_number, read_terms
@@ -27,13 +28,15 @@ def largest_message(most_characters: int) -> int:
 class EnvironmentHandler(Handler):
     """Makes the calls `[environment, method, *arguments]` of environments, which are numbers here.
 
-    Methods are `start` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
-    `Step`.
+    Methods are `reset` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
+    `StepResult`.
     """
 
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         kind = import_function(name, "environment.name")
-        methods = (getattr(kind, method, None) for method in ("start", "step", "close"))
+        if not hasattr(kind, "reset") and hasattr(kind, "start"):
+            raise UserError(f"the method `start` of an environment is now called `reset`; rename it in {name}")
+        methods = (getattr(kind, method, None) for method in ("reset", "step", "close"))
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
         self._make = lambda: kind(**options)
         self._timeout_s = timeout_s
@@ -51,14 +54,14 @@ class EnvironmentHandler(Handler):
         if method == "close":
             await self._close(number)
             return {}
-        if method == "start":
+        if method == "reset":
             with contextlib.suppress(Exception):  # the one before has failed, and this one takes its place
                 await self._close(number)
             self._environments[number] = self._make()
         value = getattr(self._environments[number], method)(*arguments)
         if inspect.isawaitable(value):
             value = await value
-        result = _step(value if method == "step" else Step(_messages(value)))
+        result = _step(value if method == "step" else StepResult(_messages(value)))
         _cut(result["messages"], self._most_characters)
         return result
 
@@ -72,7 +75,7 @@ class EnvironmentHandler(Handler):
 
 def _step(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
-        raise TypeError(f"a step must be a trainer.environments.Step, not {type(value).__name__}")
+        raise TypeError(f"a step must be a trainer.environments.StepResult, not {type(value).__name__}")
     done = bool(value.done)
     numbers = {
         "reward": read_number(value.reward),

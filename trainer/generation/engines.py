@@ -19,6 +19,7 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.generation.lifecycle import Lifecycle, State
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.restart_policy import Decision, Restarts
 from trainer.process.signals import SIGNALS
@@ -27,8 +28,6 @@ LOG = logging.getLogger(__name__)
 
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
-_WAIT_S = 0.1
-_ROOM_S = 10.0  # how long to wait for a place for the only engine before ranks make room
 
 
 class Engines:
@@ -87,7 +86,7 @@ class Engines:
         self.life.outdate(self.life.loaded)
         self.call(self.life.loaded, "set_version", _NO_WEIGHTS)
 
-    def advance(self, wait_s: float = _WAIT_S) -> None:
+    def advance(self, wait_s: float = time_limits.POLL_INTERVAL_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
         now = time.monotonic()
@@ -117,7 +116,7 @@ class Engines:
         began = time.monotonic()
         while not self.life.loaded:
             self.advance()
-            if time.monotonic() - began > _ROOM_S and not self._has_room():
+            if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_room():
                 error = WorkerError("no engine is left, and the cluster has no room for one", RESTART_HINT, "node")
                 set_failure_source(error, FailureSource("engine"))
                 raise error

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-_RETRY_S = 0.01
+from trainer.process import time_limits
+
 _DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
 
 
@@ -80,7 +81,7 @@ def connect(token: str, device: str, patience_s: float) -> Iterator[Link]:
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no rank offers weights on this GPU for {patience_s:g} s") from None
-                time.sleep(_RETRY_S)
+                time.sleep(time_limits.IPC_RETRY_S)
         with Connection(os.dup(end.fileno())) as connection:
             answer_challenge(connection, token.encode())
             deliver_challenge(connection, token.encode())

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
-from trainer.files.shared_memory import SharedDirectory, check_owner, place_for
+from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.process import time_limits
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
 
 _ADAPTER = "policy"
-_REPORT_S = 0.2
-"""Shortest time between two answers of `advance`: vLLM stands still between them."""
 
 _OCCUPIED = "Free memory on device"
 """Begins vLLM's complaint about memory that other processes hold."""
@@ -111,7 +110,7 @@ class VLLMEngine:
             self._add(requests, sampling)
         completions: dict[int, Completion] = {}
         begun = time.monotonic()
-        while self._running and not (completions and time.monotonic() > begun + _REPORT_S):
+        while self._running and not (completions and time.monotonic() > begun + time_limits.ENGINE_REPORT_S):
             for output in self._llm.llm_engine.step():
                 if output.finished:
                     completions[self._running.pop(output.request_id)] = self._completion(output)
@@ -168,7 +167,7 @@ class VLLMEngine:
     def _load_adapter(self, adapter: Adapter) -> None:
         from vllm.lora.request import LoRARequest
 
-        with SharedDirectory(place_for(len(adapter.weights) + len(adapter.config))) as shared:
+        with SharedDirectory(choose_directory(len(adapter.weights) + len(adapter.config))) as shared:
             directory = shared.path
             with open(os.path.join(directory, ADAPTER_CONFIG), "w") as file:
                 file.write(adapter.config)

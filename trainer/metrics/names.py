@@ -17,19 +17,19 @@ METRICS: dict[str, Metric] = {
         "Groups whose completions all got the same reward. They give no gradient under GRPO.", "share"
     ),
     "reward/<name>/mean": Metric(
-        "Mean of one part of the reward, before it is weighed: of one function in `reward.name`, of one name in "
-        "what it returns, or of one name in the `Step.rewards` of an environment.",
+        "Mean of one term of the reward, before it is weighed: of one function in `reward.name`, of one name in "
+        "what it returns, or of one name in the `StepResult.rewards` of an environment.",
         "reward",
     ),
     "reward/failures": Metric(
-        "Completions whose reward, or a part of it, failed. `reward.on_failure` says what becomes of them.",
+        "Completions whose reward, or a term of it, failed. `reward.on_failure` says what becomes of them.",
         "completions",
     ),
     "environment/failures": Metric(
         "Episodes whose environment failed. `environment.on_failure` says what becomes of them.", "episodes"
     ),
     "episode/<name>/mean": Metric(
-        "Mean over the step's episodes of a number that environments give as `Step.metrics`, summed over an episode.",
+        "Mean over the step's episodes of a number in `StepResult.metrics` of environments, summed over an episode.",
         "1",
     ),
     "episode/tool_calls/<name>/mean": Metric("Mean number of calls of a tool in an episode.", "calls"),
@@ -85,7 +85,7 @@ METRICS: dict[str, Metric] = {
         "Greedy completions of the held-out prompts whose reward or environment failed (see `reward/failures`).",
         "completions",
     ),
-    "val/reward/<name>/mean": Metric("Mean of one part of that reward (see `reward/<name>/mean`).", "reward"),
+    "val/reward/<name>/mean": Metric("Mean of one term of that reward (see `reward/<name>/mean`).", "reward"),
     "val/accuracy": Metric(
         "Held-out prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
         "share",
@@ -181,7 +181,7 @@ def reference() -> str:
         "",
         "## Samples",
         "",
-        "Each validation shows `logger.samples` completions with prompt, reference answer, reward and its parts: "
+        "Each validation shows `logger.samples` completions with prompt, reference answer, reward and its terms: "
         "on the terminal (long texts without their middle), and in full as text of TensorBoard and as a table of "
         "W&B, both called `samples/validation`. Every `logger.samples_interval` steps, `samples/training` does so "
         "for training completions; a run without validation prints them, too. Seed and step choose which ones: "
@@ -192,7 +192,7 @@ def reference() -> str:
         "object a line: `step`, `uid` (`val:` and the place of the row in the data), `number` (0: greedy; from 1 on: "
         "those of `val/pass@<k>`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
         "completion of an environment's episode goes from the first reply to the end), `answer`, `reward` (null if it "
-        "failed and is left out), `rewards` (its parts), `finish_reason`, `failure` (why the reward failed, else "
+        "failed and is left out), `rewards` (its terms), `finish_reason`, `failure` (why the reward failed, else "
         "null), and `metrics` (what an environment has counted). A step that is replayed after a kill writes the same "
         "file again.",
     ]

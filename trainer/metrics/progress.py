@@ -20,14 +20,13 @@ from trainer.config import TASKS
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
+from trainer.process import time_limits
 from trainer.process.log_setup import LOG_FILE, messages_to
 from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 _REFRESHES_PER_S = 2
 _STEPS_FOR_ETA = 20
-_QUIET_S = 30.0
-"""Outside of a terminal, a phase is named once no line has come for so long; then again after twice as long."""
 
 # Label, metric, format with the width it has in a line. The most important come first: lines are read from the left.
 _CELLS = (
@@ -120,10 +119,10 @@ class Progress:
         self._shown_at = time.monotonic()
 
     def _break_silence(self, is_over: threading.Event) -> None:
-        told, patience_s = self._shown_at, _QUIET_S
-        while not is_over.wait(min(1.0, _QUIET_S)):
+        told, patience_s = self._shown_at, time_limits.QUIET_S
+        while not is_over.wait(min(1.0, time_limits.QUIET_S)):
             if self._shown_at > told:
-                told, patience_s = self._shown_at, _QUIET_S
+                told, patience_s = self._shown_at, time_limits.QUIET_S
             if time.monotonic() - told > patience_s and (running := self._timer.running()) is not None:
                 told, patience_s = time.monotonic(), 2 * patience_s
                 LOG.info("step %d/%d: %s for %s …", self._completed + 1, self._total, running[0], clock(running[1]))

@@ -10,14 +10,12 @@ import threading
 import time
 
 from trainer.metrics.timing import clock
+from trainer.process import time_limits
 from trainer.process.log_setup import escape, messages_to
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import running_stage
 
 LOG = logging.getLogger(__name__)
-_POLL_INTERVAL_S = 0.2
-_LONG_S = 3.0
-"""Outside of a terminal, a stage is named once it has taken this long."""
 _ERASE_LINE = "\r\x1b[2K"
 
 
@@ -63,11 +61,11 @@ class StartUp:
     def _show(self) -> None:
         if self._on_terminal:
             with messages_to(self._print_message):
-                while not self._is_over.wait(_POLL_INTERVAL_S):
+                while not self._is_over.wait(time_limits.POLL_INTERVAL_S):
                     self._draw()
             self.pause(True)
         else:
-            while not self._is_over.wait(_POLL_INTERVAL_S):
+            while not self._is_over.wait(time_limits.POLL_INTERVAL_S):
                 self._announce()
 
     def _draw(self) -> None:
@@ -81,7 +79,7 @@ class StartUp:
 
     def _announce(self) -> None:
         stage = running_stage()
-        if stage is not None and stage != self._announced and time.monotonic() - stage[1] > _LONG_S:
+        if stage is not None and stage != self._announced and time.monotonic() - stage[1] > time_limits.LONG_STAGE_S:
             self._announced = stage
             LOG.info("%s …", stage[0])
 

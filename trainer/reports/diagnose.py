@@ -22,6 +22,7 @@ from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError, format_size
 from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.process import time_limits
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import escape, run_tool, show
 from trainer.process.signals import CONTINUES
@@ -33,7 +34,6 @@ from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
 _SHOWN = 10
 _MEMBERS = ("rank", "engine")
 _SUSPECT = 2  # incidents of a node after which it counts as bad
-_READ_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
     help = "for reading the newest checkpoint, to see whether it is damaged (default: %(default)g)"
-    parser.add_argument("--seconds", type=float, default=_READ_S, help=help)
+    parser.add_argument("--seconds", type=float, default=time_limits.DIAGNOSE_READ_S, help=help)
 
     def tool(args: argparse.Namespace) -> None:
         lines = diagnose(args.run_dir, args.seconds)
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(parser, tool, argv)
 
 
-def diagnose(run_dir: str, seconds: float = _READ_S) -> list[str]:
+def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list[str]:
     """Return lines for people.
 
     Args:

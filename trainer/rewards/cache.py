@@ -1,4 +1,4 @@
-"""The rewards that a run has got, by content, so that a replay after a kill gets the same ones again."""
+"""The rewards of a run, by content, so that a replay after a kill has the same ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import xxhash
 from trainer.files.appended import AppendedFile
 from trainer.files.documents import is_number, parse_object
 from trainer.files.redaction import redact
-from trainer.rewards.parsing import Parts
+from trainer.rewards.parsing import Terms
 
-STORE_FILE = "rewards.jsonl"
+CACHE_FILE = "rewards.jsonl"
 
-Result = list[Parts | str]
-"""For each completion of a call: the parts of its reward, or the reason why it has none."""
+Result = list[Terms | str]
+"""For each completion of a call: the terms of its reward, or the reason why it has none."""
 
 
 def key_of(reward: str, given: Mapping[str, Any]) -> str:
@@ -40,7 +40,7 @@ class RewardCache:
     """
 
     def __init__(self, run_dir: str, fence: Callable[[], None] = lambda: None):
-        self._path = os.path.join(run_dir, STORE_FILE)
+        self._path = os.path.join(run_dir, CACHE_FILE)
         self._fence = fence
         self._file = AppendedFile(self._path, fence, mode=0o600)  # what a server has said is for the user alone
         self._known: dict[str, Result] | None = None
@@ -54,7 +54,7 @@ class RewardCache:
         """Add results, and wait until they are on the disk."""
         lines = []
         for key, result in results.items():
-            name = f"{key} {step}" if any(isinstance(parts, str) for parts in result) else key
+            name = f"{key} {step}" if any(isinstance(terms, str) for terms in result) else key
             self._load()[name] = result
             lines.append(json.dumps({"key": name, "rewards": result}) + "\n")
         if not lines:

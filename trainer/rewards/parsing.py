@@ -11,28 +11,28 @@ from trainer.errors import describe_error, one_line
 from trainer.sandbox.limits import LARGEST_REWARD as LARGEST
 from trainer.sandbox.limits import MAX_TERMS
 
-__all__ = ["LARGEST", "Parts", "read_number", "read_terms", "read_value", "read_values"]
+__all__ = ["LARGEST", "Terms", "read_number", "read_terms", "read_value", "read_values"]
 
-Parts = dict[str, float]
+Terms = dict[str, float]
 """What a reward consists of, by name. A plain number has the name ""."""
 _PART = re.compile(r"[\w.-]{1,64}")
 _PATH = re.compile(r"(?=.{1,64}$)[\w.-]+(/[\w.-]+)*")
 
 
-def read_value(value: Any) -> Parts | str:
-    """Return the parts of a reward, or the reason why it is none."""
+def read_value(value: Any) -> Terms | str:
+    """Return the terms of a reward, or the reason why it is none."""
     if isinstance(value, str) or not isinstance(value, Mapping):
         number = read_number(value)
         return number if isinstance(number, str) else {"": number}
     try:
         if not 0 < len(value) <= MAX_TERMS:
-            return f"returned {len(value)} parts; a reward has 1 to {MAX_TERMS}"
-        return _read_parts(value, _PART, "")
+            return f"returned {len(value)} terms; a reward has 1 to {MAX_TERMS}"
+        return _read_terms(value, _PART, "")
     except BaseException as error:  # whatever a mapping of user code raises
         return f"raised {describe_error(error)}"
 
 
-def read_terms(value: Any, paths: bool = False) -> Parts | str:
+def read_terms(value: Any, paths: bool = False) -> Terms | str:
     """Return named numbers, or the reason why they are none.
 
     Args:
@@ -44,25 +44,25 @@ def read_terms(value: Any, paths: bool = False) -> Parts | str:
         most = 4 * MAX_TERMS if paths else MAX_TERMS
         if len(value) > most:
             return f"are {len(value)}; a step has at most {most}"
-        return _read_parts(value, _PATH, ", and a / between them") if paths else _read_parts(value, _PART, "")
+        return _read_terms(value, _PATH, ", and a / between them") if paths else _read_terms(value, _PART, "")
     except BaseException as error:
         return f"raised {describe_error(error)}"
 
 
-def _read_parts(value: Mapping[Any, Any], names: re.Pattern[str], more: str) -> Parts | str:
-    parts = {}
+def _read_terms(value: Mapping[Any, Any], names: re.Pattern[str], more: str) -> Terms | str:
+    terms = {}
     for name, item in value.items():
         if type(name) is not str or not names.fullmatch(name):
-            return one_line(f"returned a part called {name!r}; names are letters, digits, _, . and -{more}")
+            return one_line(f"returned a term called {name!r}; names are letters, digits, _, . and -{more}")
         number = read_number(item)
         if isinstance(number, str):
-            return f"part {name} {number}"
-        parts[name] = number
-    return parts
+            return f"term {name} {number}"
+        terms[name] = number
+    return terms
 
 
-def read_values(values: Any, count: int) -> list[Parts | str]:
-    """Return the parts, or the reason, for each completion of a group."""
+def read_values(values: Any, count: int) -> list[Terms | str]:
+    """Return the terms, or the reason, for each completion of a group."""
     try:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
             return [one_line(f"returned {type(values).__name__}, which is not a list of rewards")] * count

@@ -9,58 +9,64 @@ from collections.abc import Mapping, Sequence
 from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards.cache import Result
-from trainer.rewards.scores import add_up
+from trainer.rewards.scores import aggregate
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import Call, RewardFunction, RewardInput
 
 LOG = logging.getLogger(__name__)
 
 
-def try_rewards(config: RewardConfig, attempts: Sequence[RewardInput], n: int) -> None:
-    """Compute each reward for some attempts, in a process of its own.
+def try_rewards(config: RewardConfig, inputs: Sequence[RewardInput], n: int) -> None:
+    """Compute each reward for some inputs, in a process of its own.
 
     A reward may fail for one of them, and a slow one may need longer than its time limit. A warning names a reward that
     gives 0 or less, and always the same, although the completions are the reference answers.
 
     Args:
-        attempts: plausible ones, one for each of some rows of the data.
+        inputs: plausible ones, one for each of some rows of the data.
         n: completions in a group.
 
     Raises:
         UserError: a reward fails for all of them, or takes the answer of a group for a list.
     """
     pool = RewardPool(dataclasses.replace(config, num_processes=1))
-    n = n if any(component.calling.grouped for component in pool.components) else 1
-    attempts = [attempt for attempt in attempts for _ in range(n)]
+    n = n if any(function.signature.grouped for function in pool.functions) else 1
+    inputs = [item for item in inputs for _ in range(n)]
     with pool:
-        results = pool.judge(attempts, n, "")
-        _check_failures(config, results, len(attempts), n)
-        useless = [component for component, calls in results.items() if _is_useless(component, calls)]
-        if any("answer" in component.calling.names and component.calling.grouped for component in useless):
+        results = _results(pool, inputs, n)
+        _check_failures(config, results, len(inputs), n)
+        useless = [function for function, calls in results.items() if _is_useless(function, calls)]
+        if any("answer" in function.signature.names and function.signature.grouped for function in useless):
             # As TRL calls its rewards.
-            listed = [dataclasses.replace(attempt, answer=[attempt.answer] * n) for attempt in attempts]  # type: ignore[arg-type]
-            for component, calls in pool.judge(listed, n, "").items():
-                if component in useless and component.calling.grouped and any(v > 0 for v in _values(calls)):
+            listed = [dataclasses.replace(item, answer=[item.answer] * n) for item in inputs]  # type: ignore[arg-type]
+            for function, calls in _results(pool, listed, n).items():
+                if function in useless and function.signature.grouped and any(v > 0 for v in _values(calls)):
                     raise UserError(
-                        f"reward.name={component.name}: the function takes `answer` for a list with one answer for "
+                        f"reward.name={function.name}: the function takes `answer` for a list with one answer for "
                         "each completion, and all its rewards would be wrong; here it is the text of the one answer "
                         "of the group: compare each completion with that (docs/rewards.md)"
                     )
-    for component in useless:
+    for function in useless:
         LOG.warning(
             "reward.name=%s: gives %g to each of the first %d reference answers as completions; unless it asks for "
             "more than a right answer (a format, a comparison), it is wrong, and the run would learn nothing from it",
-            component.name,
-            _values(results[component])[0],
-            len(attempts) // n,
+            function.name,
+            _values(results[function])[0],
+            len(inputs) // n,
         )
+
+
+def _results(pool: RewardPool, inputs: Sequence[RewardInput], n: int) -> dict[RewardFunction, dict[Call, Result]]:
+    with pool.scoring(n) as session:
+        session.add(0, inputs)
+        return session.results()
 
 
 def _check_failures(
     config: RewardConfig, results: Mapping[RewardFunction, Mapping[Call, Result]], total: int, n: int
 ) -> None:
-    for some in [*({component: calls} for component, calls in results.items()), results]:
-        failures = add_up(some, total).failures
+    for some in [*({function: calls} for function, calls in results.items()), results]:
+        failures = aggregate(some, total).failures
         if failures.count < total:
             continue
         key = f"reward.name={next(iter(some)).name}" if len(some) == 1 else config.key()
@@ -73,10 +79,10 @@ def _check_failures(
             )
 
 
-def _is_useless(component: RewardFunction, calls: Mapping[Call, Result]) -> bool:
+def _is_useless(function: RewardFunction, calls: Mapping[Call, Result]) -> bool:
     """Return whether all reference answers get the same, and nothing above 0. A penalty may be so."""
     values = _values(calls)
-    return component.weight > 0 and bool(values) and max(values) <= 0 and min(values) == max(values)
+    return function.weight > 0 and bool(values) and max(values) <= 0 and min(values) == max(values)
 
 
 def _values(calls: Mapping[Call, Result]) -> list[float]:

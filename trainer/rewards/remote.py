@@ -12,7 +12,7 @@ import tenacity
 
 from trainer.errors import one_line
 from trainer.files.redaction import HIDDEN, SecretFilter, secrets_in_address
-from trainer.rewards.parsing import Parts, read_value
+from trainer.rewards.parsing import Terms, read_value
 from trainer.rewards.signature import RewardSignature
 
 WANTED = ("completion", "answer", "prompt", "messages", "row", "status")
@@ -45,7 +45,7 @@ class RemoteReward:
         header: name of a header whose value is in the environment variable `header_env`; None: no such header.
     """
 
-    calling = RewardSignature(WANTED, is_async=True)
+    signature = RewardSignature(WANTED, is_async=True)
     limit_s = None
     """`deadline_s` counts, and what the server said last is the reason."""
 
@@ -60,8 +60,8 @@ class RemoteReward:
         self._hide = SecretFilter([secret, *secrets_in_address(url)])
         self._client: httpx.AsyncClient | None = None
 
-    async def compute(self, calls: list[dict[str, Any]]) -> list[list[Parts | str]]:
-        """Return the parts of each completion's reward, or the reason why there are none."""
+    async def compute(self, calls: list[dict[str, Any]]) -> list[list[Terms | str]]:
+        """Return the terms of each completion's reward, or the reason why there are none."""
         try:
             return [[self._read(value)] for value in await self._ask(calls)]
         except _Failure as error:
@@ -74,12 +74,12 @@ class RemoteReward:
         """Return nothing: `compute` catches its errors."""
         return ""
 
-    def _read(self, value: Any) -> Parts | str:
-        parts = read_value(value)
-        if isinstance(parts, str):
-            return one_line(self._hide(parts))
-        hidden = next((name for name in map(self._hide, parts) if HIDDEN in name), None)
-        return parts if hidden is None else one_line(f"returned a part called {hidden!r}, which repeats a credential")
+    def _read(self, value: Any) -> Terms | str:
+        terms = read_value(value)
+        if isinstance(terms, str):
+            return one_line(self._hide(terms))
+        hidden = next((name for name in map(self._hide, terms) if HIDDEN in name), None)
+        return terms if hidden is None else one_line(f"returned a term called {hidden!r}, which repeats a credential")
 
     def _describe(self, error: BaseException) -> str:
         """Return `Type: text`. The text may hold what the server has sent."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.process.signals import CONTINUES
 from trainer.rewards.cache import Result
-from trainer.rewards.parsing import LARGEST, Parts
+from trainer.rewards.parsing import LARGEST, Terms
 from trainer.rewards.terms import Call, RewardFunction
 from trainer.sandbox import limits
 from trainer.sandbox.pool import NOT_TRIED
@@ -18,7 +18,7 @@ OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
 
 @dataclass
 class RewardFailures:
-    """Completions whose reward, or a part of it, could not be computed."""
+    """Completions whose reward, or a term of it, could not be computed."""
 
     count: int = 0
     first: str = ""
@@ -34,9 +34,9 @@ class RewardFailures:
         """Return messages for the user.
 
         Args:
-            total: the completions that were judged.
+            total: the completions that were scored.
             on_failure: `reward.on_failure`.
-            step: what they were judged for.
+            step: what they were scored for.
         """
         lines = []
         if self.count:
@@ -52,9 +52,9 @@ class RewardFailures:
         """Return why the run must end; None: it need not.
 
         Args:
-            total: the completions that were judged.
+            total: the completions that were scored.
             most: the share of them that may have failed.
-            step: what they were judged for.
+            step: what they were scored for.
         """
         if self.count <= most * total:
             return None
@@ -72,43 +72,43 @@ class Scores:
     """The rewards of completions, in their order."""
 
     rewards: list[float]
-    """Where a reward failed: 0, or the sum of the parts that did not fail."""
-    parts: list[Parts]
-    """What each reward consists of, by name and before it is weighed."""
+    """Where a reward failed: 0, or the sum of the terms that did not fail."""
+    terms: list[Terms]
+    """The terms of each reward, before they are weighed."""
     reasons: list[str]
     """Why each reward failed; empty for one that did not."""
     failures: RewardFailures = field(default_factory=RewardFailures)
 
 
-def add_up(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
+def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
     """Return the weighted sums of all rewards for `total` completions.
 
-    A part of the name that another reward has given already is a failure.
+    A term of the name that another reward has given already is a failure.
     """
-    rewards, parts, reasons = [0.0] * total, [Parts() for _ in range(total)], [""] * total
-    for component, group in results.items():
+    rewards, terms, reasons = [0.0] * total, [Terms() for _ in range(total)], [""] * total
+    for function, group in results.items():
         for call, result in group.items():
             for index, value in zip(call.indices, result, strict=True):
-                named = _named(component, value, parts[index])
+                named = _named(function, value, terms[index])
                 if isinstance(named, str):
-                    prefix = f"{component.label}: " if len(results) > 1 else ""
+                    prefix = f"{function.label}: " if len(results) > 1 else ""
                     reasons[index] = reasons[index] or prefix + named
                 else:
-                    parts[index] |= named
-                    rewards[index] += component.weight * sum(named.values())
+                    terms[index] |= named
+                    rewards[index] += function.weight * sum(named.values())
     failures = RewardFailures()
     for index, reward in enumerate(rewards):
         if not abs(reward) <= LARGEST:  # infinite weights make it NaN
             reasons[index], rewards[index] = reasons[index] or f"is {reward:g}, beyond {LARGEST:g}", 0.0
         if reasons[index]:
             failures.add(reasons[index], skipped=NOT_TRIED in reasons[index])
-    return Scores(rewards, parts, reasons, failures)
+    return Scores(rewards, terms, reasons, failures)
 
 
-def _named(component: RewardFunction, value: Parts | str, others: Parts) -> Parts | str:
-    """Return the parts by their names in metrics, or the reason why there are none."""
+def _named(function: RewardFunction, value: Terms | str, others: Terms) -> Terms | str:
+    """Return the terms by their names in metrics, or the reason why there are none."""
     if isinstance(value, str):
         return value
-    named = {name or component.label: number for name, number in value.items()}
+    named = {name or function.label: number for name, number in value.items()}
     double = next((name for name in named if name in others), None)
-    return named if double is None else f"returned a part {double}, as another reward does"
+    return named if double is None else f"returned a term {double}, as another reward does"

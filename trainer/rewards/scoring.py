@@ -11,8 +11,8 @@ from typing import Any
 from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards.cache import Result, RewardCache
-from trainer.rewards.scores import Scores, add_up
-from trainer.rewards.terms import Call, RewardFunction, RewardInput, components_of
+from trainer.rewards.scores import Scores, aggregate
+from trainer.rewards.terms import Call, RewardFunction, RewardInput, reward_functions
 from trainer.sandbox.pool import Round, Task, WorkerPool
 from trainer.sandbox.process import ProcessDied
 
@@ -23,16 +23,16 @@ class RewardPool(WorkerPool):
     """`reward.num_processes` processes that compute rewards. A context manager.
 
     Args:
-        store: for results that are not to be computed again.
+        cache: of results that are not computed again.
 
     Raises:
         UserError: there is no such reward, or it wants what no reward gets.
     """
 
-    def __init__(self, config: RewardConfig, store: RewardCache | None = None):
-        self.components = components_of(config)  # a wrong name fails here, not at the first step
+    def __init__(self, config: RewardConfig, cache: RewardCache | None = None):
+        self.functions = reward_functions(config)  # a wrong name fails here, not at the first step
         self._config = config
-        self._store = store
+        self._cache = cache
         remote = {"url": config.url, **dataclasses.asdict(config.remote)}
         del remote["completions_per_request"]
         super().__init__(
@@ -41,44 +41,38 @@ class RewardPool(WorkerPool):
             config.num_processes,
             role="reward",
             name=config.key(),
-            limit=("reward.timeout_s", max(component.limit_s for component in self.components)),
+            limit=("reward.timeout_s", max(function.limit_s for function in self.functions)),
             concurrency=config.concurrency,
         )
 
-    def score(self, attempts: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
-        """Return the rewards of completions that are all there (see `judging`)."""
-        with self.judging(n, step) as judging:
-            judging.add(0, attempts)
-            return judging.scores()
+    def score(self, inputs: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
+        """Return the rewards of completions that are all there (see `scoring`)."""
+        with self.scoring(n, step) as session:
+            session.add(0, inputs)
+            return session.scores()
 
     @contextmanager
-    def judging(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
+    def scoring(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Only one such block may run at a time.
 
         Args:
             n: completions in a group.
-            step: names what the rewards are for, in the store and in errors.
+            step: names what the rewards are for, in the cache and in errors.
         """
         with self.round() as tasks:
             yield ScoringSession(self, tasks, n, step)
 
-    def judge(self, attempts: Sequence[RewardInput], n: int, step: str) -> dict[RewardFunction, dict[Call, Result]]:
-        """Return the result of each call of each reward (see `score`)."""
-        with self.judging(n, step) as judging:
-            judging.add(0, attempts)
-            return judging.results()
-
     def find(self, key: str | None, step: str) -> Result | None:
-        """Return the stored result of a call; None: there is none."""
-        return self._store.find(key, step) if self._store is not None and key else None
+        """Return the cached result of a call; None: there is none."""
+        return self._cache.find(key, step) if self._cache is not None and key else None
 
     def finish(self, results: dict[RewardFunction, dict[Call, Result]], total: int, step: str) -> Scores:
-        """Add up the results, log failures, and store the results.
+        """Aggregate the results, log failures, and cache the results.
 
         Raises:
             UserError: more than `reward.max_error_rate` of the rewards have failed.
         """
-        scores = add_up(results, total)
+        scores = aggregate(results, total)
         problem = scores.failures.problem(total, self._config.max_error_rate, step)
         self._keep(results, step, failures=problem is None)
         if problem is not None:
@@ -88,47 +82,51 @@ class RewardPool(WorkerPool):
         return scores
 
     def _keep(self, results: dict[RewardFunction, dict[Call, Result]], step: str, failures: bool) -> None:
-        """Store the results that are to be stored. `failures`: those of failed calls too."""
-        if self._store is None:
+        """Cache the results of calls with a key. `failures`: those of failed calls too."""
+        if self._cache is None:
             return
         new = {call.key: result for group in results.values() for call, result in group.items() if call.key}
         chosen = {key: result for key, result in new.items() if failures or not _has_failed(result)}
-        self._store.add({key: result for key, result in chosen.items() if self._store.find(key, step) is None}, step)
+        self._cache.add({key: result for key, result in chosen.items() if self._cache.find(key, step) is None}, step)
 
 
 class ScoringSession:
-    """Rewards of completions that arrive one after another (see `RewardPool.judging`)."""
+    """Rewards of completions that arrive one after another (see `RewardPool.scoring`)."""
 
     def __init__(self, pool: RewardPool, tasks: Round, n: int, step: str):
         self._pool = pool
         self._round = tasks
         self._n = n
         self._step = step
-        self._calls: dict[RewardFunction, list[Call]] = {component: [] for component in pool.components}
+        self._calls: dict[RewardFunction, list[Call]] = {function: [] for function in pool.functions}
         self._tasks: list[_RewardTask] = []
         self._known: dict[str, Result] = {}
         self._asked: set[str] = set()
         self._total = 0
 
-    def add(self, first: int, attempts: Sequence[RewardInput]) -> None:
-        """Begin to compute the rewards of completions at the places from `first` on: whole groups, one after another.
+    def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
+        """Begin to compute the rewards of completions.
+
+        Args:
+            first: index of the first one.
+            inputs: whole groups, one after another.
 
         Raises:
             WorkerError: the processes cannot start.
         """
-        self._total += len(attempts)
+        self._total += len(inputs)
         tasks = []
-        for index, (component, calls) in enumerate(self._calls.items()):
-            group = component.calls(attempts, self._n, first)
+        for index, (function, calls) in enumerate(self._calls.items()):
+            group = function.calls(inputs, self._n, first)
             calls += group
             new = [call for call in group if self._is_new(call)]
-            some = [new[i : i + component.batch] for i in range(0, len(new), component.batch)]
-            tasks += [_RewardTask(index, component, calls_of_one) for calls_of_one in some]
+            some = [new[i : i + function.batch] for i in range(0, len(new), function.batch)]
+            tasks += [_RewardTask(index, function, calls_of_one) for calls_of_one in some]
         self._tasks += tasks
         self._round.submit(tasks)
 
     def _is_new(self, call: Call) -> bool:
-        """Whether the call must be made: its result is not stored, and no earlier call is the same."""
+        """Whether the call must be made: its result is not cached, and no earlier call is the same."""
         if call.key is None:
             return True
         if call.key in self._asked:
@@ -145,11 +143,11 @@ class ScoringSession:
         made = {call: result for task in self._tasks for call, result in zip(task.calls, task.results, strict=True)}
         known = self._known | {call.key: result for call, result in made.items() if call.key}
         return {
-            component: {
+            function: {
                 call: known[call.key] if call.key else made[call]
                 for call in sorted(calls, key=lambda call: call.indices)
             }
-            for component, calls in self._calls.items()
+            for function, calls in self._calls.items()
         }
 
     def scores(self) -> Scores:
@@ -165,11 +163,11 @@ class ScoringSession:
 class _RewardTask(Task):
     """Calls of one reward that a process makes in one go: one, or several for a server."""
 
-    def __init__(self, index: int, component: RewardFunction, calls: list[Call]):
+    def __init__(self, index: int, function: RewardFunction, calls: list[Call]):
         super().__init__()
-        self.kind = component
-        self.is_async = component.calling.is_async
-        self.limit = component.limit
+        self.kind = function
+        self.is_async = function.signature.is_async
+        self.limit = function.limit
         self.calls = calls
         self.results: list[Result] = []
         """For each call; empty until there is a result."""

@@ -1,4 +1,4 @@
-"""How a reward function wants to be called: by the names of its parameters."""
+"""How a reward function is called: by the names of its parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER_NAMES = {
     "ground_truth": "answer",
     "solution": "answer",
 }
-"""What TRL, verl and others call what a reward can have here."""
+"""Names that TRL, verl and others use for our reward arguments."""
 _OF_ONE = tuple(name for name in NAMES if name != "completions")
 """What a function with `**options` gets."""
 
@@ -51,7 +51,7 @@ class RewardSignature:
         return function(given["completion"], given["answer"], **named) if self.positional else function(**named)
 
 
-def calling_of(function: Callable[..., Any], key: str) -> RewardSignature:
+def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     """Return how to call `function`.
 
     A function of two parameters that are not in `NAMES` is called with completion and answer.

@@ -1,4 +1,4 @@
-"""The rewards of a run: which calls each one needs, and what they add up to."""
+"""The reward functions of a run, and the calls that each one needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards.cache import key_of
 from trainer.rewards.functions import REMOTE, resolve
-from trainer.rewards.signature import RewardSignature, calling_of
+from trainer.rewards.signature import RewardSignature, signature_of
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """A completion to judge, with all that a reward may ask for."""
+    """A completion to score, with all that a reward may ask for."""
 
     completion: str
     answer: str
@@ -31,11 +31,11 @@ class Call:
     """One call of a reward: for a completion, or for a group of completions."""
 
     indices: tuple[int, ...]
-    """The completions, by their place in the list."""
+    """The completions, by their index in the list."""
     given: dict[str, Any]
     """What the reward gets, by name."""
     key: str | None
-    """Its key in the store; None: its result is not stored."""
+    """Its key in the cache; None: its result is not cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,36 +47,36 @@ class RewardFunction:
     label: str
     """Its name in metrics."""
     weight: float
-    calling: RewardSignature
-    stored_as: str | None
-    """What names it in the keys of the store; None: its results are not stored."""
+    signature: RewardSignature
+    cached_as: str | None
+    """Its name in the keys of the cache; None: its results are not cached."""
     limit_s: float
     """Longest time for one call."""
     batch: int = 1
     """Calls that a process makes in one go."""
 
-    def calls(self, attempts: Sequence[RewardInput], n: int, first: int = 0) -> list[Call]:
-        """Return the calls that judge `attempts`, of which `n` after one another are a group.
+    def calls(self, inputs: Sequence[RewardInput], n: int, first: int = 0) -> list[Call]:
+        """Return the calls that score `inputs`, of which `n` after one another are a group.
 
         Args:
-            first: place of the first attempt.
+            first: index of the first one.
         """
-        size = n if self.calling.grouped else 1
+        size = n if self.signature.grouped else 1
         calls = []
-        for start in range(0, len(attempts), size):
+        for start in range(0, len(inputs), size):
             indices = tuple(range(first + start, first + start + size))
-            given = self._given(attempts[start : start + size])
-            calls.append(Call(indices, given, key_of(self.stored_as, given) if self.stored_as else None))
+            given = self._given(inputs[start : start + size])
+            calls.append(Call(indices, given, key_of(self.cached_as, given) if self.cached_as else None))
         return calls
 
-    def _given(self, attempts: Sequence[RewardInput]) -> dict[str, Any]:
-        first, names = attempts[0], self.calling.wanted
-        if not self.calling.grouped:
+    def _given(self, inputs: Sequence[RewardInput]) -> dict[str, Any]:
+        first, names = inputs[0], self.signature.wanted
+        if not self.signature.grouped:
             return {name: getattr(first, name) for name in names}
         group = {
-            "completions": [attempt.completion for attempt in attempts],
-            "messages": [attempt.messages for attempt in attempts],
-            "status": [attempt.status for attempt in attempts],
+            "completions": [item.completion for item in inputs],
+            "messages": [item.messages for item in inputs],
+            "status": [item.status for item in inputs],
         }
         return {name: group[name] if name in group else getattr(first, name) for name in names}
 
@@ -86,7 +86,7 @@ class RewardFunction:
         return ("reward.remote.deadline_s" if self.name == REMOTE else "reward.timeout_s"), self.limit_s
 
 
-def components_of(config: RewardConfig) -> list[RewardFunction]:
+def reward_functions(config: RewardConfig) -> list[RewardFunction]:
     """Return the rewards of the config.
 
     Raises:
@@ -95,10 +95,10 @@ def components_of(config: RewardConfig) -> list[RewardFunction]:
     names = config.names()
     weights = config.weights or [1.0] * len(names)
     labels = _labels(names)
-    return [_component(config, *item) for item in zip(names, labels, weights, strict=True)]
+    return [_reward_function(config, *item) for item in zip(names, labels, weights, strict=True)]
 
 
-def _component(config: RewardConfig, name: str, label: str, weight: float) -> RewardFunction:
+def _reward_function(config: RewardConfig, name: str, label: str, weight: float) -> RewardFunction:
     if name == REMOTE:
         from trainer.rewards.remote import RemoteReward
 
@@ -109,10 +109,10 @@ def _component(config: RewardConfig, name: str, label: str, weight: float) -> Re
                 f"value of the header {remote.header}"
             )
         return RewardFunction(
-            name, label, weight, RemoteReward.calling, config.url, remote.deadline_s, remote.completions_per_request
+            name, label, weight, RemoteReward.signature, config.url, remote.deadline_s, remote.completions_per_request
         )
-    calling = calling_of(resolve(name), f"reward.name={name}")
-    return RewardFunction(name, label, weight, calling, name if config.cache else None, config.timeout_s)
+    signature = signature_of(resolve(name), f"reward.name={name}")
+    return RewardFunction(name, label, weight, signature, name if config.cache else None, config.timeout_s)
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -10,29 +10,29 @@ from typing import Any
 
 from trainer.errors import one_line
 from trainer.rewards.functions import REMOTE, REWARDS, resolve
-from trainer.rewards.parsing import Parts, read_value, read_values
-from trainer.rewards.signature import RewardSignature, calling_of
+from trainer.rewards.parsing import Terms, read_value, read_values
+from trainer.rewards.signature import RewardSignature, signature_of
 from trainer.sandbox.worker import Handler
 
-Results = list[list[Parts | str]]
-"""For each call, and each completion of the call: the parts of its reward, or the reason why it has none."""
+Results = list[list[Terms | str]]
+"""For each call, and each completion of the call: the terms of its reward, or the reason why it has none."""
 
 
 class _Reward:
     """A reward function in this process."""
 
     def __init__(self, name: str, function: Callable[..., Any], timeout_s: float):
-        self.calling = calling_of(function, f"reward.name={name}")
+        self.signature = signature_of(function, f"reward.name={name}")
         self.limit_s = timeout_s
         self._function = function
 
     def compute(self, calls: list[dict[str, Any]]) -> Any:
         (given,) = calls
-        value = self.calling.call(self._function, given)
-        return self._wait(value, given) if self.calling.is_async else [_read(value, self.calling, given)]
+        value = self.signature.call(self._function, given)
+        return self._wait(value, given) if self.signature.is_async else [_read(value, self.signature, given)]
 
     async def _wait(self, value: Any, given: dict[str, Any]) -> Results:
-        return [_read(await value, self.calling, given)]
+        return [_read(await value, self.signature, given)]
 
     def line_of(self, error: BaseException) -> str:
         """Return ` in FILE:LINE`, the last line of the function's own file that `error` has passed; "" if unknown."""
@@ -54,7 +54,7 @@ class RewardHandler(Handler):
         self._rewards = [_load(name, timeout_s, remote) for name in names]
 
     def is_async(self, call: list[Any]) -> bool:
-        return self._rewards[call[0]].calling.is_async
+        return self._rewards[call[0]].signature.is_async
 
     def limit_s(self, call: list[Any]) -> float | None:
         return self._rewards[call[0]].limit_s
@@ -77,8 +77,8 @@ def _load(name: str, timeout_s: float, remote: dict[str, Any]) -> Any:
     return _Reward(name, function, timeout_s)
 
 
-def _read(value: Any, calling: RewardSignature, given: dict[str, Any]) -> list[Parts | str]:
-    if calling.grouped:
+def _read(value: Any, signature: RewardSignature, given: dict[str, Any]) -> list[Terms | str]:
+    if signature.grouped:
         return read_values(value, len(given["completions"]))
     if inspect.iscoroutine(value):
         value.close()  # or Python warns that nobody awaited it

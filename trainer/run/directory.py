@@ -24,6 +24,7 @@ from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.metrics.best import instead_of
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
@@ -35,7 +36,6 @@ from trainer.run.run_files import PATTERNS, RunFiles
 from trainer.run.run_metadata import LOG_NAME
 
 LOG = logging.getLogger(__name__)
-_SETTLE_S = 60.0
 
 
 class RunDirectory:
@@ -260,7 +260,7 @@ class RunDirectory:
             yield
             self._finish_uploads_of_ranks()
         except (Exception, Stopped) as error:
-            self.checkpoints.wait(_SETTLE_S)
+            self.checkpoints.wait(time_limits.SAVE_END_S)
             if isinstance(error, Stopped):
                 self._finish_uploads_of_ranks()
             raise

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.config import TrainerConfig
 from trainer.errors import DivergedError, FailureSource, NonFiniteError, NonRetryableError, WorkerError, describe_error
 from trainer.metrics.divergence import Divergence
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, classify, describe
 from trainer.process.restart_policy import Decision, Restarts
 from trainer.process.signals import SIGNALS, Stopped
@@ -18,8 +19,6 @@ from trainer.run.recovery_check import RecoveryCheck, name_slow_ranks
 from trainer.run.stopping import StopRequest
 
 LOG = logging.getLogger(__name__)
-
-_POLL_INTERVAL_S = 0.2
 
 
 class Recovery:
@@ -97,7 +96,7 @@ class Recovery:
         end = time.monotonic() + self._delay_s
         while (left := end - time.monotonic()) > 0:
             SIGNALS.check()
-            time.sleep(min(left, _POLL_INTERVAL_S))
+            time.sleep(min(left, time_limits.POLL_INTERVAL_S))
 
     def complete(self) -> None:
         """Record the failure that is cured, if there is one: the ranks run, with the state of the last commit."""

@@ -23,6 +23,7 @@ from trainer.config import Config
 from trainer.files.appended import append_line
 from trainer.files.atomic_io import write_file
 from trainer.files.redaction import redact, redact_command
+from trainer.process import time_limits
 from trainer.process.log_setup import LOG_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -30,7 +31,6 @@ STARTS_FILE = "starts.jsonl"
 LOG_NAME = "log.txt"
 HOLDS_A_RUN = "already holds a run"
 """In the sentence about a start that was refused because the directory is not empty."""
-_GIT_S = 10.0
 
 
 _early: set[str] = set()
@@ -114,5 +114,6 @@ def git_states(places: list[str]) -> list[dict[str, Any]]:
 
 
 def _git(place: str, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", place, *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
+    command = ["git", "-C", place, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=time_limits.GIT_S, check=True)
     return done.stdout.strip()

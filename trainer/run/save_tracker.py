@@ -35,7 +35,7 @@ class SaveTracker:
         self.begun: int | None = None
         """The step of the newest save, unless it has failed."""
 
-    def collect(self, outcomes: Sequence[SaveResult], last: bool = False) -> None:
+    def collect(self, results: Sequence[SaveResult], last: bool = False) -> None:
         """Log the results of saves, and count the failures.
 
         Args:
@@ -44,14 +44,14 @@ class SaveTracker:
         Raises:
             UserError: more saves failed in a row than `trainer.ckpt_failures_allowed`.
         """
-        for outcome in outcomes:
-            if outcome.error is None:
+        for result in results:
+            if result.error is None:
                 self._failures = 0
-                self.last_good = outcome.path
-                self.seconds = outcome.seconds
-                self._schedule.measured(self.blocked_s, outcome.seconds)
+                self.last_good = result.path
+                self.seconds = result.seconds
+                self._schedule.measured(self.blocked_s, result.seconds)
             else:
-                self._record_failure(outcome.step, outcome.error, last)
+                self._record_failure(result.step, result.error, last)
 
     def _record_failure(self, step: int, error: str, last: bool) -> None:
         self._failures += 1

@@ -95,7 +95,7 @@ class RolloutRunner:
                 episode, reward=None if reason and leaves_out else reward, rewards=terms, failure=reason
             )
             for episode, reward, terms, reason in zip(
-                episodes, scores.rewards, scores.parts, scores.reasons, strict=True
+                episodes, scores.rewards, scores.terms, scores.reasons, strict=True
             )
         ]
         rewards = [episode.reward for episode in scored if episode.reward is not None]
@@ -113,7 +113,7 @@ class RolloutRunner:
         assert self._rewards is not None
         n = len(requests) // len({request.group for request in requests})
         ended: dict[int, Episode] = {}
-        with self._rewards.judging(n, purpose) as session:
+        with self._rewards.scoring(n, purpose) as session:
             for chunk in chunks:
                 ended |= chunk
                 for group in sorted({index // n for index in chunk}):

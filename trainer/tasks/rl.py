@@ -18,7 +18,7 @@ from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.preflight import try_rewards
-from trainer.rewards.terms import RewardInput, components_of
+from trainer.rewards.terms import RewardInput, reward_functions
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts
@@ -77,7 +77,7 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
 
 def _check_functions(cfg: Config) -> None:
     if cfg.environment.name is None:
-        components_of(cfg.reward)
+        reward_functions(cfg.reward)
     else:
         import_function(cfg.environment.name, "environment.name")
     if cfg.data.curriculum is not None:

@@ -15,7 +15,7 @@ from tests.support.judges import Answer, Server, rewards, serving
 from tests.support.killed_jobs import CONFIG, STEPS, run_killed, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
-from trainer.rewards.cache import STORE_FILE, key_of
+from trainer.rewards.cache import CACHE_FILE, key_of
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ class Judge:
     def __call__(self, server: Server, document: Any) -> Answer:
         if len(server.requests) % 5 == 0:
             return 503, {"Retry-After": "0"}, b""
-        store = self.run_dir / STORE_FILE
+        store = self.run_dir / CACHE_FILE
         stored = store.read_text() if store.exists() else ""
         values: list[Any] = []
         for item in document["completions"]:
@@ -65,7 +65,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
         rows = metrics(judge.run_dir)
         assert sum(row.get("reward/failures", 0) for row in rows) > 0, "the judge has judged all"
         assert rows[-1]["reward/taste/mean"] != rows[-2]["reward/taste/mean"]
-        stored = (judge.run_dir / STORE_FILE).read_text()
+        stored = (judge.run_dir / CACHE_FILE).read_text()
         assert judge.asked and all(f'"{key}' in stored for key in judge.asked)
         assert judge.asked_again == []
 

@@ -149,12 +149,12 @@ def test_the_environment(module):
     assert set(config.kwargs) <= set(options_of(import_function(config.name, "environment.name").__init__))
     with EnvironmentPool(config, 1000) as pool:
         session = Session({"below": 4}, seed=2)
-        pool.advance([session])
+        pool.step_all([session])
         assert session.steps[0].messages[0]["content"] == "Guess my number, from 0 to 3."
         number = Random(2).randrange(4)
         for guess in range(number + 1):
             session.replies.append({"role": "assistant", "content": f" {guess}"})
-            pool.advance([session])
+            pool.step_all([session])
             assert session.steps[-1].done == (guess == number)
         rewards = [step.reward for step in session.steps]
         assert rewards == [0.0] * (number + 1) + [(5 - number) / 5] and not session.failure

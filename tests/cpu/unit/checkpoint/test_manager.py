@@ -54,7 +54,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     parts = [*parts_of(state), Component("slow", begin)]
     checkpoints.save(1, parts, {})
     state["n"] = 2
-    assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.outcomes() == []
+    assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.results() == []
     second = threading.Thread(target=checkpoints.save, args=(2, parts, {}))
     second.start()
     second.join(0.2)
@@ -62,7 +62,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     may_write.set()
     second.join(10)
     checkpoints.wait()
-    assert [outcome.step for outcome in checkpoints.outcomes()] == [1, 2]
+    assert [outcome.step for outcome in checkpoints.results()] == [1, 2]
     counters = [json.loads((tmp_path / f"global_step_{n}/counters.json").read_text()) for n in (1, 2)]
     assert counters == [{"n": 1}, {"n": 2}]
 
@@ -77,7 +77,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_pat
 
     broken.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", lambda staging: finish)], {})
     broken.wait()
-    (outcome,) = broken.outcomes()
+    (outcome,) = broken.results()
     assert outcome.error == "No space left on device"
     assert checkpoints.latest() == verify(first) and hidden(tmp_path) == []
     assert verify(save(checkpoints, 2)).step == 2
@@ -94,14 +94,14 @@ def test_a_commit_that_is_done_but_seems_to_have_failed_is_completed_by_the_next
         disk.setattr(os, "rename", rename_and_fail)
         checkpoints.save(1, parts_of({"n": 1, "bytes": b"abc"}), {})
         checkpoints.wait()
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert "Input/output error" in outcome.error
     assert save(checkpoints, 1) == str(tmp_path / "global_step_1")
     assert verify(str(tmp_path / "global_step_1")).step == 1 and hidden(tmp_path) == []
     other = manager(tmp_path)
     other.save(1, parts_of({"n": 1, "bytes": b"abc"}), {})
     other.wait()
-    assert "committed by another job" in other.outcomes()[0].error and hidden(tmp_path) == []
+    assert "committed by another job" in other.results()[0].error and hidden(tmp_path) == []
 
 
 def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_path):
@@ -113,7 +113,7 @@ def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_pat
         raise OSError("No space left on device")
 
     checkpoints.save(1, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", begin)], {})
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert outcome.error is not None and hidden(tmp_path) == []
     os.makedirs(stagings[0].path)
     stagings[0].write("late", b"abc")
@@ -133,7 +133,7 @@ def test_parts_that_have_begun_end_before_a_save_that_cannot_begin_has_failed(tm
 
     checkpoints.save(1, [Component("slow", begin), Component("full", fail), Component("never", begin)], {})
     assert len(ended) == 1 and not checkpoints.saving
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert (outcome.step, outcome.error) == (1, "No space left on device")
 
 
@@ -176,7 +176,7 @@ def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
 
     checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("vandal", begin)], {})
     checkpoints.wait()
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert outcome.error is not None and "No such file" in outcome.error
     assert checkpoints.latest() == verify(first) and checkpoints.steps() == [1]
 
@@ -191,7 +191,7 @@ def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
         second.acquire()
         checkpoints.save(2, [], {})
         checkpoints.wait()
-        assert "lost the run directory" in checkpoints.outcomes()[0].error
+        assert "lost the run directory" in checkpoints.results()[0].error
         assert checkpoints.steps() == [1]
     first.release()
 

@@ -90,7 +90,7 @@ def test_a_commit_that_seems_to_fail_and_appears_later_is_the_checkpoint(root, f
     checkpoints, state = CheckpointManager(open_store(root)), {"n": 1, "bytes": b"one"}
     checkpoints.save(1, parts_of(state), {})
     checkpoints.wait()
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert outcome.error is not None
     faults.plan = lambda method, path: PASS
     assert checkpoints.latest().step == 1, "its files were not deleted"

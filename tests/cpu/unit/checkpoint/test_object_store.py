@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.another_store import use_another_store
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.checkpoints import parts_of, save
 from tests.support.ranks import run_ranks
@@ -150,3 +151,17 @@ def read_sharded(rank, directory: str, environment: dict[str, str]) -> tuple[lis
     state = {"w": torch.zeros(1000), "lr": 0.0}
     ShardedFiles(directory).read("policy", state, dist.group.WORLD)
     return state["w"].tolist(), state["lr"]
+
+
+def test_a_run_in_another_kind_of_store_needs_one_class(monkeypatch, tmp_path, model):
+    """Commits, the lock, retention, carried files, two tiers and exports know nothing of the kind."""
+    use_another_store(monkeypatch)
+    whole = toy_run(toy_config(tmp_path / "whole"), model)
+    root, disk = "mem://bucket/run", tmp_path / "disk"
+    settings = {"ckpt_path": root, "max_ckpts_to_keep": 2, "export_path": "mem://bucket/exports"}
+    toy_run(toy_config(tmp_path / "first", **settings), model, stop_after=2)
+    toy_run(toy_config(tmp_path / "second", **settings, ckpt_cache_dir=str(disk)), model, stop_after=4)
+    shutil.rmtree(disk)
+    continued = toy_run(toy_config(tmp_path / "third", **settings), model)
+    assert continued.learner.ranks.number == whole.learner.ranks.number
+    assert open_store(root).steps()[-1] == 5 and open_store(root).orphans() == {}

@@ -91,7 +91,7 @@ class Run(OpenRun):
         Path(self.directory.metrics_file).write_text("".join(lines))
         self.state["step"] = step
         self.save(step, roles=["policy"])
-        (outcome,) = self.directory.checkpoints.outcomes()
+        (outcome,) = self.directory.checkpoints.results()
         return outcome
 
     def held(self, step: int) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The operations of a storage: the same on a disk, in S3 and in Google Cloud Storage."""
+"""The operations of a storage: the same on a disk, in S3, in Google Cloud Storage, and in a store that is new."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.another_store import use_another_store
 from tests.support.fault_proxy import CUT, LOST, PASS
 from tests.support.gcs import gcs_server, use_gcs
 from trainer.checkpoint.storage import Storage, StoreError, open_storage
 
 
-@pytest.fixture(params=["disk", "s3", "gs"])
+@pytest.fixture(params=["disk", "s3", "gs", "mem"])
 def storage(request, tmp_path, monkeypatch):
     if request.param == "disk":
         (tmp_path / "root").mkdir()
         yield open_storage(str(tmp_path / "root"))
     elif request.param == "s3":
         yield open_storage(f"{request.getfixturevalue('bucket_behind_proxy')}/run")
+    elif request.param == "mem":
+        use_another_store(monkeypatch)
+        yield open_storage("mem://bucket/run")
     else:
         with gcs_server() as url:
             use_gcs(monkeypatch, url)

@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_alone(root)
             ballast.write_bytes(bytes(shutil.disk_usage(disk).free - left))
             checkpoints.save(step, parts_of(state), {})
             checkpoints.wait()
-            errors += [outcome.error or "" for outcome in checkpoints.outcomes()]
+            errors += [outcome.error or "" for outcome in checkpoints.results()]
             assert (step in checkpoints.steps()) == (not errors[-1])
             ballast.unlink()
             assert not [name for name in hidden(folder) if "writing" in name]
@@ -135,7 +135,7 @@ def test_an_object_store_that_is_full_fails_a_save_with_its_reason(root, faults)
     faults.plan = lambda method, path: FULL if method in ("PUT", "POST") else PASS
     checkpoints.save(1, parts_of({"n": 1, "bytes": b"abc"}), {})
     checkpoints.wait()
-    (outcome,) = checkpoints.outcomes()
+    (outcome,) = checkpoints.results()
     assert "minimum free drive threshold" in outcome.error
     faults.plan = lambda method, path: PASS
     save(checkpoints, 2)
@@ -152,7 +152,7 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
         faults.plan = lambda method, path: CUT
         for step in (2, 3):
             run.save(step)
-        assert [outcome.error for outcome in run.directory.checkpoints.outcomes()] == [None] * 3
+        assert [outcome.error for outcome in run.directory.checkpoints.results()] == [None] * 3
         faults.plan = lambda method, path: PASS
         wait_until_above(root, [1, 2, 3])
         foreign = json.dumps({**json.loads(storage.get(".lock")), "token": "other", "host": "elsewhere"}).encode()
@@ -161,9 +161,9 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
         storage.put(".lock", foreign)
         run.save(5)
         checkpoints = run.directory.checkpoints
-        assert [outcome.error for outcome in checkpoints.outcomes()] == [None] * 2
+        assert [outcome.error for outcome in checkpoints.results()] == [None] * 2
         faults.plan = lambda method, path: PASS
-        while not (outcome := (run.save(6), *checkpoints.outcomes())[-1]).error:
+        while not (outcome := (run.save(6), *checkpoints.results())[-1]).error:
             threading.Event().wait(0.1)
         assert f"{root}: this job lost the checkpoint directory to" in outcome.error and "elsewhere" in outcome.error
         with pytest.raises(UserError, match="lost the checkpoint directory"):
@@ -181,7 +181,7 @@ def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root
         faults.plan = lambda method, path: CUT
         for step in (3, 4):
             run.save(step)
-        assert [outcome.error for outcome in checkpoints.outcomes()] == [None] * 4
+        assert [outcome.error for outcome in checkpoints.results()] == [None] * 4
         assert checkpoints.steps() == [1, 2, 3, 4]
         faults.plan = lambda method, path: PASS
         wait_until_above(root, [1, 2, 3, 4])

@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.templates import ESCAPES
 from trainer.config import TinyConfig
-from trainer.data import datasets
 from trainer.data.datasets import render_text
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.process import time_limits
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_template_reaches_nothing_of_the_process(model, tmp_path, template, ow
 
 
 def test_a_template_without_end_is_stopped(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "_RENDER_S", 0.2)
+    monkeypatch.setattr(time_limits, "RENDER_S", 0.2)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     tokenizer = tokenizer_with(model, tmp_path, loops, own=True)
     with pytest.raises(UserError, match="model.chat_template: .*ran for more than 0.2 seconds"):

@@ -161,13 +161,13 @@ def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
     """30 MB of text would take 5 GB, in a call that no signal interrupts."""
     long, name = "x" * 30_000_000, "tests.support.environments:Wrong"
     with runner_of(NeverLong(tokenizer), name=name) as runner:
-        row = {"start": [{"role": "user", "content": "x"}], "step": {"messages": [{"role": "tool", "content": long}]}}
+        row = {"reset": [{"role": "user", "content": "x"}], "step": {"messages": [{"role": "tool", "content": long}]}}
         (one,) = run(runner, Policy(tokenizer, "a"), requests_of(row))
         assert (one.status, one.turns, len(one.samples[0].token_ids)) == ("length", 1, one.length + 3)
         with pytest.raises(
             UserError, match="has first messages of 65,5.. characters; rollout.max_prompt_tokens is 100"
         ):
-            run(runner, Policy(tokenizer), requests_of({"start": [{"role": "user", "content": long}]}))
+            run(runner, Policy(tokenizer), requests_of({"reset": [{"role": "user", "content": long}]}))
 
 
 @pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2), (2, 2, 5)])
@@ -233,7 +233,7 @@ def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokeniz
 def test_progress_is_paid_once():
     """An answer that is as good as an earlier one earns nothing, whatever came between."""
     environment = RetryEnv(tries=4)
-    environment.start({"prompt": "abc", "answer": "cba"}, seed=0)
+    environment.reset({"prompt": "abc", "answer": "cba"}, seed=0)
     steps = [environment.step({"role": "assistant", "content": text}) for text in ("cb", "", "cb", "cba")]
     assert [step.reward for step in steps] == pytest.approx([0.8, 0.0, 0.0, 0.2])
     assert [step.done for step in steps] == [False, False, False, True]
@@ -263,7 +263,7 @@ def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environ
     bad = [(name, where) for name in RANGE + TYPES for where in ("reward", "rewards", "metrics")]
     rows = [[{where: name if where == "reward" else {"x": name}}] for name, where in bad]
     for (name, where), one in zip(bad, valued(tokenizer, *rows), strict=True):
-        prefix = "reward: " if where == "reward" else f"{where}: part x "
+        prefix = "reward: " if where == "reward" else f"{where}: term x "
         assert (one.status, one.reward, one.rewards) == ("failed", 0.0, {}), name
         assert one.failure.startswith(f"step raised ValueError: {prefix}{BAD[name][1]}"), one.failure
     good = [[{"reward": name, "rewards": {"x": name}}] for name in NUMBERS]
@@ -275,11 +275,11 @@ def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environ
     [
         ([{"reward": 1e12}, {"reward": 1e12}], "gave rewards that add up to 2e+12, beyond 1e+12"),
         ([{"reward": -1e12, "rewards": {"a": -1e12}}], "gave rewards that add up to -2e+12, beyond 1e+12"),
-        ([{"rewards": {"a b": 1}}], "rewards: returned a part called 'a b'; names are letters, digits, _, . and -"),
-        ([{"rewards": {"a/b": 1}}], "rewards: returned a part called 'a/b'; names are"),
+        ([{"rewards": {"a b": 1}}], "rewards: returned a term called 'a b'; names are letters, digits, _, . and -"),
+        ([{"rewards": {"a/b": 1}}], "rewards: returned a term called 'a/b'; names are"),
         (
             [{"metrics": {"a//b": 1}}],
-            "metrics: returned a part called 'a//b'; names are letters, digits, _, . and -, a",
+            "metrics: returned a term called 'a//b'; names are letters, digits, _, . and -, a",
         ),
         ([{"metrics": {"turns": 1}}], "metrics: turns is counted for every environment; choose another name"),
         ([{"rewards": {f"n{i}": 1 for i in range(65)}}], "rewards: are 65; a step has at most 64"),

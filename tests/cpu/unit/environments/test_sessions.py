@@ -36,15 +36,15 @@ def pool() -> Iterator[EnvironmentPool]:
 def play(pool: EnvironmentPool, *rows: dict[str, Any], turns: int = 2) -> list[Session]:
     """Sessions that have got the replies `a`, `bb`, … and are closed."""
     sessions = [Session({"turns": turns, **row}, seed=i) for i, row in enumerate(rows)]
-    pool.advance(sessions)
+    pool.step_all(sessions)
     for turn in range(turns):
         for session in sessions:
             if not session.ended:
                 session.replies.append({"role": "assistant", "content": "abc"[turn] * (turn + 1)})
-        pool.advance(sessions)
+        pool.step_all(sessions)
     for session in sessions:
         session.ended = True
-    pool.advance(sessions)
+    pool.step_all(sessions)
     assert all(session.worker is None for session in sessions)
     assert all(not worker.sessions and not worker.batches for worker in pool._workers)
     return sessions
@@ -98,7 +98,7 @@ def test_an_environment_is_made_again_once():
     session.take(answer)
     session.replies.append(reply)
     session.record_failure("timeout", "slow")
-    assert not session.ended and session.next_call()[1:] == ["start", {}, 3], "it begins again, and nothing is lost"
+    assert not session.ended and session.next_call()[1:] == ["reset", {}, 3], "it begins again, and nothing is lost"
     assert len(session.steps) == 1
     session.take(answer)
     assert session.next_call()[1:] == ["step", reply]
@@ -111,22 +111,22 @@ def test_an_environment_is_made_again_once():
 
 def test_environments_are_spread_over_the_processes(pool):
     sessions = [Session({}, seed=i) for i in range(6)]
-    pool.advance(sessions)
+    pool.step_all(sessions)
     assert sorted(Counter(id(session.worker) for session in sessions).values()) == [3, 3]
     for session in sessions:
         session.ended = True
-    pool.advance(sessions)
+    pool.step_all(sessions)
 
 
 def test_an_environment_that_answers_a_repeated_reply_in_another_way_has_failed(pool, tmp_path):
     (tmp_path / "x.1").touch()  # of an earlier process
     session = Session({"turns": 3, "do": "forget", "once": f"{tmp_path}/x"}, seed=0)
     session.replies.append({"role": "assistant", "content": "a"})
-    pool.advance([session])
+    pool.step_all([session])
     assert texts(session)[-1] == "1:a again"
     session.steps[1] = type(session.steps[1])([{"role": "user", "content": "1:a"}], 1.0)
     session.answered = 0  # it is lost
-    pool.advance([session])
+    pool.step_all([session])
     assert session.failure.startswith("answered the same replies in another way")
 
 
@@ -183,7 +183,7 @@ def test_long_answers_are_cut_before_they_reach_the_driver():
     """An answer of 30 MB would take gigabytes there. No token of what is cut fits a prompt."""
     with pool_of("Wrong", most_characters=10) as pool:
         messages = [{"role": "user", "content": text, "x": 1} for text in ("é" * 6, "y" * 30_000_000, "z", "")]
-        (session,) = play(pool, {"start": messages, "step": {"messages": GOOD, "done": True}}, turns=1)
+        (session,) = play(pool, {"reset": messages, "step": {"messages": GOOD, "done": True}}, turns=1)
     assert not session.failure and list(session.steps[0].messages[0]) == ["role", "content", "x"]
     cut = ["é" * 6, "yyyy… (29,999,996 more characters)", "… (1 more characters)", ""]
     assert texts(session)[:4] == cut and texts(session)[4:] == [GOOD[0]["content"]]
@@ -192,18 +192,18 @@ def test_long_answers_are_cut_before_they_reach_the_driver():
 @pytest.mark.parametrize(
     "row, reason",
     [
-        ({"start": "x"}, "start raised TypeError: messages must be a list of dicts with role and content, not 'x'"),
-        ({"start": []}, "start raised ValueError: there is no message, and the episode is not done"),
-        ({"start": [{"role": "user"}]}, "start raised TypeError: a message must have a text content: {'role': 'user'}"),
-        ({"start": GOOD, "step": None}, "step raised TypeError: a step must be a trainer.environments.Step, not NoneT"),
-        ({"start": GOOD, "step": {"messages": []}}, "step raised ValueError: there is no message, and the episode is"),
+        ({"reset": "x"}, "reset raised TypeError: messages must be a list of dicts with role and content, not 'x'"),
+        ({"reset": []}, "reset raised ValueError: there is no message, and the episode is not done"),
+        ({"reset": [{"role": "user"}]}, "reset raised TypeError: a message must have a text content: {'role': 'user'}"),
+        ({"reset": GOOD, "step": None}, "step raised TypeError: a step must be a trainer.environments.StepResult, n"),
+        ({"reset": GOOD, "step": {"messages": []}}, "step raised ValueError: there is no message, and the episode is"),
         (
-            {"start": GOOD, "step": {"messages": GOOD, "reward": "nan"}},
+            {"reset": GOOD, "step": {"messages": GOOD, "reward": "nan"}},
             "step raised ValueError: reward: returned str, which is",
         ),
-        ({"start": GOOD * 1025}, "start raised ValueError: there are 1025 messages; a step has at most 1024"),
-        ({"start": [GOOD[0] | {"more": "x" * (1 << 20)}]}, "start raised ValueError: the messages hold 10486"),
-        ({"start": [GOOD[0] | {"more": DEEP}]}, "start raised ValueError: the messages are nested too deeply"),
+        ({"reset": GOOD * 1025}, "reset raised ValueError: there are 1025 messages; a step has at most 1024"),
+        ({"reset": [GOOD[0] | {"more": "x" * (1 << 20)}]}, "reset raised ValueError: the messages hold 10486"),
+        ({"reset": [GOOD[0] | {"more": DEEP}]}, "reset raised ValueError: the messages are nested too deeply"),
     ],
 )
 def test_what_is_no_answer_is_refused(row, reason):
@@ -219,7 +219,21 @@ def test_processes_that_cannot_start_end_the_run(code, reason, tmp_path, monkeyp
     (tmp_path / "broken_world.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pool_of("broken_world:World") as pool, pytest.raises(WorkerError, match=reason):
-        pool.advance([Session({}, 0)])
+        pool.step_all([Session({}, 0)])
+
+
+@pytest.mark.parametrize(
+    "code, sentence",
+    [
+        ("class World:\n    def start(self, row, seed): ...", "`start` of an environment is now called `reset`"),
+        ("from trainer.environments import Step", "trainer.environments.Step is now called StepResult"),
+    ],
+)
+def test_the_earlier_names_of_the_protocol_are_refused_with_the_new_ones(code, sentence, tmp_path, monkeypatch):
+    (tmp_path / "earlier_world.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pool_of("earlier_world:World") as pool, pytest.raises(WorkerError, match=sentence):
+        pool.step_all([Session({}, 0)])
 
 
 def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(monkeypatch):

@@ -16,7 +16,7 @@ from tests.support.chat_templates import TEMPLATES
 from trainer.config import SFTConfig, compose
 from trainer.data.datasets import read_parts
 from trainer.data.sft_dataset import encode
-from trainer.environments import Step, supervised_chat
+from trainer.environments import StepResult, supervised_chat
 from trainer.environments.conversation import Conversation
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
@@ -36,7 +36,7 @@ CHAT = [
 @pytest.mark.parametrize("name", ["embedded", *TEMPLATES])
 def test_the_tokens_before_the_first_reply_are_those_of_the_episode(tokenizer, name, tmp_path):  # noqa: F811
     with_template(tokenizer, name)
-    episode = Conversation(tokenizer, asyncio.run(Calculator().start(ROW, 0)))
+    episode = Conversation(tokenizer, asyncio.run(Calculator().reset(ROW, 0)))
     rows = [supervised_chat(Calculator, ROW, CHAT[:2] + CHAT[4:]), supervised_chat(Calculator, ROW, CHAT[4:])]
     assert rows[0] == rows[1]
     file = tmp_path / "chats.jsonl"
@@ -69,7 +69,7 @@ def test_a_chat_with_calls_is_what_the_episode_would_be(tokenizer):  # noqa: F81
 
     async def play() -> Conversation:
         environment = Calculator()
-        conversation = Conversation(tokenizer, await environment.start(ROW, 0))
+        conversation = Conversation(tokenizer, await environment.reset(ROW, 0))
         for reply in (message for message in messages if message["role"] == "assistant"):
             tokens = [*tokenizer.encode(reply["content"], add_special_tokens=False), tokenizer.eos_token_id]
             step = await environment.step(conversation.add_reply(Completion(tokens, [0.0] * len(tokens), "stop", 1)))
@@ -116,11 +116,11 @@ class World:
     def __init__(self, most: int = 1):
         self.most = most
 
-    def start(self, row, seed):
+    def reset(self, row, seed):
         return [{"role": "user", "content": f"{row['word']} {seed} {self.most}"}]
 
     def step(self, reply):
-        return Step(done=True)
+        return StepResult(done=True)
 
     def close(self):
         World.closed += 1

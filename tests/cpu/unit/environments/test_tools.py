@@ -65,12 +65,12 @@ def step(environment: Environment, text: str) -> Any:
 @pytest.fixture
 def started() -> Calculator:
     environment = Calculator()
-    run(environment.start({"prompt": "6 * 7?", "answer": "42"}, seed=0))
+    run(environment.reset({"prompt": "6 * 7?", "answer": "42"}, seed=0))
     return environment
 
 
 def test_the_first_messages_describe_the_tools():
-    system, question = run(Calculator().start({"prompt": "6 * 7?"}, seed=0))
+    system, question = run(Calculator().reset({"prompt": "6 * 7?"}, seed=0))
     assert system["role"] == "system" and question == {"role": "user", "content": "6 * 7?"}
     tools = system["content"].partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
     assert [json.loads(line) for line in tools] == [tool_schema(multiply), tool_schema(look_up)]
@@ -84,7 +84,7 @@ def test_a_system_message_of_the_row_stays_before_the_tools():
         def prompt(self, row):
             return [{"role": "system", "content": "Be short."}, {"role": "user", "content": row["prompt"]}]
 
-    system, _ = run(Own().start({"prompt": "x"}, seed=0))
+    system, _ = run(Own().reset({"prompt": "x"}, seed=0))
     assert system["content"].startswith("Be short.\n\n# Tools")
 
 
@@ -220,7 +220,7 @@ def test_the_example_of_the_page():
     given: dict[str, Any] = {}
     exec(re.search(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1], given)
     environment = given["Calculator"]()
-    system, _ = run(environment.start({"prompt": "6 * 7?", "answer": "42"}, seed=0))
+    system, _ = run(environment.reset({"prompt": "6 * 7?", "answer": "42"}, seed=0))
     assert "Multiply two numbers." in system["content"]
     (message,) = step(
         environment, '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
@@ -250,6 +250,6 @@ def test_an_answer_may_earn_named_terms():
             return {"right": float(answer == row["answer"]), "brief": 0.5}
 
     environment = Named()
-    run(environment.start({"prompt": "6 * 7?", "answer": "42"}, seed=0))
+    run(environment.reset({"prompt": "6 * 7?", "answer": "42"}, seed=0))
     done = step(environment, "42")
     assert (done.reward, done.rewards, done.done) == (0.0, {"right": 1.0, "brief": 0.5}, True)

@@ -79,7 +79,7 @@ def test_switched_off_it_prints_no_steps(capsys):
 
 
 def test_a_long_step_tells_its_phase_now_and_then(monkeypatch, caplog):
-    monkeypatch.setattr("trainer.metrics.progress._QUIET_S", 0.05)
+    monkeypatch.setattr("trainer.process.time_limits.QUIET_S", 0.05)
     timer = Timer()
     with caplog.at_level(logging.INFO), Progress(12, completed=1, timer=timer) as progress, timer("rollout"):
         wait_until(lambda: len(caplog.messages) >= 2)

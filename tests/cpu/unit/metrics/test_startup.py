@@ -17,11 +17,12 @@ from trainer.process.startup import running_stage, stage
 CODE = """
 import logging, time
 from trainer.metrics import startup
+from trainer.process import time_limits
 from trainer.process.log_setup import show_messages
 from trainer.process.startup import stage
 from trainer.metrics.progress import Progress
 show_messages()
-startup._LONG_S = startup._POLL_INTERVAL_S = 0.05
+time_limits.LONG_STAGE_S = time_limits.POLL_INTERVAL_S = 0.05
 with startup.StartUp():
     with stage("starting Ray"), stage("joining it"):
         time.sleep(0.5)

@@ -14,10 +14,10 @@ from tests.support.rewards import reward_pool
 from trainer.config import RewardConfig
 from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError
-from trainer.rewards.cache import STORE_FILE, RewardCache, key_of
+from trainer.rewards.cache import CACHE_FILE, RewardCache, key_of
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.remote import RemoteReward
-from trainer.rewards.terms import RewardInput, components_of
+from trainer.rewards.terms import RewardInput, reward_functions
 
 
 def attempts(*completions: str) -> list[RewardInput]:
@@ -27,7 +27,7 @@ def attempts(*completions: str) -> list[RewardInput]:
 def judged(
     server: Server,
     *completions: str,
-    store: RewardCache | None = None,
+    cache: RewardCache | None = None,
     step: str = "",
     batch_size: int = 16,
     deadline_s: float = 20.0,
@@ -35,7 +35,7 @@ def judged(
     **more,
 ):
     remote = RemoteConfig(completions_per_request=batch_size, deadline_s=deadline_s, header_env=env)
-    with reward_pool("remote", kept=store, url=f"{server.url}/score?v=1", remote=remote, **more) as pool:
+    with reward_pool("remote", kept=cache, url=f"{server.url}/score?v=1", remote=remote, **more) as pool:
         return pool.score(attempts(*completions), step=step)
 
 
@@ -57,7 +57,7 @@ def test_a_server_judges_in_batches_at_the_same_time():
 def test_a_server_may_return_parts():
     with serving(lambda *_: rewards([{"style": 0.5, "facts": 1}])) as server:
         scores = judged(server, "x")
-    assert scores.parts == [{"style": 0.5, "facts": 1.0}] and scores.rewards == [1.5]
+    assert scores.terms == [{"style": 0.5, "facts": 1.0}] and scores.rewards == [1.5]
 
 
 @pytest.mark.parametrize("status, headers", [(503, {}), (429, {"Retry-After": "0"}), (500, {"Retry-After": "soon"})])
@@ -139,13 +139,13 @@ def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch,
 
     monkeypatch.setenv("JUDGE_TOKEN", "Bearer secret-123\n")
     with serving(refusing) as server:
-        scores = judged(server, "x", env="JUDGE_TOKEN", store=RewardCache(str(tmp_path)), step="step 1")
+        scores = judged(server, "x", env="JUDGE_TOKEN", cache=RewardCache(str(tmp_path)), step="step 1")
         assert server.headers[0]["Authorization"] == "Bearer secret-123"
     assert scores.failures.first == "answered HTTP 401: unknown ***"
-    assert "secret" not in (tmp_path / STORE_FILE).read_text()
+    assert "secret" not in (tmp_path / CACHE_FILE).read_text()
     config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(header_env="NO_SUCH_TOKEN"))
     with pytest.raises(UserError, match="reward.remote.header_env=NO_SUCH_TOKEN: the environment has no such variable"):
-        components_of(config)
+        reward_functions(config)
 
 
 def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monkeypatch):
@@ -172,14 +172,14 @@ def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monk
             results += asyncio.run(reward.compute([{}]))[0]
     assert results[-1] == {"good": 1.0}
     assert results[0] == "answered HTTP 401: Incorrect API key provided: ***"
-    assert results[8] == "returned a part called '***', which repeats a credential"
+    assert results[8] == "returned a term called '***', which repeats a credential"
     shown = json.dumps(results).lower()
     for form in (secret, secret[3:], encoded, quote(secret, safe=""), "zzqq-8800"):
         assert not [form[i : i + 4] for i in range(len(form) - 3) if form.lower()[i : i + 4] in shown]
 
 
 def test_stored_rewards_are_private(tmp_path):
-    file = tmp_path / STORE_FILE
+    file = tmp_path / CACHE_FILE
     file.touch(0o644)
     for _ in range(2):
         RewardCache(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
@@ -193,7 +193,7 @@ def test_credentials_in_the_address_have_no_part_in_the_key_of_a_stored_reward()
 
 
 # --------------------------------------------------------------------------------------------------------
-# The store
+# The cache
 
 
 def test_a_replay_gets_the_same_rewards_without_a_request(tmp_path):
@@ -201,9 +201,9 @@ def test_a_replay_gets_the_same_rewards_without_a_request(tmp_path):
         return rewards([len(server.requests) + i / 10 for i in range(len(document["completions"]))])
 
     with serving(drifting) as server:
-        first = judged(server, "x", "y", "x", store=RewardCache(str(tmp_path)), step="step 1")
+        first = judged(server, "x", "y", "x", cache=RewardCache(str(tmp_path)), step="step 1")
         assert first.rewards == [1.0, 1.1, 1.0], "the same content has the same reward"
-        again = judged(server, "y", "x", "z", store=RewardCache(str(tmp_path)), step="step 2")
+        again = judged(server, "y", "x", "z", cache=RewardCache(str(tmp_path)), step="step 2")
         assert again.rewards == [1.1, 1.0, 2.0]
         asked = [[item["completion"] for item in request["completions"]] for request in server.requests]
         assert asked == [["x", "y"], ["z"]]
@@ -215,11 +215,11 @@ def test_a_failure_is_stored_for_its_own_step(tmp_path):
 
     store = RewardCache(str(tmp_path))
     with serving(recovering) as server:
-        assert judged(server, "abc", store=store, step="step 1").rewards == [0.0]
-        replay = judged(server, "abc", store=RewardCache(str(tmp_path)), step="step 1")
+        assert judged(server, "abc", cache=store, step="step 1").rewards == [0.0]
+        replay = judged(server, "abc", cache=RewardCache(str(tmp_path)), step="step 1")
         assert (replay.rewards, replay.failures.count, len(server.requests)) == ([0.0], 1, 1)
-        assert judged(server, "abc", store=RewardCache(str(tmp_path)), step="step 2").rewards == [3.0]
-        replay = judged(server, "abc", store=RewardCache(str(tmp_path)), step="step 1")
+        assert judged(server, "abc", cache=RewardCache(str(tmp_path)), step="step 2").rewards == [3.0]
+        replay = judged(server, "abc", cache=RewardCache(str(tmp_path)), step="step 1")
         assert replay.failures.count == 1, "as it was logged, although a later step has a reward since"
 
 
@@ -229,15 +229,15 @@ def test_failures_that_end_the_run_are_not_stored(tmp_path):
 
     with serving(half) as server:
         with pytest.raises(UserError, match="1 of 2 rewards"):
-            judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1", max_error_rate=0.1)
-        judged(server, "bad", "good", store=RewardCache(str(tmp_path)), step="step 1")
+            judged(server, "bad", "good", cache=RewardCache(str(tmp_path)), step="step 1", max_error_rate=0.1)
+        judged(server, "bad", "good", cache=RewardCache(str(tmp_path)), step="step 1")
         assert [len(request["completions"]) for request in server.requests] == [2, 1]
 
 
 def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
     store = RewardCache(str(tmp_path))
     store.add({"a": [{"": 1.0}], "b": [{"x": 0.5, "y": 2.0}]}, "step 1")
-    file = tmp_path / STORE_FILE
+    file = tmp_path / CACHE_FILE
     whole = file.read_bytes()
     file.write_bytes(b'{"key": "c", "rewards": [7]}\nnonsense\n\xff\n' + whole + b'{"key": "d", "rewards": [{"": 2')
     again = RewardCache(str(tmp_path))
@@ -253,7 +253,7 @@ def test_a_store_changes_nothing_once_the_run_directory_is_another_s(tmp_path):
         raise UserError("another process holds it")
 
     RewardCache(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
-    file = tmp_path / STORE_FILE
+    file = tmp_path / CACHE_FILE
     file.write_bytes(file.read_bytes() + b'{"key": "b", "rew')  # the other process is writing it
     before = file.read_bytes()
     with pytest.raises(UserError, match="another process"):
@@ -272,6 +272,6 @@ def test_functions_are_stored_on_request(tmp_path, monkeypatch):
     calls, name = tmp_path / "calls", "tests.support.named_rewards:counted"
     monkeypatch.setenv("COUNTED_CALLS", str(calls))
     for store in (False, False, True, True):
-        with reward_pool(name, kept=RewardCache(str(tmp_path)), store=store) as pool:
+        with reward_pool(name, kept=RewardCache(str(tmp_path)), cache=store) as pool:
             assert pool.score(attempts("ab", "fail"), step="step 1").rewards == [2.0, 0.0]
     assert calls.read_text() == "ab\nfail\n" * 3

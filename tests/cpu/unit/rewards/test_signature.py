@@ -8,7 +8,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.rewards.functions import REWARDS
-from trainer.rewards.signature import NAMES, calling_of
+from trainer.rewards.signature import NAMES, signature_of
 
 GIVEN = {name: f"<{name}>" for name in NAMES}
 
@@ -63,7 +63,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_function_gets_what_its_parameters_name(name):
     function, expected = CALLS[name]
-    calling = calling_of(function, "reward.name=f")
+    calling = signature_of(function, "reward.name=f")
     assert calling.call(function, {name: GIVEN[name] for name in calling.wanted}) == expected
     assert calling.grouped == name.startswith("a group")
     assert not calling.is_async
@@ -71,7 +71,7 @@ def test_a_function_gets_what_its_parameters_name(name):
 
 @pytest.mark.parametrize("function", [later, AsyncScorer(), functools.partial(later)])
 def test_async_functions_are_known(function):
-    assert calling_of(function, "reward.name=f").is_async
+    assert signature_of(function, "reward.name=f").is_async
 
 
 REFUSED = {
@@ -95,10 +95,10 @@ REFUSED = {
 def test_parameters_that_no_reward_gets_are_refused(name):
     function, sentence = REFUSED[name]
     with pytest.raises(UserError, match=f"^reward.name=f: the function {sentence}") as refusal:
-        calling_of(function, "reward.name=f")
+        signature_of(function, "reward.name=f")
     assert "\n" not in str(refusal.value)
 
 
 def test_the_built_in_rewards_name_completion_and_answer():
     for function in REWARDS.values():
-        assert calling_of(function, "").wanted == ("completion", "answer")
+        assert signature_of(function, "").wanted == ("completion", "answer")

@@ -11,7 +11,7 @@ from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards.functions import REWARDS
 from trainer.rewards.preflight import try_rewards
-from trainer.rewards.terms import RewardInput, components_of
+from trainer.rewards.terms import RewardInput, reward_functions
 
 HOME = "tests.support.named_rewards"
 
@@ -41,7 +41,7 @@ def judged(name: str | list[str], *completions: str, n: int = 1, **settings):
 
 def test_a_reward_gets_all_that_it_names():
     scores = judged("everything", "x", "cut")
-    assert scores.parts == [
+    assert scores.terms == [
         {"answer": 5.0, "row": 3.0, "status": 0.0},
         {"answer": 5.0, "row": 3.0, "status": 1.0},
     ]
@@ -49,13 +49,13 @@ def test_a_reward_gets_all_that_it_names():
 
 
 def test_a_plain_number_is_called_like_its_function():
-    assert judged("length", "abc").parts == [{"length": 3.0}]
-    assert judged("arithmetic", "5").parts == [{"arithmetic": 1.0}]
+    assert judged("length", "abc").terms == [{"length": 3.0}]
+    assert judged("arithmetic", "5").terms == [{"arithmetic": 1.0}]
 
 
 def test_several_rewards_are_weighed_and_added():
     scores = judged(["length", "parts", "arithmetic"], "5", "1234", weights=[0.5, 2.0, 1.0])
-    assert scores.parts == [
+    assert scores.terms == [
         {"length": 1.0, "right": 1.0, "short": 1.0, "arithmetic": 1.0},
         {"length": 4.0, "right": 0.0, "short": 0.0, "arithmetic": 0.0},
     ]
@@ -64,7 +64,7 @@ def test_several_rewards_are_weighed_and_added():
 
 def test_a_part_that_fails_counts_as_0_and_the_others_as_they_are():
     scores = judged(["length", "broken"], "abc", "de")
-    assert scores.rewards == [3.0, 2.0] and scores.parts == [{"length": 3.0}, {"length": 2.0}]
+    assert scores.rewards == [3.0, 2.0] and scores.terms == [{"length": 3.0}, {"length": 2.0}]
     assert scores.failures.count == 2
     assert re.fullmatch(r"broken: raised RuntimeError: no such model in \w+\.py:\d+", scores.failures.first)
 
@@ -95,7 +95,7 @@ def test_one_bad_reward_of_a_group_costs_one_completion():
 
 def test_async_calls_run_at_the_same_time():
     assert judged("meeting", *[f"meet {i}" for i in range(8)], concurrency=8).rewards == [2.0] * 8
-    assert judged("async_group", "a", "bb", n=2).parts == [{"letters": 1.0}, {"letters": 2.0}]
+    assert judged("async_group", "a", "bb", n=2).terms == [{"letters": 1.0}, {"letters": 2.0}]
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_a_bad_async_call_costs_one_completion(name, reason):
 @pytest.mark.parametrize(
     "completion, reason",
     [
-        ("empty", "returned 0 parts; a reward has 1 to 64"),
-        ("many", "returned 100 parts"),
-        ("name", "returned a part called 'a b'; names are letters, digits, _, . and -"),
-        ("text", "part a returned str, which is not a number"),
-        ("nan", "part a is nan"),
+        ("empty", "returned 0 terms; a reward has 1 to 64"),
+        ("many", "returned 100 terms"),
+        ("name", "returned a term called 'a b'; names are letters, digits, _, . and -"),
+        ("text", "term a returned str, which is not a number"),
+        ("nan", "term a is nan"),
     ],
 )
 def test_parts_must_have_names_and_be_numbers(completion, reason):
@@ -130,9 +130,9 @@ def test_parts_must_have_names_and_be_numbers(completion, reason):
 
 
 def test_functions_of_the_same_name_are_told_apart():
-    some = components_of(RewardConfig(name=[f"{HOME}:length", "math", "operator:eq"]))
+    some = reward_functions(RewardConfig(name=[f"{HOME}:length", "math", "operator:eq"]))
     assert [component.label for component in some] == ["length", "math", "eq"]
-    both = components_of(RewardConfig(name=["operator:eq", "_operator:eq"]))
+    both = reward_functions(RewardConfig(name=["operator:eq", "_operator:eq"]))
     assert [component.label for component in both] == ["operator.eq", "_operator.eq"]
 
 
@@ -162,7 +162,7 @@ def test_a_reward_that_fails_for_all_rows_is_refused():
 
 
 def test_two_rewards_with_the_same_part_are_refused():
-    with pytest.raises(UserError, match="clashing: returned a part length, as another reward does"):
+    with pytest.raises(UserError, match="clashing: returned a term length, as another reward does"):
         tried(["length", "clashing"], "1")
 
 

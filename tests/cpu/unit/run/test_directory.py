@@ -365,7 +365,7 @@ def test_a_job_that_lost_its_checkpoint_directory_writes_no_files_there(tmp_path
             begun: list[str] = []
             run.parts.append(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
             run.save(1)
-            (outcome,) = run.directory.checkpoints.outcomes()
+            (outcome,) = run.directory.checkpoints.results()
             assert begun == [] and "lost the checkpoint directory to process" in outcome.error
             assert sorted(os.listdir(tmp_path / "shared")) == [".lock", ".lock.guard"]
 

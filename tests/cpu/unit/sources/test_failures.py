@@ -92,19 +92,19 @@ class Step:
 
 
 WORLD = """
-from trainer.environments import Step
+from trainer.environments import StepResult
 
 class World:
     def __init__(self, fails):
         self.fails = fails
 
-    def start(self, row, seed):
+    def reset(self, row, seed):
         return [{"role": "user", "content": "?"}]
 
     def step(self, reply):
         if int(reply["content"]) in self.fails:
             raise RuntimeError("it broke")
-        return Step(reward=int(reply["content"]) % 2 + int(reply["content"]) / 100, done=True)
+        return StepResult(reward=int(reply["content"]) % 2 + int(reply["content"]) / 100, done=True)
 
     def close(self):
         pass
