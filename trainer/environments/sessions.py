@@ -15,7 +15,7 @@ from typing import Any
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, StepResult
 from trainer.environments.worker import largest_message
-from trainer.sandbox.limits import LARGEST_REWARD
+from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS
 from trainer.sandbox.pool import Task, WorkerPool
 from trainer.sandbox.process import ProcessDied
 
@@ -141,6 +141,7 @@ class EnvironmentPool(WorkerPool):
             role="environment",
             name=f"environment.name={config.name}",
             limit=("environment.timeout_s", config.timeout_s),
+            concurrency=MAX_ASYNC_SESSIONS,
             largest_message=largest_message(most_characters),
         )
 

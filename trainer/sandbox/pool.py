@@ -209,7 +209,7 @@ class WorkerPool:
         role: what the processes are for, in messages.
         name: the key of the user code with its value, for errors.
         limit: key and value of the longest time for a call.
-        concurrency: `async` calls of one message that run at the same time.
+        concurrency: `async` calls that run at the same time in a process.
         largest_message: bytes of the longest message of a process.
     """
 
