@@ -17,7 +17,7 @@ import secrets
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +218,11 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
         if row is None:
             raise UserError(f"{path}:{number} has no JSON object with a step; repair or remove the file")
     return rows
+
+
+def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Return the values of a metric in lines of a `metrics.jsonl`, without those that were not finite."""
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def _identity(row: Mapping[str, Any]) -> str:

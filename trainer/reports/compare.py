@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import glob
 import json
@@ -22,15 +21,14 @@ from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config import with_new_names, with_new_words
 from trainer.errors import UserError, did_you_mean, sentence_of
-from trainer.files.documents import flatten, parse_object, parse_yaml
+from trainer.files.documents import flatten, parse_yaml
 from trainer.files.redaction import redact
 from trainer.metrics.best import Best, best_of, find_best
 from trainer.metrics.names import METRICS
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.log_setup import escape, run_tool, show
 from trainer.reports.drawing import curve, label_steps, picture
 from trainer.run.recorded_task import RecordedTask, last_start, recorded_task
-from trainer.run.run_metadata import STARTS_FILE
 
 _PER_RUN = (
     "trainer.run_name",
@@ -61,6 +59,8 @@ class Run:
     """By dotted key; empty if the run has not saved it yet."""
     rows: list[dict[str, Any]]
     task: RecordedTask
+    command: list[str]
+    """Words of the last start; empty if they are not known."""
 
     @property
     def steps(self) -> int:
@@ -77,7 +77,8 @@ def read_run(path: str) -> Run:
     if not os.path.exists(file):
         raise UserError(_no_run(path))
     config, rows = _config_of(path), read_metrics(file)
-    return Run(path, flatten(config), rows, recorded_task(last_start(path) or {"config": config}, rows))
+    start = last_start(path) or {"command": [], "config": config}
+    return Run(path, flatten(config), rows, recorded_task(start, rows), with_new_words(start["command"]))
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], li
     if patterns is not None:
         known = list(dict.fromkeys([*differing, *(key for run in runs for key in run.config)]))
         return _matching("--columns", patterns, differing if patterns == ["*"] else known), []
-    named = {word.partition("=")[0].lstrip("+") for run in runs for word in _last_command(run.path)}
+    named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
     ordered = sorted(differing, key=lambda key: key not in named)
     room = shutil.get_terminal_size().columns - _WIDTH_OF_RESULTS if sys.stdout.isatty() else _WIDTH_OF_FILES
     kept: list[str] = []
@@ -251,25 +252,14 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(few) + (", …" if len(names) > len(few) else "")
 
 
-def _last_command(path: str) -> list[str]:
-    """Return the words of the last command that started a run; empty if they are not known."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open(os.path.join(path, STARTS_FILE), "rb") as file:
-            return with_new_words(parse_object(file.read().splitlines()[-1], {"command": [str]})["command"])
-    return []
-
-
 def _results(run: Run, keys: list[str], metrics: list[str], metric: str, best: Best | None) -> dict[str, Any]:
     """Return a row of the table, by column."""
     row: dict[str, Any] = {"run": _name(run)}
     row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
     row |= {f"best {metric}": best and best.value, "at step": best and best.step}
-    row |= {"last": _last(run, metric), **{name: _last(run, name) for name in metrics}}
+    last = {name: (values_of(run.rows, name) or [None])[-1] for name in (metric, *metrics)}
+    row |= {"last": last.pop(metric), **last}
     return row | {"steps": run.steps}
-
-
-def _last(run: Run, metric: str) -> float | None:
-    return next((row[metric] for row in reversed(run.rows) if row.get(metric) is not None), None)
 
 
 def _print_csv(rows: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config import TASKS
 from trainer.errors import FailureSource
 from trainer.metrics.names import PHASES
+from trainer.metrics.tracker import values_of
 
 STEPS = 3
 """Steps after a recovery whose median is compared. The first ones may be slower while caches fill."""
@@ -46,7 +47,7 @@ def compare_since(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
         return []
     lines = [f"steps {after[0]['step']} to {after[-1]['step']}, beside the {len(before)} before"]
     for name in _WATCHED:
-        new, old = _values(after, name), _values(before, name)
+        new, old = values_of(after, name), values_of(before, name)
         if new and old:
             mean = statistics.fmean(new)
             lines.append(f"{name} {mean:.4g} on average, before {min(old):.4g} to {max(old):.4g}")
@@ -57,12 +58,8 @@ def compare_since(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     return lines
 
 
-def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [row[name] for row in rows if row.get(name) is not None]
-
-
 def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    values = _values(rows, name)
+    values = values_of(rows, name)
     return [new - old for old, new in zip(values, values[1:], strict=False)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config import TrainerConfig
 from trainer.config.tasks import find_task
 from trainer.files.atomic_io import write_file
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
 
 LOG = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ REPLAY_FILE = "metrics.replay.jsonl"
 WATCHED = ("policy/loss", "policy/kl", "policy/grad_norm", "reward/mean", "critic/loss")
 _WATCHED_STEPS = 3
 _HISTORY = 20
+_FEWEST = 5
+"""Steps of history below which nothing is far from it."""
 _SMALL = 1e-3
 """A metric that was 0 may leave it by this much: when rewards begin to differ, the policy begins to move."""
 _ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
@@ -177,18 +179,12 @@ def beyond_chance(
     if difference is not None:
         return difference
     for name in watched:
-        past = [row[name] for row in history if row.get(name) is not None]
-        if name not in now or logged.get(name) is None or len(past) < 5:
+        before, past = logged.get(name), values_of(history, name)
+        if name not in now or before is None or len(past) < _FEWEST:
             continue
-        allowed = 8 * _deviation([*past, logged[name]]) + 0.1 * abs(logged[name]) + _SMALL
-        if not abs(now[name] - logged[name]) <= allowed:
-            return f"{name} is {now[name]} and was {logged[name]}"
+        if _is_far(now[name], before, [*past, before]):
+            return f"{name} is {now[name]} and was {before}"
     return None
-
-
-def _deviation(past: Sequence[float]) -> float:
-    mean = sum(past) / len(past)
-    return math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
 
 
 def jumps(
@@ -197,13 +193,20 @@ def jumps(
     """Return a sentence for each watched metric that is far outside its recent history."""
     sentences = []
     for name in watched:
-        past = [row[name] for row in history if row.get(name) is not None]
-        value = metrics.get(name)
-        if value is None or len(past) < 5:
-            continue
-        mean, deviation = sum(past) / len(past), _deviation(past)
-        if not abs(value - mean) <= 8 * deviation + 0.1 * abs(mean) + _SMALL:
+        value, past = metrics.get(name), values_of(history, name)
+        if value is not None and len(past) >= _FEWEST and _is_far(value, mean := sum(past) / len(past), past):
             sentences.append(
-                f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} ± {deviation:.2g}"
+                f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} ± "
+                f"{_deviation(past):.2g}"
             )
     return sentences
+
+
+def _is_far(value: float, centre: float, values: Sequence[float]) -> bool:
+    """Return whether `value` is further from `centre` than chance explains. NaN is."""
+    return not abs(value - centre) <= 8 * _deviation(values) + 0.1 * abs(centre) + _SMALL
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((x - mean) ** 2 for x in values) / len(values))

@@ -80,7 +80,8 @@ def many_keys(tmp_path, number: int) -> list[str]:
         same = {role: {"optimizer": {"lr": 0.5, "betas": [0.9]}} for role in ("policy", "critic")}
         differing = {f"key_{n:02}": i * n for n in range(1, number + 1)}
         runs.append(write_run(tmp_path / f"run{i}", [i / 4], **same, **differing))
-        start = {"command": ["trainer", "train", f"trainer.key_30={30 * i}"]}
+        config = {"trainer": {"total_steps": 1, "ckpt_path": "checkpoints"}}
+        start = {"command": ["trainer", "train", f"trainer.key_30={30 * i}"], "directory": "/", "config": config}
         (tmp_path / f"run{i}" / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return runs
 
