@@ -1,12 +1,12 @@
-"""Pure tensor functions: advantages, policy and value losses, KL, aggregation. Imports torch alone.
+"""Pure tensor functions: advantages, policy and value losses, KL, aggregation. They import only torch.
 
-All functions share one convention: tensors are `(B, T)`, position t belongs to token t of the sequence (its
-log-prob, its reward, the value of the state before it), and `mask` is 1 where that token was generated.
+All functions use one convention: tensors are `(B, T)`, position t belongs to token t of the sequence (its log-prob, its
+reward, the value of the state before it), and `mask` is 1 for tokens that the policy has generated.
 """
 
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
-from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weights, mismatch
+from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weights, train_inference_mismatch
 from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
@@ -27,7 +27,7 @@ __all__ = [
     "importance_weighted_ce",
     "informative_groups",
     "kl_penalty",
-    "mismatch",
+    "train_inference_mismatch",
     "overlong_penalty",
     "resolve",
     "shape_rewards",

@@ -1,10 +1,10 @@
 """Advantage estimators: `ADVANTAGES[name](rewards, mask, group_ids, **options) -> (advantages, returns)`.
 
-`rewards` and `mask` are `(B, T)`, `group_ids` is `(B,)`, equal for completions of one prompt. R_i is the sum of
-completion i's token rewards, g its group, n the size of the group. Both results are `(B, T)`, 0 where `mask` is 0, in
-float32 or wider, and have no gradient. Only a critic is trained on the returns. Whitening is (x - mean) / sqrt(variance
-+ eps) over the completion tokens of the batch, with the unbiased variance; a single token keeps its value, and equal
-values become 0.
+`rewards` and `mask` are `(B, T)`. `group_ids` is `(B,)`, equal for completions of one prompt. R_i is the sum of the
+token rewards of completion i, g its group, n the size of the group. Both results are `(B, T)`, float32 or wider, 0
+where `mask` is 0, and have no gradient. Only a critic is trained on the returns. Whitening is (x - mean) /
+sqrt(variance + eps) over the completion tokens of the batch, with the unbiased variance. A single token keeps its
+value, and equal values become 0.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def gae(
 
 @torch.no_grad()
 def reward(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The reward itself (REINFORCE without a baseline; Williams, 1992): A_i = R_i.
+    """The reward without a baseline (REINFORCE; Williams, 1992): A_i = R_i.
 
-    With reward 1 and the loss `reinforce`, that is maximum likelihood: supervised training.
+    With reward 1 and the loss `reinforce`, this is maximum likelihood: supervised training.
     """
     return _to_tokens(_scores(rewards, mask), mask)
 
@@ -79,8 +79,8 @@ def grpo(
 
         A_i = (R_i - mean_g R) / (std_g R + eps)
 
-    with the unbiased standard deviation. With `normalize_std` false there is no division (Dr. GRPO, Liu et al., 2025).
-    A group of one, and a group of equal rewards, has advantage 0.
+    with the unbiased standard deviation. Without `normalize_std` there is no division (Dr. GRPO, Liu et al., 2025).
+    A group of one, or of equal rewards, has advantage 0.
     """
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     centered = group.centered(scores)
@@ -92,9 +92,9 @@ def grpo(
 @compares_completions
 @torch.no_grad()
 def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """REINFORCE, leave one out (Kool et al., 2019; Ahmadian et al., Back to Basics, 2024).
+    """REINFORCE leave-one-out (Kool et al., 2019; Ahmadian et al., Back to Basics, 2024).
 
-        A_i = R_i - mean of the others of g = n / (n - 1) (R_i - mean_g R)
+        A_i = R_i - mean of the other rewards of g = n / (n - 1) (R_i - mean_g R)
 
     A group of one has advantage 0.
     """
@@ -123,8 +123,10 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ with the group's mean as baseline (Hu, 2025): R_i - mean_g R, whitened over all tokens of the
-    batch. A batch of equal groups has advantage 0."""
+    """REINFORCE++ with the group's mean as baseline (Hu, 2025): R_i - mean_g R, whitened over all tokens of the batch.
+
+    A batch in which the rewards of each group are equal has advantage 0.
+    """
     scores = _Groups(group_ids).centered(_scores(rewards, mask))
     advantages = _whiten(_to_tokens(scores, mask)[0], mask, eps)
     return advantages, advantages
@@ -151,9 +153,9 @@ def remax(
 def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Maximum-likelihood RL (Tajwar et al., 2026): A_i = (R_i - mean_g R) / mean_g R.
 
-    For rewards of 0 and 1 the expected gradient is that of a truncated expansion of log p(right) instead of p(right),
-    so hard prompts weigh more. The estimator expects rewards that are not negative. A group whose mean is at most `eps`
-    has advantage 0.
+    For rewards of 0 and 1, the expected gradient is that of a truncated expansion of log p(correct) instead of
+    p(correct), so hard prompts weigh more. Rewards must not be negative. A group whose mean is at most `eps` has
+    advantage 0.
     """
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     mean = group.mean(scores)[group.index]
@@ -164,14 +166,17 @@ def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6
 @compares_completions
 @torch.no_grad()
 def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """On-policy RL with the optimal baseline (Hao et al., 2025): A_i = R_i - sum_g(l R) / sum_g(l), with l_i the
-    completion's length. A group of equal rewards, and a group of one, has advantage 0."""
+    """On-policy RL with the optimal baseline (Hao et al., 2025): A_i = R_i - sum_g(l R) / sum_g(l).
+
+    l_i is the length of the completion. A group of one, or of equal rewards, has advantage 0.
+    """
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     lengths = (mask > 0).sum(dim=-1).to(scores.dtype)
-    # Subtract the mean first: equal rewards then cancel without rounding.
+    # Subtract the mean first, because equal rewards then cancel without rounding.
     centered = group.centered(scores)
     baseline = group.sum(lengths * centered) / group.sum(lengths).clamp(min=1)
-    return _to_tokens(torch.where(group.flat(scores), torch.zeros_like(scores), centered - baseline[group.index]), mask)
+    advantages = torch.where(group.is_constant(scores), torch.zeros_like(scores), centered - baseline[group.index])
+    return _to_tokens(advantages, mask)
 
 
 @compares_completions
@@ -181,12 +186,12 @@ def grpo_passk(
 ) -> tuple[Tensor, Tensor]:
     """Pass@k training, analytic form (Chen et al., 2025, equations 10 to 16).
 
-    A completion with a reward of at least 1 is right; w of the group's n are wrong. Over all subsets of size k:
+    A completion with a reward of at least 1 is correct; w of the group's n are wrong. Over all subsets of size k:
 
         p = 1 - C(w, k) / C(n, k)          s = sqrt(p (1 - p))
-        A_right = (1 - p) / s              A_wrong = (1 - p - C(w - 1, k - 1) / C(n - 1, k - 1)) / s
+        A_correct = (1 - p) / s            A_wrong = (1 - p - C(w - 1, k - 1) / C(n - 1, k - 1)) / s
 
-    A group that always or never passes (s = 0), or is smaller than k, has advantage 0.
+    A group has advantage 0 if it always or never passes (s = 0), or is smaller than k.
 
     Args:
         pass_k: k, at least 1.
@@ -194,23 +199,23 @@ def grpo_passk(
     if pass_k < 1:
         raise ValueError(f"algorithm.pass_k={pass_k}: must be at least 1")
     scores, group = _scores(rewards, mask), _Groups(group_ids)
-    right = (scores >= 1).to(scores.dtype)
-    sizes, wrong = group.size.tolist(), group.sum(1 - right).tolist()
-    of_right, of_wrong = torch.zeros_like(group.size), torch.zeros_like(group.size)
+    correct = (scores >= 1).to(scores.dtype)
+    sizes, wrong = group.size.tolist(), group.sum(1 - correct).tolist()
+    of_correct, of_wrong = torch.zeros_like(group.size), torch.zeros_like(group.size)
     for g, (n, w) in enumerate(zip(map(int, sizes), map(int, wrong), strict=True)):
         if n < pass_k:
             continue
         p = 1 - math.comb(w, pass_k) / math.comb(n, pass_k)
         s = math.sqrt(p * (1 - p))
         if s > eps:
-            of_right[g] = (1 - p) / s
+            of_correct[g] = (1 - p) / s
             of_wrong[g] = (1 - p - math.comb(max(w - 1, 0), pass_k - 1) / math.comb(n - 1, pass_k - 1)) / s
-    advantages = torch.where(right > 0, of_right[group.index], of_wrong[group.index])
+    advantages = torch.where(correct > 0, of_correct[group.index], of_wrong[group.index])
     return _to_tokens(advantages.to(scores), mask)
 
 
 class _Groups:
-    """Sums over the rows of each group."""
+    """Sums, means and standard deviations over the rows of each group."""
 
     def __init__(self, group_ids: Tensor):
         _, self.index = torch.unique(group_ids, return_inverse=True)
@@ -224,8 +229,8 @@ class _Groups:
     def mean(self, values: Tensor) -> Tensor:
         return self.sum(values) / self.size.to(values)
 
-    def flat(self, values: Tensor) -> Tensor:
-        """Return `(B,)`, true where all values of the row's group are equal. Comparing does not round."""
+    def is_constant(self, values: Tensor) -> Tensor:
+        """Return `(B,)`, True where all values of the row's group are equal. Exact, because it compares the values."""
         low = torch.full((self.count,), torch.inf, dtype=values.dtype, device=values.device)
         high = -low
         low = low.scatter_reduce(0, self.index, values, "amin")
@@ -233,12 +238,12 @@ class _Groups:
         return (low == high)[self.index]
 
     def centered(self, values: Tensor) -> Tensor:
-        """Return the differences to the group's mean, exactly 0 in a group of equal values."""
+        """Return the differences from the group's mean. They are exactly 0 in a group of equal values."""
         difference = values - self.mean(values)[self.index]
-        return torch.where(self.flat(values), torch.zeros_like(values), difference)
+        return torch.where(self.is_constant(values), torch.zeros_like(values), difference)
 
     def std(self, centered: Tensor) -> Tensor:
-        """Return the unbiased standard deviation of each group, from values that are already centred."""
+        """Return the unbiased standard deviation of each group, from centred values."""
         return (self.sum(centered.square()) / (self.size.to(centered) - 1).clamp(min=1)).sqrt()
 
 
@@ -253,22 +258,22 @@ def _to_tokens(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     rewards, active = masked(*at_least_float32(rewards), mask), mask > 0
-    later = rewards.new_zeros(len(rewards))
+    following = rewards.new_zeros(len(rewards))
     returns = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
-        here = rewards[:, t] + gamma * later
-        returns[:, t] = torch.where(active[:, t], here, returns[:, t])
-        later = torch.where(active[:, t], here, later)
+        reward_to_go = rewards[:, t] + gamma * following
+        returns[:, t] = torch.where(active[:, t], reward_to_go, returns[:, t])
+        following = torch.where(active[:, t], reward_to_go, following)
     return returns
 
 
 def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
-    kept = values[mask > 0]
-    if kept.numel() < 2:
+    active = values[mask > 0]
+    if active.numel() < 2:
         return values
-    if kept.min() == kept.max():  # the mean of equal values is rounded, and eps is too small to hide the error
+    if active.min() == active.max():  # the mean of equal values is rounded, and eps is too small to hide the error
         return torch.zeros_like(values)
-    return masked((values - kept.mean()) * torch.rsqrt(kept.var() + eps), mask)
+    return masked((values - active.mean()) * torch.rsqrt(active.var() + eps), mask)
 
 
 ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {

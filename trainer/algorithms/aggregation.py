@@ -1,15 +1,17 @@
 """Reduce token losses to one number that does not depend on how a batch is split.
 
-A mini-batch is split over ranks and micro-batches; each piece returns its share of the global loss:
+A mini-batch is split over ranks and micro-batches. For each micro-batch, the functions return its term of the global
+loss:
 
     token_mean               sum_it m_it x_it / sum_it m_it
     seq_mean_token_mean      sum_i (sum_t m_it x_it / sum_t m_it) / N
     seq_mean_token_sum       sum_i (sum_t m_it x_it) / N
     seq_mean_token_sum_norm  sum_i (sum_t m_it x_it) / (N L)
 
-with i over the global mini-batch's sequences that have a completion token (N of them), m the mask and L
-a constant length. The denominators are `Totals`, known before the first piece is computed. Therefore the losses
-(and gradients) of the pieces, summed over micro-batches and ranks, are the loss (and gradient) of the mini-batch.
+with i over the global mini-batch's sequences that have a completion token (N of them), m the mask and L a constant
+length. The denominators are `Totals`, which are known before the first micro-batch is computed. Therefore the losses
+(and gradients) of the micro-batches, summed over all micro-batches and ranks, are the loss (and gradient) of the
+mini-batch.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ class Totals:
     """Denominators of a global mini-batch."""
 
     tokens: float
-    """Completion tokens."""
+    """Number of completion tokens."""
     sequences: float
-    """Sequences with at least one completion token."""
+    """Number of sequences with at least one completion token."""
     max_tokens: float
     """The constant length L of `seq_mean_token_sum_norm`."""
 
     @classmethod
     def of(cls, mask: Tensor, max_tokens: float | None = None) -> Totals:
         """Return the totals of a batch with this `mask` `(B, T)`. L is `max_tokens`, or T if that is None."""
-        active = mask > 0  # sum integers: a sum of ones in the mask's own type may be rounded
+        active = mask > 0  # integers, because a sum of ones in the mask's dtype may be rounded
         return cls(
             tokens=float(active.sum()),
             sequences=float(active.any(dim=-1).sum()),
@@ -50,20 +52,20 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def aggregate(values: Tensor, mask: Tensor, kind: str = "token_mean", totals: Totals | None = None) -> Tensor:
-    """Return this piece's share of the global mean of `values` `(B, T)`, a scalar.
+    """Return this micro-batch's term of the global mean of `values` `(B, T)`, a scalar.
 
     Args:
-        mask: `(B, T)`, 1 = completion token.
+        mask: `(B, T)`; 1 for completion tokens.
         kind: one of `AGGREGATIONS`.
-        totals: denominators of the global mini-batch; None: the denominators of this batch.
+        totals: denominators of the global mini-batch. None: those of this batch.
     """
     if kind not in AGGREGATIONS:
         raise ValueError(f"algorithm.aggregation={kind}: choose one of {', '.join(AGGREGATIONS)}")
     totals = totals or Totals.of(mask)
-    kept = masked(values, mask)
+    active = masked(values, mask)
     if kind == "token_mean":
-        return kept.sum() / max(totals.tokens, 1.0)
-    rows = kept.sum(dim=-1)
+        return active.sum() / max(totals.tokens, 1.0)
+    rows = active.sum(dim=-1)
     if kind == "seq_mean_token_mean":
         rows = rows / (mask > 0).sum(dim=-1).clamp(min=1)
     scale = totals.max_tokens if kind == "seq_mean_token_sum_norm" else 1.0

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratios import limit, log_ratio
+from trainer.algorithms.ratios import log_ratio, max_log_ratio
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 
@@ -16,7 +16,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor |
     """Return an estimate of KL(policy || reference) for each token, `(B, T)`.
 
     Where `mask` `(B, T)` is 0, the estimate and its gradient are 0 for any log-probs. Only `logprobs` get a gradient.
-    The exponent of k3 is limited to 22 (float64: 177).
+    The exponent of k3 is clamped to 22 (float64: 177).
 
     With d = log pi(x) - log pi_ref(x) (Schulman, Approximating KL divergence, 2020):
 
@@ -24,8 +24,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor |
         k2 = d^2 / 2              biased, low variance; has the gradient of the KL
         k3 = exp(-d) - 1 + d      unbiased, low variance, never negative
         abs = |d|
-        k1+, k3+                  straight through: the value of k1 or k3, the gradient of k2 (k1 and k3 as losses do
-                                  not have the gradient of the KL: Tang and Munos, 2025)
+        k1+, k3+                  straight-through: the value of k1 or k3, the gradient of k2. (As losses, k1 and k3 do
+                                  not have the gradient of the KL: Tang and Munos, 2025.)
     """
     d = log_ratio(logprobs, ref_logprobs.detach(), mask)
     if kind == "k1":
@@ -33,8 +33,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor |
     if kind == "k2":
         return 0.5 * d.square()
     if kind == "k3":
-        # expm1, because exp(-d) - 1 rounds the small KLs of training away.
-        return torch.expm1((-d).clamp(max=limit(d.dtype))) + d
+        # expm1, because exp(-d) - 1 would round the small KLs of training to 0.
+        return torch.expm1((-d).clamp(max=max_log_ratio(d.dtype))) + d
     if kind == "abs":
         return d.abs()
     if kind in ("k1+", "k3+"):
@@ -65,10 +65,10 @@ class AdaptiveKL:
         e = clip(KL / target - 1, -0.2, 0.2)          coef <- coef (1 + e samples / horizon)
 
     Args:
-        coef: weight to start with.
-        target: KL per token, nats.
-        horizon: number of completions over which the weight may change by about a fifth; at least as many as one step
-            has.
+        coef: initial weight.
+        target: KL per token, in nats.
+        horizon: number of completions over which the weight may change by about a fifth. At least the number of
+            completions of one step.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):

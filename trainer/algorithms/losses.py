@@ -1,11 +1,11 @@
 """Policy losses, `POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask, **options) -> (loss, metrics)`,
 and the value loss of the critic.
 
-All tensors are `(B, T)`; `mask` is 1 for completion tokens. r_t = exp(logp_t - old_logp_t), sg[x] is x without its
-gradient. Only `logprobs` get a gradient. A log-ratio is limited to +-22 (float64: +-177) before it is exponentiated.
-The loss is a scalar: this piece's share of the loss of the global mini-batch (see `aggregation`). The metrics are
-shares too: `clip_frac` (tokens whose gradient a bound removes or changes) and `approx_kl` (k3 of old to new). Every
-function takes `aggregation` and `totals`, and options of its own.
+All tensors are `(B, T)`. `mask` is 1 for completion tokens. r_t = exp(logp_t - old_logp_t), and sg[x] is x without its
+gradient. Only `logprobs` get a gradient. A log-ratio is clamped to +-22 (float64: +-177) before it is exponentiated.
+The loss is a scalar: this micro-batch's term of the loss of the global mini-batch (see `aggregation`). The metrics are
+terms too: `clip_frac` (tokens whose gradient is removed or changed by clipping) and `approx_kl` (k3 of old to new).
+Every function has the arguments `aggregation` and `totals`, and its own options.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import Totals, aggregate, masked
-from trainer.algorithms.ratios import at_least_float32, beyond, bounded, log_ratio
+from trainer.algorithms.ratios import at_least_float32, clamp_log_ratio, is_clamped, log_ratio
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -40,16 +40,16 @@ def clip(
     With `dual_clip` = c, the loss of a token with A_t < 0 is at most -c A_t (Ye et al., 2020).
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
-    ratio = bounded(log_r).exp()
+    ratio = clamp_log_ratio(log_r).exp()
     unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    losses, bound = torch.maximum(unclipped, clipped), clipped > unclipped
+    losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip is not None:
         if not dual_clip > 1:
             raise ValueError(f"algorithm.dual_clip={dual_clip}: must be above 1")
         ceiling = -dual_clip * advantages
-        bound = bound | ((advantages < 0) & (losses > ceiling))
+        is_clipped = is_clipped | ((advantages < 0) & (losses > ceiling))
         losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, bound | beyond(log_r), mask, totals)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, is_clipped | is_clamped(log_r), mask, totals)
 
 
 def gspo(
@@ -72,7 +72,7 @@ def gspo(
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     mean = log_r.detach().sum(dim=-1, keepdim=True) / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
-    ratio = bounded(mean).exp() * (logprobs - logprobs.detach()).exp()
+    ratio = clamp_log_ratio(mean).exp() * (logprobs - logprobs.detach()).exp()
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     losses = torch.maximum(unclipped, clipped)
@@ -90,14 +90,14 @@ def cispo(
     aggregation: str = "token_mean",
     totals: Totals | None = None,
 ) -> Loss:
-    """Clipped importance-sampling weights (MiniMax-M1, Chen et al., 2025, equation 4): no token loses its gradient.
+    """Clipped importance-sampling weights (MiniMax-M1, Chen et al., 2025, equation 4). All tokens keep their gradient.
 
         L_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logp_t
 
-    With the default `clip_low` = 1 there is no lower bound, as in the paper.
+    With the default `clip_low` = 1 there is no lower clip, as in the paper.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
-    ratio = bounded(log_r.detach()).exp()
+    ratio = clamp_log_ratio(log_r.detach()).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -weight * advantages * logprobs
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, weight != ratio, mask, totals)
@@ -114,7 +114,7 @@ def sapo(
     aggregation: str = "seq_mean_token_mean",
     totals: Totals | None = None,
 ) -> Loss:
-    """Soft adaptive policy optimisation (Gao et al., 2025): a sigmoid gate instead of the clip.
+    """Soft adaptive policy optimisation (Gao et al., 2025): a sigmoid gate instead of a clip.
 
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = tau_pos if A_t > 0 else tau_neg
 
@@ -123,7 +123,7 @@ def sapo(
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
-    gate = torch.sigmoid(tau * (bounded(log_r).exp() - 1))
+    gate = torch.sigmoid(tau * (clamp_log_ratio(log_r).exp() - 1))
     slope = 4 * gate.detach() * (1 - gate.detach())
     losses = -(4 / tau) * gate * advantages
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, slope < 0.5, mask, totals)
@@ -143,25 +143,25 @@ def clip_cov(
     aggregation: str = "token_mean",
     totals: Totals | None = None,
 ) -> Loss:
-    """PPO's clip, without gradient for a few tokens of high covariance (Cui et al., entropy mechanism, 2025, Clip-Cov).
+    """PPO's clip, and no gradient for a few tokens of high covariance (Cui et al., entropy mechanism, 2025, Clip-Cov).
 
         cov_t = (A_t - mean A) (logp_t - mean logp)
 
-    Candidates are the tokens that the clip does not change and whose covariance lies between `cov_low` and `cov_high`.
-    Some of them are detached: the share `cov_frac` of all tokens, at least one. The paper picks them at random; this
-    function picks the highest covariances, so that a run can be repeated. Means and shares are computed over the
-    piece, so this loss depends on how a batch is split.
+    Candidates are the tokens that the clip does not change and whose covariance is between `cov_low` and `cov_high`.
+    The fraction `cov_frac` of all tokens, at least one, is selected from them and detached. The paper selects at
+    random. This function selects the highest covariances, so that a run can be repeated. Means and fractions are
+    computed over the micro-batch, so this loss depends on how a batch is split.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
-    ratio = bounded(log_r).exp()
+    ratio = clamp_log_ratio(log_r).exp()
     unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    bound = (clipped > unclipped) | beyond(log_r)
+    is_clipped = (clipped > unclipped) | is_clamped(log_r)
     covariance = _covariance(logprobs, advantages, mask)
-    candidates = (covariance > cov_low) & (covariance < cov_high) & ~bound
-    chosen = _highest(torch.where(candidates, covariance, -torch.inf), cov_frac, mask) & candidates
+    candidates = (covariance > cov_low) & (covariance < cov_high) & ~is_clipped
+    selected = _highest(torch.where(candidates, covariance, -torch.inf), cov_frac, mask) & candidates
     losses = torch.maximum(unclipped, clipped)
-    losses = torch.where(chosen, losses.detach(), losses)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, bound | chosen, mask, totals)
+    losses = torch.where(selected, losses.detach(), losses)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, is_clipped | selected, mask, totals)
 
 
 def kl_cov(
@@ -175,16 +175,16 @@ def kl_cov(
     aggregation: str = "token_mean",
     totals: Totals | None = None,
 ) -> Loss:
-    """No clip, but a KL penalty on the tokens of highest covariance (Cui et al., entropy mechanism, 2025, KL-Cov).
+    """KL penalty on the tokens of highest covariance instead of a clip (Cui et al., entropy mechanism, 2025, KL-Cov).
 
-        L_t = -r_t A_t + [t among the share cov_frac of highest cov_t] cov_kl_coef |logp_t - old_logp_t|
+        L_t = -r_t A_t + [t in the fraction cov_frac of highest cov_t] cov_kl_coef |logp_t - old_logp_t|
 
-    The covariance and the share are computed over the piece (see `clip_cov`). At least one token is chosen.
+    Covariance and fraction are computed over the micro-batch (see `clip_cov`). At least one token is selected.
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
-    chosen = _highest(_covariance(logprobs, advantages, mask), cov_frac, mask)
-    losses = -bounded(log_r).exp() * advantages + torch.where(chosen, cov_kl_coef * log_r.abs(), 0.0)
-    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, chosen | beyond(log_r), mask, totals)
+    selected = _highest(_covariance(logprobs, advantages, mask), cov_frac, mask)
+    losses = -clamp_log_ratio(log_r).exp() * advantages + torch.where(selected, cov_kl_coef * log_r.abs(), 0.0)
+    return aggregate(losses, mask, aggregation, totals), _metrics(log_r, selected | is_clamped(log_r), mask, totals)
 
 
 def reinforce(
@@ -198,8 +198,8 @@ def reinforce(
 ) -> Loss:
     """REINFORCE (Williams, 1992): L_t = -A_t logp_t. Unbiased for one optimizer step on fresh samples."""
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
-    unbound = torch.zeros_like(log_r, dtype=torch.bool)
-    return aggregate(-advantages * logprobs, mask, aggregation, totals), _metrics(log_r, unbound, mask, totals)
+    is_clipped = torch.zeros_like(log_r, dtype=torch.bool)
+    return aggregate(-advantages * logprobs, mask, aggregation, totals), _metrics(log_r, is_clipped, mask, totals)
 
 
 def importance_weighted_ce(
@@ -212,13 +212,13 @@ def importance_weighted_ce(
     aggregation: str = "token_mean",
     totals: Totals | None = None,
 ) -> Loss:
-    """Cross-entropy on data of another policy, weighted by importance: L_t = -sg[min(r_t, max_weight)] A_t logp_t.
+    """Cross-entropy on data of another policy with importance weights: L_t = -sg[min(r_t, max_weight)] A_t logp_t.
 
-    `old_logprobs` are those of the other policy. `advantages` are the weights of the examples (1 is plain cross-entropy
-    at r = 1). V-trace truncates weights in the same way (Espeholt et al., 2018).
+    `old_logprobs` are those of the other policy. `advantages` are the weights of the examples. With weight 1, this is
+    plain cross-entropy at r = 1. V-trace truncates weights in the same way (Espeholt et al., 2018).
     """
     logprobs, log_r, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
-    ratio = bounded(log_r.detach()).exp()
+    ratio = clamp_log_ratio(log_r.detach()).exp()
     losses = -ratio.clamp(max=max_weight) * advantages * logprobs
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, ratio > max_weight, mask, totals)
 
@@ -240,37 +240,39 @@ def value_loss(
         values, old_values, returns, mask: `(B, T)`; only `values` get a gradient.
 
     Returns:
-        the loss (a scalar, this piece's share), and the metric `clip_frac`.
+        the loss (a scalar, this micro-batch's term), and the metric `clip_frac`.
     """
-    given = at_least_float32(values, old_values.detach(), returns.detach())
-    values, old_values, returns = (masked(tensor, mask) for tensor in given)
+    wide = at_least_float32(values, old_values.detach(), returns.detach())
+    values, old_values, returns = (masked(tensor, mask) for tensor in wide)
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), mask, "token_mean", totals)
     with torch.no_grad():
-        # Inside the range the two errors differ by rounding alone, which must not count as clipping.
-        acts = (clipped_error > plain_error) & ((values - old_values).abs() > value_clip)
-        metrics = {"clip_frac": aggregate(acts.to(values.dtype), mask, "token_mean", totals)}
+        # Inside the range, the two errors differ only by rounding, which must not count as clipping.
+        is_clipped = (clipped_error > plain_error) & ((values - old_values).abs() > value_clip)
+        metrics = {"clip_frac": aggregate(is_clipped.to(values.dtype), mask, "token_mean", totals)}
     return loss, metrics
 
 
 def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `logprobs`, log r and `advantages`, in float32 or wider and 0 where `mask` is 0.
+    """Return `logprobs`, log r and `advantages`, in float32 or wider, and 0 where `mask` is 0.
 
     The advantages have no gradient.
     """
     shapes = {tuple(tensor.shape) for tensor in (logprobs, old_logprobs, advantages, mask)}
     if len(shapes) > 1:
-        raise ValueError(f"a policy loss takes four tensors of one shape (B, T), not of {sorted(shapes)}")
+        raise ValueError(f"a policy loss needs four tensors of the same shape (B, T), not of {sorted(shapes)}")
     logprobs, old_logprobs, advantages = at_least_float32(logprobs, old_logprobs.detach(), advantages.detach())
     return masked(logprobs, mask), log_ratio(logprobs, old_logprobs, mask), masked(advantages, mask)
 
 
 @torch.no_grad()
-def _metrics(log_r: Tensor, bound: Tensor, mask: Tensor, totals: Totals | None) -> dict[str, Tensor]:
+def _metrics(log_r: Tensor, is_clipped: Tensor, mask: Tensor, totals: Totals | None) -> dict[str, Tensor]:
     return {
-        "clip_frac": aggregate(bound.to(log_r.dtype), mask, "token_mean", totals),
-        "approx_kl": aggregate(torch.expm1(bounded(log_r)) - bounded(log_r), mask, "token_mean", totals),
+        "clip_frac": aggregate(is_clipped.to(log_r.dtype), mask, "token_mean", totals),
+        "approx_kl": aggregate(
+            torch.expm1(clamp_log_ratio(log_r)) - clamp_log_ratio(log_r), mask, "token_mean", totals
+        ),
     }
 
 
@@ -284,15 +286,15 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _highest(values: Tensor, share: float, mask: Tensor) -> Tensor:
-    """Return `(B, T)`, true for the completion tokens of the highest values: a `share` of them, but at least one."""
+def _highest(values: Tensor, fraction: float, mask: Tensor) -> Tensor:
+    """Return `(B, T)`, True for the `fraction` of completion tokens with the highest values, but at least one token."""
     tokens = int((mask > 0).sum())
-    count = min(max(1, int(share * tokens)), tokens) if share > 0 else 0
-    chosen = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+    count = min(max(1, int(fraction * tokens)), tokens) if fraction > 0 else 0
+    selected = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
     if count:
-        # A stable sort takes the first of equal values on every device.
-        chosen[torch.argsort(values.flatten(), descending=True, stable=True)[:count]] = True
-    return chosen.view_as(values)
+        # A stable sort selects the first of equal values on every device.
+        selected[torch.argsort(values.flatten(), descending=True, stable=True)[:count]] = True
+    return selected.view_as(values)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {

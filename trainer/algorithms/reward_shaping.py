@@ -1,4 +1,4 @@
-"""Changes of rewards, and the choice of groups, before advantages are computed."""
+"""Reward shaping, and the selection of groups, before advantages are computed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft penalty of long completions (DAPO, Yu et al., 2025, equation 13), `(B,)`; add it to the rewards.
+    """Soft penalty for long completions (DAPO, Yu et al., 2025, equation 13), `(B,)`. Add it to the rewards.
 
-        0                                          if length <= max_length - buffer
-        -factor (length - (max_length - buffer)) / buffer     beyond, down to -factor at max_length
+        0                                                     if length <= max_length - buffer
+        -factor (length - (max_length - buffer)) / buffer     otherwise, down to -factor at max_length
 
     Args:
-        lengths: `(B,)`, completion tokens.
+        lengths: `(B,)`, numbers of completion tokens.
     """
     if buffer < 1:
         raise ValueError(f"algorithm.overlong_buffer={buffer}: must be at least 1 token")
-    beyond = (lengths.double() - (max_length - buffer)) / buffer
-    return -factor * beyond.clamp(0.0, 1.0)
+    excess = (lengths.double() - (max_length - buffer)) / buffer
+    return -factor * excess.clamp(0.0, 1.0)
 
 
 def shape_rewards(rewards: Tensor, lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
@@ -27,9 +27,9 @@ def shape_rewards(rewards: Tensor, lengths: Tensor, max_length: int, buffer: int
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Return `(B,)`, true where the rewards of the row's group differ.
+    """Return `(B,)`, True where the rewards of the row's group differ.
 
-    Under a group baseline, a group of equal rewards has advantage 0 and no gradient.
+    With a group baseline, a group of equal rewards has advantage 0 and no gradient.
     """
     _, index = torch.unique(group_ids, return_inverse=True)
     low = torch.full((int(index.max()) + 1,), torch.inf, dtype=rewards.dtype, device=rewards.device)

@@ -13,8 +13,8 @@ from trainer.algorithms import (
     correction_weights,
     informative_groups,
     kl_penalty,
-    mismatch,
     resolve,
+    train_inference_mismatch,
 )
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.registry import needs_different_completions
@@ -197,5 +197,7 @@ def logprob_mismatch(batch: Batch) -> dict[str, float]:
     mask = batch["mask"] > 0
     difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]
     metrics = {"rollout/logprob_diff_mean": difference.mean(), "rollout/logprob_diff_max": difference.max()}
-    shown = mismatch(*(torch.from_numpy(batch[name]) for name in ("old_logprobs", "rollout_logprobs", "mask")))
+    shown = train_inference_mismatch(
+        *(torch.from_numpy(batch[name]) for name in ("old_logprobs", "rollout_logprobs", "mask"))
+    )
     return {name: float(v) for name, v in (metrics | {f"rollout/{name}": v for name, v in shown.items()}).items()}

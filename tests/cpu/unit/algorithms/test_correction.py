@@ -15,7 +15,7 @@ from trainer.algorithms import (
     CORRECTIONS,
     LEVELS,
     correction_weights,
-    mismatch,
+    train_inference_mismatch,
 )
 
 
@@ -59,7 +59,7 @@ def test_mismatch_metrics_equal_numpy():
     engine = rng.normal(size=(20, 30)) - 2
     ours = engine + 0.1 * rng.normal(size=(20, 30))
     mask = (rng.random((20, 30)) < 0.8).astype(float)
-    found = mismatch(*(torch.from_numpy(x) for x in (ours, engine, mask)))
+    found = train_inference_mismatch(*(torch.from_numpy(x) for x in (ours, engine, mask)))
     a, b = ours[mask > 0], engine[mask > 0]
     rho = np.exp(a - b)
     expected = {
@@ -73,6 +73,6 @@ def test_mismatch_metrics_equal_numpy():
         "logprob_corr": np.corrcoef(a, b)[0, 1],
     }
     assert found == pytest.approx(expected, abs=1e-9)
-    same = mismatch(*(torch.from_numpy(x) for x in (ours, ours, mask)))
+    same = train_inference_mismatch(*(torch.from_numpy(x) for x in (ours, ours, mask)))
     assert (same["kl"], same["ess"], same["ratio_max"], same["logprob_corr"]) == pytest.approx((0, 1, 1, 1))
-    assert mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}
+    assert train_inference_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}

@@ -177,7 +177,7 @@ def test_clip_frac_counts_tokens_that_the_dual_clip_holds_back():
 
 
 def test_tensors_that_would_broadcast_are_refused():
-    with pytest.raises(ValueError, match=r"of one shape \(B, T\), not of \[\(2,\), \(2, 2\)\]"):
+    with pytest.raises(ValueError, match=r"of the same shape \(B, T\), not of \[\(2,\), \(2, 2\)\]"):
         POLICY_LOSSES["clip"](torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(2), torch.ones(2, 2))
 
 
