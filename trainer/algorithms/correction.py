@@ -66,8 +66,8 @@ def train_inference_mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mas
     """Return metrics of the mismatch between engine and trainer, over the completion tokens of the batch.
 
     The metrics are `kl` (k1 of engine to trainer, the mean of -log rho), `k3_kl`, the quantiles `ratio_p1`,
-    `ratio_p50`, `ratio_p99` and the maximum `ratio_max` of rho, `ess` (effective sample size, (sum rho)^2 / (N sum rho^2)), and
-    `logprob_corr` (correlation of the log-probs). Without a completion token the dict is empty.
+    `ratio_p50` and `ratio_p99` and the maximum `ratio_max` of rho, `ess` (effective sample size, (sum rho)^2 /
+    (N sum rho^2)), and `logprob_corr` (correlation of the log-probs). Without a completion token the dict is empty.
     """
     trainer, engine = (masked(x, mask)[mask > 0].double() for x in (old_logprobs, rollout_logprobs))
     if not trainer.numel():
