@@ -45,7 +45,7 @@ def run_task(task: Task, device: str, cluster: Cluster | None = None) -> None:
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
         with cluster or _cluster(cfg, device) as cluster, directory.settling(), Watchdog(t, cluster):
-            trainer = make_trainer(task, cluster, directory, task.start_weights(cluster, stop), stop)
+            trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
             trainer.fit()
             model = f"; model: {trainer.export_last()}" if task.exports_last else ""
     LOG.info(f"finished step {trainer.state.step} of {total}{_best_of(trainer)}{model}")
@@ -86,7 +86,7 @@ def open_run(task: Task) -> RunDirectory:
 
 def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> list[str]:
     """Return a sentence for each of data and start weights that cannot be used with the checkpoint."""
-    model, read_data = task.weights_to_compare, task.data
+    model, read_data = task.cfg.model.path or task.kept_weights, task.data
     if model is None:
         return []
 

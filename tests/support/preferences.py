@@ -5,7 +5,9 @@ Each group is a pair: the episode with the higher reward was preferred to the ot
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from trainer.algorithms.aggregation import masked
-from trainer.config import Config, RoleSpec, TaskSpec, policy_role
-from trainer.episodes import Episode
+from trainer.config import Config, RoleSpec, policy_role
+from trainer.data.ledger import Ledger, SampleIndex
+from trainer.episodes import Episode, Sample
 from trainer.objectives import Experience, Objective, Outputs
 from trainer.objectives.base import GROUP, LossResult
 from trainer.parallel.batching import Batch, MicroBatch
+from trainer.sources.supervised import LedgerSource
+from trainer.tasks import Metric, Task, TaskSpec
 
 BETA = 0.5
 
@@ -52,8 +57,44 @@ class Preference(Objective):
         return losses.sum() / totals, {"accuracy": accuracy.sum() / totals, "margin": margins.detach().sum() / totals}
 
 
-def build(cfg: Config) -> Any:
-    raise NotImplementedError("a source of pairs")
+class PairSource(LedgerSource):
+    """`trainer.train_batch_size` pairs a step, of `data.train_files`: JSON lines with prompt, chosen and rejected."""
+
+    def __init__(self, cfg: Config, tokenizer: Any):
+        self.size, self.tokenizer = cfg.trainer.train_batch_size, tokenizer
+        lines = [line for path in cfg.data.train_files for line in Path(path).read_text().splitlines()]
+        self.rows = [json.loads(line) for line in lines]
+        super().__init__(Ledger([self.rows], cfg.trainer.seed, "pairs", lambda: "".join(lines)), f"{len(lines)} pairs")
+
+    def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
+        return [(index, self.pair(index)) for index in self.ledger.peek(self.size)]
+
+    def pair(self, index: SampleIndex) -> list[Episode]:
+        row, group = self.rows[index.index], f"{index.epoch}:{index.index}"
+        samples = [self.sample(row["prompt"], row[name]) for name in ("chosen", "rejected")]
+        return [Episode(f"{group}:{i}", group, [sample], reward=1.0 - i) for i, sample in enumerate(samples)]
+
+    def sample(self, prompt: str, answer: str) -> Sample:
+        texts = f"<|user|>{prompt}<|assistant|>", f"{answer}{self.tokenizer.eos_token}"
+        first, last = (self.tokenizer.encode(text) for text in texts)
+        mask = np.asarray([0] * len(first) + [1] * len(last), np.float32)
+        return Sample(np.asarray([*first, *last], np.int32), mask)
 
 
-TASK = TaskSpec(build, objective=Preference, roles=roles)
+def build(cfg: Config) -> Task:
+    return Task(cfg, source=lambda given: (PairSource(cfg, given.tokenizer), None))
+
+
+TASK = TaskSpec(
+    build,
+    objective=Preference,
+    roles=roles,
+    best="policy/accuracy",
+    unused=tuple(f"{name}.*" for name in ("algorithm", "rollout", "reward", "environment", "sft", "trainer.critic")),
+    metrics={
+        "policy/accuracy": Metric(
+            "Pairs whose chosen answer gains more than the rejected one.", "share", "max", "Pairs"
+        ),
+        "policy/margin": Metric("How much more the chosen answer gains.", "nats", "max", "Margin", watched=True),
+    },
+)

@@ -1,4 +1,4 @@
-"""Supervised episodes: examples, or rollouts of earlier runs, whose tokens are to be learnt."""
+"""Episodes of data that is there before the run: examples, or rollouts of earlier runs, whose tokens are learnt."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from trainer.episodes import Episode, Sample
 from trainer.seeding import permutation
 
 
-class SupervisedSource:
-    """Examples drawn in epochs, as many a step as fill `sft.batch_size` rows of `sft.max_length` tokens.
+class LedgerSource:
+    """Base class of sources that sample nothing: a subclass makes the episodes of the rows that the ledger draws.
 
     Args:
-        parts: the data sets.
-        seed: of the run.
+        name: what the rows are, for the log.
     """
 
-    def __init__(self, sft: SFTConfig, parts: Sequence[Sequence[Sample]], seed: int):
-        self.sft = sft
-        self._parts = parts
-        self._seed = seed
-        self.ledger = Ledger(parts, seed, "examples", self._fingerprint, sft.weights)
+    def __init__(self, ledger: Ledger, name: str):
+        self.ledger = ledger
+        self._name = name
         self._steps: dict[int, list[SampleIndex]] = {}
         """Rows of the steps that are not committed."""
 
     def __str__(self) -> str:
-        return f"{sum(map(len, self._parts)):,} examples"
+        return self._name
 
     def __enter__(self) -> Self:
         return self
@@ -44,29 +41,19 @@ class SupervisedSource:
         return self.ledger.epoch
 
     def start(self, version: int, is_initial: bool) -> None:
-        """Examples need no policy."""
+        """No policy is needed."""
 
     def publish(self, version: int) -> None:
-        """Examples need no policy."""
+        """No policy is needed."""
+
+    def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
+        """Return the rows of `step`, each with its episodes, which are one group. Changes nothing."""
+        raise NotImplementedError
 
     def next(self, step: int) -> list[Episode]:
-        """Return the next examples: they fill rows in order, until the next one does not fit into the last row."""
-        rows, width = self.sft.batch_size, self.sft.max_length
-        draws: list[SampleIndex] = []
-        episodes: list[Episode] = []
-        row, used = 1, 0
-        for draw in self.ledger.ahead():
-            sample = self._parts[draw.dataset][draw.index]
-            if used + len(sample.token_ids) > width:
-                row, used = row + 1, 0
-                if row > rows:
-                    break
-            used += len(sample.token_ids)
-            draws.append(draw)
-            uid = f"{draw.epoch}:{draw.index}:{draw.dataset}"
-            episodes.append(Episode(uid, uid, [sample]))
-        self._steps[step] = draws
-        return episodes
+        drawn = self.draw(step)
+        self._steps[step] = [index for index, _ in drawn]
+        return [episode for _, episodes in drawn for episode in episodes]
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
@@ -74,17 +61,49 @@ class SupervisedSource:
     def commit(self, step: int) -> None:
         self.ledger.commit(self._steps.pop(step))
 
-    def some_examples(self, count: int) -> list[Sample]:
-        """Return at most `count` of the examples, drawn by the seed of the run."""
-        examples = [example for part in self._parts for example in part]
-        return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
-
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps.clear()
         self.ledger.load_state_dict(state)
+
+
+class SupervisedSource(LedgerSource):
+    """Examples drawn in epochs, as many a step as fill `sft.batch_size` rows of `sft.max_length` tokens.
+
+    Args:
+        parts: the data sets.
+        seed: of the run.
+    """
+
+    def __init__(self, sft: SFTConfig, parts: Sequence[Sequence[Sample]], seed: int):
+        self.sft = sft
+        self._parts = parts
+        self._seed = seed
+        ledger = Ledger(parts, seed, "examples", self._fingerprint, sft.weights)
+        super().__init__(ledger, f"{sum(map(len, parts)):,} examples")
+
+    def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
+        """Return the next examples: they fill rows in order, until the next one does not fit into the last row."""
+        rows, width = self.sft.batch_size, self.sft.max_length
+        drawn: list[tuple[SampleIndex, Sequence[Episode]]] = []
+        row, used = 1, 0
+        for index in self.ledger.ahead():
+            sample = self._parts[index.dataset][index.index]
+            if used + len(sample.token_ids) > width:
+                row, used = row + 1, 0
+                if row > rows:
+                    break
+            used += len(sample.token_ids)
+            uid = f"{index.epoch}:{index.index}:{index.dataset}"
+            drawn.append((index, [Episode(uid, uid, [sample])]))
+        return drawn
+
+    def some_examples(self, count: int) -> list[Sample]:
+        """Return at most `count` of the examples, drawn by the seed of the run."""
+        examples = [example for part in self._parts for example in part]
+        return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
 
     def _fingerprint(self) -> str:
         digest = xxhash.xxh3_128()

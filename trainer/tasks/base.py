@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -64,8 +65,9 @@ class Task:
     cfg: Config
     source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]]
     """Returns where the episodes come from, and what evaluates the policy (None: there is no validation data)."""
-    start_weights: Callable[[Cluster, StopRequest], str]
-    """Returns the directory or the Hugging Face id of the policy's start weights; makes them if they are made here."""
+    start_weights: Callable[[Cluster, StopRequest], str] | None = None
+    """Returns the directory or the Hugging Face id of the policy's initial weights; makes them if they are made here.
+    None: those of `model.path`, or the built-in model with random weights."""
     check_inputs: Callable[[bool], None] = _accept
     """Refuses bad input before anything expensive starts, with a `UserError`. It may try what servers give, which
     costs time and perhaps money, if its argument is true."""
@@ -73,12 +75,24 @@ class Task:
     """(tokenizer, directory of the start weights) -> the training data, which refuses the place in other data. It is
     called for a resume that is refused for other reasons, too, to tell all reasons at once. None: it is not compared
     then."""
-    weights_to_compare: str | None = None
-    """The directory or id of start weights that are there before the run. None: there are none yet."""
+    kept_weights: str | None = None
+    """The directory of initial weights that an earlier run has made. None: there are none, or `model.path` is set."""
     exports_last: bool = False
     """The run exports its last step, whatever the config says."""
     is_enough: Callable[[Learner, EpisodeSource, int], bool] = _never
     """Whether the run ends after this step, before its last one. A resumed run asks again."""
+
+    def initial_weights(self, cluster: Cluster, stop: StopRequest) -> str:
+        """Return the directory or the Hugging Face id of the policy's initial weights; make them if need be."""
+        if self.start_weights is not None:
+            return self.start_weights(cluster, stop)
+        if self.cfg.model.path is not None:
+            return self.cfg.model.path
+        from trainer.models.tiny import build_tiny  # imports the model classes
+
+        path = os.path.join(self.cfg.trainer.run_dir, "start")
+        build_tiny(self.cfg.model.tiny, path)
+        return path
 
 
 def tokenizer_of(cfg: Config, path: str) -> Any:

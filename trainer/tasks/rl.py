@@ -31,14 +31,14 @@ _TRIED_ROWS = 3
 
 def build(cfg: Config) -> Task:
     """Return the task that the config describes."""
-    path = cfg.model.path or cached_model(cfg)
+    kept = None if cfg.model.path else cached_model(cfg)
     return Task(
         cfg,
         source=_source,
         start_weights=partial(prepare_model, cfg),
         check_inputs=partial(_check_inputs, cfg),
         data=partial(_prompts, cfg),
-        weights_to_compare=path if cfg.model.path or os.path.exists(path) else None,
+        kept_weights=kept if kept and os.path.exists(kept) else None,
     )
 
 

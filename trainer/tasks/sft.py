@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
-from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.data.datasets import check_files
 from trainer.data.sft_dataset import load_train, load_val
 from trainer.models.files import load_config
 from trainer.process.startup import stage
-from trainer.run.stopping import StopRequest
 from trainer.sources.evaluation import LossEvaluator
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks.base import Ingredients, Task
@@ -23,10 +20,8 @@ def build(cfg: Config) -> Task:
     return Task(
         cfg,
         source=_source,
-        start_weights=partial(_start_weights, cfg),
         check_inputs=partial(_check_inputs, cfg),
         data=partial(_examples, cfg),
-        weights_to_compare=cfg.model.path,
         exports_last=True,
     )
 
@@ -41,17 +36,6 @@ def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
     return SupervisedSource(cfg.sft, load_train(cfg.data, cfg.sft, tokenizer, vocab_size), cfg.trainer.seed)
-
-
-def _start_weights(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
-    """Return `model.path`, or the built-in model with random weights."""
-    if cfg.model.path is not None:
-        return cfg.model.path
-    from trainer.models.tiny import build_tiny  # imports the model classes
-
-    path = os.path.join(cfg.trainer.run_dir, "start")
-    build_tiny(cfg.model.tiny, path)
-    return path
 
 
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:

@@ -81,7 +81,7 @@ def _train(cfg: Config, cluster: Cluster, directory: RunDirectory, stop: StopReq
 
     task = dataclasses.replace(sft.build(cfg), is_enough=is_enough)
     LOG.info("warm start of the embedded model: at most %d supervised steps, once for this config", cfg.total_steps)
-    trainer = make_trainer(task, cluster, directory, task.start_weights(cluster, stop), stop)
+    trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
     trainer.fit()
     rows, step = _checked_rows(trainer.source), trainer.state.step
     share = trainer.learner.accuracy(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Outputs
 from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
@@ -220,3 +223,36 @@ def test_a_recorded_episode_learns_from_its_completion_alone():
     assert sample.token_ids.tolist() == [7, 8, 9]
     assert sample.mask.tolist() == [0, 0, 1] and sample.mask.dtype == np.float32
     assert sample.logprobs.tolist() == [0, 0, -0.25]
+
+
+def test_the_kind_of_training(tmp_path, module):
+    """It is a task whose source continues where it was committed; a group is a pair."""
+    module("pairs", examples("A kind of training")[0])
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(5)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = overrides("A kind of training")
+    names = {"DIRECTORY": str(tmp_path), "[pairs.jsonl]": f"[{tmp_path}/pairs.jsonl]"}
+    for name, value in names.items():
+        words = [word.replace(name, value) for word in words]
+    cfg = compose([*words, "trainer.train_batch_size=2", "trainer.mini_batch_size=2"])
+    assert [role.name for role in cfg.roles] == ["policy", "reference"] and cfg.compared_by == (
+        "policy/accuracy",
+        "max",
+    )
+    build_tiny(cfg.model.tiny, str(tmp_path))
+    given: Any = SimpleNamespace(tokenizer=load_tokenizer(str(tmp_path), None, False))
+    source, evaluator = cfg.task(cfg).source(given)
+    assert public(EpisodeSource) <= set(dir(source)) and evaluator is None
+    first = source.next(1)
+    assert [episode.uid for episode in first] == [episode.uid for episode in source.next(1)]
+    assert [(episode.group == first[0].group, episode.reward) for episode in first[:3]] == [
+        (True, 1),
+        (True, 0),
+        (False, 1),
+    ]
+    source.commit(1)
+    state, second = source.state_dict(), source.next(2)
+    resumed, _ = cfg.task(cfg).source(given)
+    resumed.load_state_dict(state)
+    assert [episode.uid for episode in resumed.next(2)] == [episode.uid for episode in second]
+    assert not {episode.group for episode in first} & {episode.group for episode in second}
