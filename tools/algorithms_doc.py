@@ -26,7 +26,9 @@ when another is chosen, which then has the defaults that this page names. An opt
 function does not take is an error. `--cfg job` prints the values that hold.
 
 An advantage estimator or policy loss of your own is given by import path, with the signature of those here:
-[extending.md](extending.md) has an example of each."""
+[extending.md](extending.md) has an example of each. What it names as a further parameter is computed for it. `values`
+gets a critic, `baselines` (estimators) greedy completions, `ref_logprobs` (losses) a reference. A loss with a parameter
+`group_ids` sees whole groups."""
 
 LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
 nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
