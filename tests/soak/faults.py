@@ -90,7 +90,7 @@ def _signal_one(role: str, number: signal.Signals) -> Act:
     def act(place: Place, job: int, numbers: random.Random) -> str | None:
         found = with_role(place.processes(job)[1:], role)
         if number == signal.SIGSTOP and role in ("reward", "environment"):
-            found = found[1::2]  # without the guards, which run no user code
+            found = found[1::2]  # without the reapers, which run no user code
         if not found:
             return None
         chosen = numbers.choice(found)

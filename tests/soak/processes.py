@@ -13,7 +13,7 @@ import psutil
 from tests.support import jobs
 from trainer.cluster.fork_server import InheritingForkServer, run_fork_server
 
-_GUARDED = {
+_SANDBOXED = {
     "trainer.rewards.worker:RewardHandler": "reward",
     "trainer.environments.worker:EnvironmentHandler": "environment",
 }
@@ -53,7 +53,7 @@ def family(pid: int) -> list[psutil.Process]:
 def with_role(processes: Iterable[psutil.Process], role: str) -> list[psutil.Process]:
     """Those of the processes that have a role: `rank`, `engine`, `reward`, `environment` or `launcher`.
 
-    A process of user code comes after its guard. With Ray, ranks and engines are not told apart.
+    A process of user code comes after its reaper. With Ray, ranks and engines are not told apart.
     """
     found = [process for process in processes if role in _roles_of(process)]
     return sorted(found, key=lambda process: process.pid)
@@ -67,7 +67,7 @@ def _roles_of(process: psutil.Process) -> set[str]:
             return {"rank", "engine"}
         if name.startswith(_MEMBERS):
             return {"engine" if name.startswith("engine ") else "rank"}
-        for serve, role in _GUARDED.items():
+        for serve, role in _SANDBOXED.items():
             if serve in command:
                 return {role}
         if any(_name(child).startswith(_MEMBERS) for child in process.children()):

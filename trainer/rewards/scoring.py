@@ -60,47 +60,29 @@ class RewardPool(WorkerPool):
             step: names what the rewards are for, in the cache and in errors.
         """
         with self.round() as tasks:
-            yield ScoringSession(self, tasks, n, step)
-
-    def find(self, key: str | None, step: str) -> Result | None:
-        """Return the cached result of a call; None: there is none."""
-        return self._cache.find(key, step) if self._cache is not None and key else None
-
-    def finish(self, results: dict[RewardFunction, dict[Call, Result]], total: int, step: str) -> Scores:
-        """Aggregate the results, log failures, and cache the results.
-
-        Raises:
-            UserError: more than `reward.max_error_rate` of the rewards have failed.
-        """
-        scores = aggregate(results, total)
-        problem = scores.failures.problem(total, self._config.max_error_rate, step)
-        self._keep(results, step, failures=problem is None)
-        if problem is not None:
-            raise UserError(problem)
-        for line in scores.failures.lines(total, self._config.on_failure, step):
-            LOG.warning(line)
-        return scores
-
-    def _keep(self, results: dict[RewardFunction, dict[Call, Result]], step: str, failures: bool) -> None:
-        """Cache the results of calls with a key. `failures`: those of failed calls too."""
-        if self._cache is None:
-            return
-        new = {call.key: result for group in results.values() for call, result in group.items() if call.key}
-        chosen = {key: result for key, result in new.items() if failures or not _has_failed(result)}
-        self._cache.add({key: result for key, result in chosen.items() if self._cache.find(key, step) is None}, step)
+            yield ScoringSession(self.functions, self._config, self._cache, tasks, n, step)
 
 
 class ScoringSession:
     """Rewards of completions that arrive one after another (see `RewardPool.scoring`)."""
 
-    def __init__(self, pool: RewardPool, tasks: Round, n: int, step: str):
-        self._pool = pool
+    def __init__(
+        self,
+        functions: list[RewardFunction],
+        config: RewardConfig,
+        cache: RewardCache | None,
+        tasks: Round,
+        n: int,
+        step: str,
+    ):
+        self._config = config
+        self._cache = cache
         self._round = tasks
         self._n = n
         self._step = step
-        self._calls: dict[RewardFunction, list[Call]] = {function: [] for function in pool.functions}
+        self._calls: dict[RewardFunction, list[Call]] = {function: [] for function in functions}
         self._tasks: list[_RewardTask] = []
-        self._known: dict[str, Result] = {}
+        self._cached: dict[str, Result] = {}
         self._asked: set[str] = set()
         self._total = 0
 
@@ -132,16 +114,16 @@ class ScoringSession:
         if call.key in self._asked:
             return False
         self._asked.add(call.key)
-        result = self._pool.find(call.key, self._step)
+        result = self._cache.find(call.key, self._step) if self._cache is not None else None
         if result is not None:
-            self._known[call.key] = result
+            self._cached[call.key] = result
         return result is None
 
     def results(self) -> dict[RewardFunction, dict[Call, Result]]:
         """Wait for the result of each call of each reward. No completions can follow."""
         self._round.wait()
         made = {call: result for task in self._tasks for call, result in zip(task.calls, task.results, strict=True)}
-        known = self._known | {call.key: result for call, result in made.items() if call.key}
+        known = self._cached | {call.key: result for call, result in made.items() if call.key}
         return {
             function: {
                 call: known[call.key] if call.key else made[call]
@@ -157,7 +139,23 @@ class ScoringSession:
             UserError: more than `reward.max_error_rate` of the rewards have failed.
             WorkerError: the processes cannot start.
         """
-        return self._pool.finish(self.results(), self._total, self._step)
+        results = self.results()
+        scores = aggregate(results, self._total)
+        problem = scores.failures.problem(self._total, self._config.max_error_rate, self._step)
+        self._store(results, failures=problem is None)
+        if problem is not None:
+            raise UserError(problem)
+        for line in scores.failures.lines(self._total, self._config.on_failure, self._step):
+            LOG.warning(line)
+        return scores
+
+    def _store(self, results: dict[RewardFunction, dict[Call, Result]], failures: bool) -> None:
+        """Cache the results of calls with a key. `failures`: those of failed calls too."""
+        if self._cache is None:
+            return
+        computed = {call.key: result for calls in results.values() for call, result in calls.items() if call.key}
+        chosen = [key for key in computed if key not in self._cached and (failures or not _has_failed(computed[key]))]
+        self._cache.add({key: computed[key] for key in chosen}, self._step)
 
 
 class _RewardTask(Task):

@@ -1,4 +1,4 @@
-"""The pool of processes that run user code, each with a guard that ends whatever the code has started.
+"""The pool of processes that run user code, each with a reaper that ends whatever the code has started.
 
-driver (`process.GuardedProcess`) -> guard (`reaper.main`) -> worker (a function that serves) -> processes of user code
+driver (`pool.WorkerPool`) -> reaper (`reaper.main`) -> worker (`worker.serve`) -> processes that user code starts
 """

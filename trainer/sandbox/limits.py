@@ -28,7 +28,7 @@ THREADS_LEFT = 32
 
 # The end of a process
 STOP_S = 10.0
-"""Longest time for the guard to end the processes that user code has started."""
+"""Longest time for the reaper to end the processes that user code has started."""
 DEATH_S = 1.0
 """Longest time between the end of a worker's pipe and the end of the worker."""
 

@@ -24,7 +24,7 @@ from trainer.errors import WorkerError
 from trainer.process.failure_log import record_replaced_process
 from trainer.process.signals import SIGNALS
 from trainer.sandbox import limits
-from trainer.sandbox.process import GuardedProcess, OutputCapture, ProcessDied, end_all
+from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, end_all
 
 LOG = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class _Batch:
         self.is_begun = False
 
 
-class _Worker(GuardedProcess):
+class _Worker(SandboxedProcess):
     """One process of a pool."""
 
     def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str]):

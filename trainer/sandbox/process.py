@@ -21,11 +21,11 @@ from trainer.sandbox import limits
 
 
 class ProcessDied(Exception):
-    """A guarded process can no longer be used."""
+    """A process of the sandbox can no longer be used."""
 
 
-class GuardedProcess:
-    """One process that runs user code, with its guard (see `trainer.sandbox.reaper`).
+class SandboxedProcess:
+    """One process that runs user code, with its reaper (see `trainer.sandbox.reaper`).
 
     Args:
         serve: import path `module:function` of the function that serves there. It is called with the `Connection` of
@@ -87,8 +87,8 @@ class GuardedProcess:
     def is_stopped(self) -> bool:
         """Whether somebody has stopped the process (SIGSTOP): then its silence is not the fault of user code."""
         with contextlib.suppress(psutil.Error):
-            guard = psutil.Process(self.process.pid)
-            return any(one.status() == psutil.STATUS_STOPPED for one in (guard, *guard.children()))
+            reaper = psutil.Process(self.process.pid)
+            return any(one.status() == psutil.STATUS_STOPPED for one in (reaper, *reaper.children()))
         return False
 
     def end(self, died: bool = False) -> str:
@@ -117,7 +117,7 @@ class GuardedProcess:
         os.close(self.output)
 
 
-def end_all(processes: Sequence[GuardedProcess]) -> None:
+def end_all(processes: Sequence[SandboxedProcess]) -> None:
     """End the processes at the same time, and give up their output."""
     for process in processes:
         process.process.terminate()
@@ -127,14 +127,14 @@ def end_all(processes: Sequence[GuardedProcess]) -> None:
 
 
 class OutputCapture:
-    """What guarded processes have printed, up to a limit. `label` names their kind in front of each line."""
+    """What processes of the sandbox have printed, up to a limit. `label` names their kind in front of each line."""
 
     def __init__(self, label: str):
         self._label = label
         self._text = bytearray()
         self._left_out = 0
 
-    def read(self, process: GuardedProcess) -> None:
+    def read(self, process: SandboxedProcess) -> None:
         """Take what the process has printed so far."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(process.output, 1 << 20)

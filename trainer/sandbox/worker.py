@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import describe_error
 from trainer.import_utils import import_function
-from trainer.sandbox.reaper import ProcessState, send
+from trainer.sandbox.process_state import ProcessState
 
 
 class Handler:
@@ -37,6 +37,11 @@ class Handler:
     def describe(self, error: BaseException, call: list[Any]) -> str:
         """Return why the call has failed."""
         return f"raised {describe_error(error)}"
+
+
+def send(pipe: Connection, message: Any) -> None:
+    """Send `message` to the driver, as JSON."""
+    pipe.send_bytes(json.dumps(message).encode())
 
 
 def serve(pipe: Connection, handler: str, arguments: Sequence[Any], concurrency: int) -> NoReturn:

@@ -167,9 +167,9 @@ def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_fou
 def test_a_process_that_is_stopped_while_it_starts_is_replaced(tmp_path):
     before = INCIDENTS.open(str(tmp_path))
     with pool_of("Echo", timeout_s=1.0) as pool:
-        guard = psutil.Process(pool._workers[0].process.pid)
-        wait_until(lambda: bool(guard.children()))
-        guard.children()[0].suspend()
+        reaper = psutil.Process(pool._workers[0].process.pid)
+        wait_until(lambda: bool(reaper.children()))
+        reaper.children()[0].suspend()
         assert texts(*play(pool, {"prompt": "x"})) == ["x", "1:a"]
     INCIDENTS.close(before)
     assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]

@@ -96,7 +96,7 @@ def test_the_time_limit_leaves_imports_out(custom):
 def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
     with reward_pool(custom("many_rewards"), timeout_s=1, num_processes=2) as pool:
         score(pool, ["1"], ["0"])
-        while len(_processes()) < 4:  # two, each with its guard
+        while len(_processes()) < 4:  # two, each with its reaper
             time.sleep(0.05)
         started = {p.pid: p.create_time() for p in _processes()}
         rewards, failures = score(pool, ["pid"] * 60, ["0"] * 60)  # 3 s, three times the limit of one
@@ -128,7 +128,7 @@ def test_a_stopped_process_is_replaced_and_costs_no_completion(custom, tmp_path)
         score(pool, ["1"], ["0"])
         for process in _processes():
             if any(child in _processes() for child in process.children()):
-                continue  # the guard
+                continue  # the reaper
             process.suspend()
         assert score(pool, ["1", "2"], ["0", "0"])[0] == [1.0, 2.0]
     INCIDENTS.close(before)
@@ -139,7 +139,7 @@ def test_a_process_that_is_stopped_while_it_starts_is_replaced(custom, tmp_path)
     before = INCIDENTS.open(str(tmp_path))
     with reward_pool(custom("stopped_at_start", import_s=1), timeout_s=1, num_processes=1) as pool:
         wait_until(lambda: len(_processes()) == 2)
-        max(_processes(), key=lambda process: process.ppid() != os.getpid()).suspend()  # not the guard
+        max(_processes(), key=lambda process: process.ppid() != os.getpid()).suspend()  # not the reaper
         assert score(pool, ["1", "2"], ["0", "0"])[0] == [1.0, 2.0]
     INCIDENTS.close(before)
     assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
@@ -219,7 +219,7 @@ def test_leaving_the_pool_ends_a_reward_that_hangs(custom):
             with pytest.raises(KeyboardInterrupt):
                 score(pool, ["hang"], ["0"])
             assert score(pool, ["2"], ["0"])[0] == [2.0]
-            assert len(_processes()) == 2  # one, with its guard
+            assert len(_processes()) == 2  # one, with its reaper
     finally:
         signal.signal(signal.SIGALRM, before)
     assert _processes() == []

@@ -191,7 +191,7 @@ def test_a_killed_driver_takes_daemons_of_rewards_along(directory):
         while not (directory / "pids.txt").exists():
             time.sleep(0.05)
         below = [process.pid for process in psutil.Process(driver.pid).children(recursive=True)]
-        assert len(below) >= 3  # guard, worker, daemon
+        assert len(below) >= 3  # reaper, worker, daemon
     finally:
         driver.kill()
         driver.wait()

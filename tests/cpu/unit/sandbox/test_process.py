@@ -1,4 +1,4 @@
-"""A guarded process of any kind: its messages, what it prints, and how it ends. Rewards test it with hostile code."""
+"""A process of the sandbox: its messages, what it prints, and how it ends. Rewards test it with hostile code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from trainer.sandbox.process import GuardedProcess, OutputCapture, ProcessDied, end_all
-from trainer.sandbox.reaper import send
+from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, end_all
+from trainer.sandbox.worker import send
 
 SERVE = f"{__name__}:echo"
 
@@ -42,7 +42,7 @@ def echo(pipe: Connection, greeting: str, options: dict) -> None:
 
 @pytest.fixture
 def process():
-    process = GuardedProcess(SERVE, ['it\'s "me"', {"n": 1, "all": True}], os.environ)
+    process = SandboxedProcess(SERVE, ['it\'s "me"', {"n": 1, "all": True}], os.environ)
     assert process.receive() == ['it\'s "me"', {"n": 1, "all": True}]
     yield process
     end_all([process])
