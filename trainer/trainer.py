@@ -195,7 +195,7 @@ class Trainer:
         state.prompts += len({episode.group for episode in episodes})
         state.samples += len(samples)
         state.tokens += tokens
-        times = self.timer.take()
+        times = self.timer.pop()
         metrics |= times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
@@ -233,7 +233,7 @@ class Trainer:
             self.recovery.lost_s = self.directory.lost_seconds()
             self.recovery.watch(read_metrics(self.directory.metrics_file))
             self._begin()
-            self.timer.take()
+            self.timer.pop()
             for bring_back in begin:
                 bring_back()
             self.learner.restart(self.model_path)

@@ -1,4 +1,4 @@
-"""Whether a run has diverged: a metric is above its limit, and stays there."""
+"""Detect that a run has diverged: a metric is above its limit for several steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Divergence:
-    """A metric that has run away."""
+    """A metric that has diverged."""
 
     metric: str
     limit: float
     first_step: int
-    """The first of the steps in a row that were above the limit."""
+    """The first of the consecutive steps above the limit."""
     value: float
-    """Of the last step."""
+    """The value of the last step."""
 
     def __str__(self) -> str:
         return (
@@ -26,11 +26,11 @@ class Divergence:
 
 
 class DivergenceCheck:
-    """Finds metrics that stay above their limits. Metrics alone decide, so a resumed run finds the same.
+    """Finds metrics that stay above their limits. It uses only metrics, so a resumed run gets the same result.
 
     Args:
-        limits: by metric (`trainer.divergence_limits`).
-        steps: so many steps in a row must be above the limit (`trainer.divergence_patience`).
+        limits: limits by metric (`trainer.divergence_limits`).
+        steps: number of consecutive steps that must be above the limit (`trainer.divergence_patience`).
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 
@@ -42,8 +42,11 @@ class DivergenceCheck:
             self.update(row["step"], row)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
-        """Count a finished step; return what has run away. A step that does not have a metric does not count for it."""
-        found = None
+        """Count a finished step. Return the first metric that has diverged, or None.
+
+        For a metric that is missing in a step, the step does not count.
+        """
+        divergence = None
         for metric, limit in self._limits.items():
             value, above = metrics.get(metric), self._above[metric]
             if value is None:
@@ -53,5 +56,5 @@ class DivergenceCheck:
                 continue
             above.append(step)
             if len(above) >= self._steps:
-                found = found or Divergence(metric, limit, above[0], value)
-        return found
+                divergence = divergence or Divergence(metric, limit, above[0], value)
+        return divergence

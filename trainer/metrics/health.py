@@ -1,4 +1,4 @@
-"""Warnings about a run that trains but learns little. Metrics alone decide, so a resumed run gives the same ones."""
+"""Warnings about a run that trains but learns little. They use only metrics, so a resumed run gives the same ones."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from dataclasses import dataclass
 from typing import Any
 
 _ROUNDING = 1e-12
-"""Standard deviation of equal rewards, relative to their mean."""
+"""Largest standard deviation of equal rewards, relative to their mean."""
 
 
 @dataclass(frozen=True)
-class _Cause:
-    """A reason to warn."""
+class _Symptom:
+    """A reason for a warning."""
 
-    is_seen: Callable[[Mapping[str, float]], bool]
+    is_present: Callable[[Mapping[str, float]], bool]
     metrics: tuple[str, ...]
-    """What `is_seen` reads."""
+    """The metrics that `is_present` reads."""
     steps: int
-    """Steps in a row that show it before the warning, and that do not show it before it is over."""
-    sentence: str
-    """What follows `since step N, `."""
+    """Number of consecutive steps with the symptom before the warning, and without it before the next warning."""
+    message: str
+    """The warning, without its beginning `since step N, `."""
 
 
-_EQUAL_IN_GROUPS = _Cause(
+_EQUAL_IN_GROUPS = _Symptom(
     lambda m: m["reward/zero_std_frac"] == 1,
     ("reward/zero_std_frac",),
     3,
     "all completions of each prompt have had the same reward (reward/zero_std_frac is 1), so nothing is learnt from "
     "rewards; try a larger rollout.n or rollout.temperature, easier or harder prompts, or a reward with finer grades",
 )
-_EQUAL = _Cause(
+_EQUAL = _Symptom(
     lambda m: m["reward/std"] <= _ROUNDING * max(1.0, abs(m["reward/mean"])),
     ("reward/std", "reward/mean"),
     3,
     "all completions have had the same reward (reward/std is 0), so nothing is learnt from rewards; try a larger "
     "rollout.temperature, easier or harder prompts, or a reward with finer grades",
 )
-_BLIND_CRITIC = _Cause(
+_USELESS_CRITIC = _Symptom(
     lambda m: m["critic/explained_variance"] <= 0,
     ("critic/explained_variance",),
     10,
     "the critic has explained nothing of the returns (critic/explained_variance is at most 0); try another "
     "trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run",
 )
-_CUT_OFF = _Cause(
+_TRUNCATED = _Symptom(
     lambda m: m["response_length/clip_ratio"] > 0.5,
     ("response_length/clip_ratio",),
     3,
@@ -55,52 +55,52 @@ _CUT_OFF = _Cause(
 
 
 @dataclass
-class _Watch:
-    """How often a cause has been seen."""
+class _Counter:
+    """How often a symptom has been present."""
 
     since: int = 0
-    seen: int = 0
-    """Steps in a row that show it."""
+    present: int = 0
+    """Consecutive steps with the symptom."""
     absent: int = 0
-    """Steps in a row that do not."""
-    is_warned: bool = False
+    """Consecutive steps without it."""
+    has_warned: bool = False
 
-    def update(self, step: int, is_seen: bool, steps: int) -> bool:
-        """Count a step; return whether to warn now."""
-        if not is_seen:
-            self.seen, self.absent = 0, self.absent + 1
-            self.is_warned &= self.absent < steps
+    def update(self, step: int, is_present: bool, steps: int) -> bool:
+        """Count a step. Return whether to warn now."""
+        if not is_present:
+            self.present, self.absent = 0, self.absent + 1
+            self.has_warned &= self.absent < steps
             return False
-        self.since = self.since if self.seen else step
-        self.seen, self.absent = self.seen + 1, 0
-        warn = self.seen >= steps and not self.is_warned
-        self.is_warned |= warn
+        self.since = self.since if self.present else step
+        self.present, self.absent = self.present + 1, 0
+        warn = self.present >= steps and not self.has_warned
+        self.has_warned |= warn
         return warn
 
 
 class TrainingWarnings:
-    """Warns once of each cause, and again only after the cause was over.
+    """Warns once about each symptom, and again only after the symptom was absent.
 
     Args:
-        compares_completions: the advantages compare the completions of a prompt. Then different rewards of different
-            prompts teach nothing.
+        compares_completions: the advantages compare the completions of a prompt. In this case, different rewards of
+            different prompts teach nothing.
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 
     def __init__(self, compares_completions: bool, history: Iterable[Mapping[str, Any]] = ()) -> None:
         equal = _EQUAL_IN_GROUPS if compares_completions else _EQUAL
-        self._watches = [(cause, _Watch()) for cause in (equal, _BLIND_CRITIC, _CUT_OFF)]
+        self._counters = [(symptom, _Counter()) for symptom in (equal, _USELESS_CRITIC, _TRUNCATED)]
         for row in history:
             self.update(row["step"], row)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Return a sentence for each warning that the metrics of a finished step give cause for."""
+        """Return the warnings about the metrics of a finished step."""
         warnings = []
-        for cause, watch in self._watches:
-            if any(name not in metrics for name in cause.metrics):
-                continue  # a validation before training, or a run without such a part
+        for symptom, counter in self._counters:
+            if any(name not in metrics for name in symptom.metrics):
+                continue  # a validation before training, or a run without a critic
             # `metrics.jsonl` has null for a number that is not finite.
-            is_finite = all(metrics[name] is not None and math.isfinite(metrics[name]) for name in cause.metrics)
-            if watch.update(step, is_finite and cause.is_seen(metrics), cause.steps):
-                warnings.append(f"since step {watch.since}, {cause.sentence}")
+            is_finite = all(metrics[name] is not None and math.isfinite(metrics[name]) for name in symptom.metrics)
+            if counter.update(step, is_finite and symptom.is_present(metrics), symptom.steps):
+                warnings.append(f"since step {counter.since}, {symptom.message}")
         return warnings

@@ -1,4 +1,4 @@
-"""The display of what a job is loading, until its first step."""
+"""The display of the start-up stages of a job, until its first step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ERASE_LINE = "\r\x1b[2K"
 
 
 class StartUp:
-    """Shows the running stage (see `trainer.process.startup`). A context manager around a whole job.
+    """Shows the running stage (see `trainer.process.startup`). A context manager around a complete job.
 
     On a terminal: a line with a running clock. Elsewhere: one line for each stage that takes more than some seconds.
-    While `trainer.metrics.progress.Progress` has the terminal, it shows the stage.
+    While `trainer.metrics.progress.Progress` uses the terminal, it shows the stage.
     """
 
     running: StartUp | None = None
-    """The one of this process."""
+    """The running display of this process."""
 
     def __init__(self, enabled: bool = True):
         self._on_terminal = enabled and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -52,7 +52,7 @@ class StartUp:
             StartUp.running = None
 
     def pause(self, is_paused: bool) -> None:
-        """Leave the terminal to another display, or take it back."""
+        """Leave the terminal to another display, or use it again."""
         with self._writing:
             self._is_paused = is_paused
             if self._on_terminal:
@@ -85,7 +85,7 @@ class StartUp:
 
 
 def stage_text() -> str:
-    """Return the running stage and its time so far: `starting Ray 0:04`; empty between stages. Thread-safe."""
+    """Return the running stage and its time so far, as `starting Ray 0:04`. Empty between stages. Thread-safe."""
     stage = running_stage()
     return f"{escape(stage[0], lines=False)} {clock(time.monotonic() - stage[1])}" if stage else ""
 

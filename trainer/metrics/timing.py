@@ -1,4 +1,4 @@
-"""The time of each phase of a step."""
+"""The duration of each phase of a step."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from trainer.metrics.names import METRICS, PHASES
 
 
 class Timer:
-    """Adds up seconds per phase until `take`. Different phases may nest; one phase may run several times.
+    """Adds up seconds per phase until `pop`. Different phases may nest, and a phase may run several times.
 
     >>> timer = Timer()
     >>> with timer("step"):
     ...     with timer("rollout"):
     ...         timer.running()[0]
     'rollout'
-    >>> sorted(timer.take())
+    >>> sorted(timer.pop())
     ['time/rollout', 'time/step']
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._running: tuple[tuple[str, float], ...] = ()  # phases and their starts, outermost first
+        self._running: tuple[tuple[str, float], ...] = ()  # phases and their start times, outermost first
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time the block as `time/{phase}`, also when it raises."""
+        """Time the block as `time/{phase}`, even if it raises."""
         name = _metric(phase)
         assert phase not in dict(self._running), f"{name} is running already: its seconds would count twice"
         outer, start = self._running, time.monotonic()
@@ -39,17 +39,17 @@ class Timer:
             self.add(phase, time.monotonic() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere as `time/{phase}`."""
+        """Add seconds that were measured elsewhere to `time/{phase}`."""
         name = _metric(phase)
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Return the seconds of each phase that ended since the last call, as `time/{phase}`."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def running(self) -> tuple[str, float] | None:
-        """Return the innermost running phase of a step and its seconds so far; None between phases. Thread-safe."""
+        """Return the innermost running phase of a step and its seconds so far, or None between phases. Thread-safe."""
         phases = [(phase, start) for phase, start in self._running if phase in PHASES]
         return (phases[-1][0], time.monotonic() - phases[-1][1]) if phases else None
 
@@ -61,7 +61,7 @@ def _metric(phase: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`1:05`, `2:03:04`."""
+    """Return a duration as `1:05` or `2:03:04`."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""What Hydra calls around a sweep (`hydra.callbacks` in `conf/config.yaml`)."""
+"""The callback that Hydra calls around a sweep (`hydra.callbacks` in `conf/config.yaml`)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LOG = logging.getLogger(__name__)
 
 
 class SweepCallback(Callback):
-    """Prepares a sweep, and compares its jobs at its end. Does nothing for a single job."""
+    """Prepares a sweep, and compares its jobs at the end. Does nothing for a single job."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Tell the jobs which keys are swept, and let an Optuna study continue. Ends the program if it must not."""
+        """Pass the swept keys to the jobs, and continue an Optuna study. Exits on an invalid sweep."""
         try:
             self._prepare(config)
         except UserError as error:  # Hydra would turn an exception into a warning
@@ -48,7 +48,7 @@ class SweepCallback(Callback):
         fixed = [override.key_or_group for override in overrides if not override.is_sweep_override()]
         if twice := sorted(swept & set(fixed)):
             raise UserError(
-                f"{twice[0]}: is given with one value and with several, so jobs would share a directory; keep one"
+                f"{twice[0]}: has one value and also several, so jobs would share a directory; keep one of the two"
             )
         for override in overrides:
             if override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP:
@@ -59,7 +59,7 @@ class SweepCallback(Callback):
                 "add the values of each job: 'trainer.run_dir=DIRECTORY${sweep_suffix:}'"
             )
         with read_write(config), open_dict(config):
-            # Jobs are composed again, in other processes with some launchers: from these overrides.
+            # Jobs are composed again from these overrides, with some launchers in other processes.
             config.hydra.overrides.hydra.append(
                 f"hydra.job.config.override_dirname.exclude_keys=[{','.join(dict.fromkeys(fixed))}]"
             )
@@ -82,55 +82,55 @@ class SweepCallback(Callback):
             try:
                 compare_runs(sorted(runs), os.path.join(directory, "sweep.png"))
             except (UserError, OSError) as error:
-                LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` does it", error)
+                LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` compares them", error)
 
 
 def _make_private(folder: str) -> None:
-    """Make the directory of a launcher's files for its user alone: the commands of the jobs are in them as they are."""
-    if parent := folder.partition("%")[0].rstrip("/"):  # a directory for each job is below it
+    """Make the directory of a launcher's files accessible only to its user: the files contain the jobs' commands."""
+    if parent := folder.partition("%")[0].rstrip("/"):  # each job has a directory below it
         os.makedirs(parent, exist_ok=True)
         os.chmod(parent, 0o700)
 
 
 def _check_shown(key: str, values: list[str]) -> None:
-    """Refuse values that differ in a secret alone: the directory of each job has its values as its name.
+    """Check that the values do not differ only in a secret: each job's directory is named after its value.
 
     Raises:
-        UserError: two values look the same without their secrets.
+        UserError: two values are equal without their secrets.
     """
     shown = redact_command([f"{key}={value}" for value in values])
     if len(set(shown)) < len(set(values)):
         raise UserError(
-            f"{key}: the jobs of this sweep would differ in a secret alone, and no directory can be named after it; "
+            f"{key}: the jobs of this sweep would differ only in a secret, and no directory can be named after it; "
             "sweep the name of an environment variable instead, or start the jobs one by one"
         )
 
 
 def _check_direction(config: DictConfig) -> None:
-    """Check that Optuna looks for the jobs that the comparison of runs calls the best.
+    """Check that Optuna searches for the jobs that the comparison of runs calls the best.
 
     Raises:
-        UserError: it would look for the worst.
+        UserError: it would search for the worst.
     """
     from omegaconf import OmegaConf
 
-    t, chosen = config.trainer, config.hydra.sweeper.direction
+    t, direction = config.trainer, config.hydra.sweeper.direction
     settings = {name: t[name] for name in ("task", "best_metric", "best_mode")}
-    own = OmegaConf.create({"trainer": settings, "value": DIRECTION})
-    if chosen != own.value:
+    default = OmegaConf.create({"trainer": settings, "value": DIRECTION})
+    if direction != default.value:
         raise UserError(
-            f"hydra.sweeper.direction={chosen}: trainer.best_metric={t.best_metric} with "
-            f"trainer.best_mode={t.best_mode} says {own.value} here; leave hydra.sweeper.direction out"
+            f"hydra.sweeper.direction={direction}: trainer.best_metric={t.best_metric} with "
+            f"trainer.best_mode={t.best_mode} requires {default.value}; remove hydra.sweeper.direction"
         )
-    known = METRICS | find_task(t.task).metrics
-    if chosen == "maximize" and t.best_metric in known and known[t.best_metric].better == "min":
+    metrics = METRICS | find_task(t.task).metrics
+    if direction == "maximize" and t.best_metric in metrics and metrics[t.best_metric].better == "min":
         raise UserError(
-            f"trainer.best_mode=max: the sweep would look for the highest {t.best_metric}; set trainer.best_mode=min"
+            f"trainer.best_mode=max: the sweep would search for the highest {t.best_metric}; set trainer.best_mode=min"
         )
 
 
 def _continue_study(sweeper: DictConfig, directory: str, resumes: bool) -> None:
-    """Count finished trials, and let those that a kill has interrupted run again, with the values that they had.
+    """Count finished trials, and queue the trials that a kill has interrupted again, with the same values.
 
     Args:
         resumes: whether the jobs have `trainer.resume_mode=latest`.
@@ -147,7 +147,7 @@ def _continue_study(sweeper: DictConfig, directory: str, resumes: bool) -> None:
         return
     if trials and not resumes:
         raise UserError(
-            f"hydra.sweep.dir={directory}: already holds a sweep; continue it with trainer.resume_mode=latest, or "
+            f"hydra.sweep.dir={directory}: already contains a sweep; continue it with trainer.resume_mode=latest, or "
             "choose another trainer.run_name"
         )
     for trial in trials:

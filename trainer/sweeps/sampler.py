@@ -1,4 +1,4 @@
-"""Optuna's TPE with keyed randomness: what it suggests depends on the study, not on the process that asks."""
+"""Optuna's TPE with keyed randomness: its suggestions depend on the study, and not on the process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.seeding import derive_seed
 
 
 class KeyedTPESampler(BaseSampler):
-    """TPE (Bergstra et al., 2011), with a random state of its own for each parameter of each trial.
+    """TPE (Bergstra et al., 2011) with a separate random state for each parameter of each trial.
 
-    So a sweep that was killed and continued suggests what an undisturbed one would have suggested.
+    So a sweep that was killed and continued suggests the same values as an uninterrupted one.
 
     Args:
-        options: of `optuna.samplers.TPESampler`, such as `n_startup_trials`.
+        options: options of `optuna.samplers.TPESampler`, such as `n_startup_trials`.
     """
 
     def __init__(self, seed: int, **options: Any):
@@ -28,11 +28,11 @@ class KeyedTPESampler(BaseSampler):
         self._options = options
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return no parameters: each is sampled on its own."""
+        """Return no parameters, because each is sampled independently."""
         return {}
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, Any]) -> dict[str, Any]:
-        """Return nothing, as `search_space` is empty."""
+        """Return nothing, because `search_space` is empty."""
         return {}
 
     def sample_independent(self, study: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:

@@ -73,7 +73,7 @@ def a_step(
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
     assert rows_scored is None or [len(logprobs) for logprobs in scored] == [rows_scored]
-    return metrics, timer.take()
+    return metrics, timer.pop()
 
 
 def _record_scored(learner: Learner) -> list[np.ndarray]:

@@ -18,12 +18,12 @@ def test_timer_adds_up_phases_until_they_are_taken():
         with pytest.raises(ZeroDivisionError), timer("update"):
             time.sleep(0.02)
             1 / 0  # noqa: B018
-    seconds = timer.take()
+    seconds = timer.pop()
     assert set(seconds) == {"time/step", "time/rollout", "time/update"}
     assert seconds["time/rollout"] >= 0.04
     assert seconds["time/update"] >= 0.02
     assert seconds["time/step"] >= seconds["time/rollout"] + seconds["time/update"]
-    assert timer.take() == {}
+    assert timer.pop() == {}
 
 
 def test_timer_refuses_an_unknown_phase_and_counting_twice():

@@ -144,7 +144,7 @@ def test_optuna_looks_for_the_lowest_held_out_loss_of_supervised_jobs(tmp_path):
         ),
         (
             "trainer.best_metric=val/loss",
-            "error: trainer.best_mode=max: the sweep would look for the highest val/loss; set trainer.best_mode=min\n",
+            "error: trainer.best_mode=max: the sweep would search for the highest val/loss; set trainer.best_mode=min\n",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_directory_that_holds_an_optuna_sweep_is_not_continued_by_accident(tmp
     assert sweep(tmp_path, *OPTUNA[:1], *OPTUNA[2:], "hydra.sweeper.n_trials=1").returncode == 0
     done = sweep(tmp_path, *OPTUNA)
     assert done.returncode == 2 and len(jobs(tmp_path)) == 1
-    sentence = "error: hydra.sweep.dir=outputs/default: already holds a sweep; continue it with trainer.resume_mode="
+    sentence = "error: hydra.sweep.dir=outputs/default: already contains a sweep; continue it with trainer.resume_mode="
     assert sentence in done.stderr and "Traceback" not in done.stderr
 
 
@@ -219,7 +219,7 @@ def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
 def test_a_key_with_one_value_and_several_is_refused(tmp_path):
     done = sweep(tmp_path, "trainer.seed=1", "trainer.policy.optimizer.lr=0.1", "trainer.seed=1,5")
     assert done.returncode == 2 and not (tmp_path / "jobs").exists()
-    assert "error: trainer.seed: is given with one value and with several" in done.stderr
+    assert "error: trainer.seed: has one value and also several" in done.stderr
 
 
 def test_a_trial_whose_accuracy_is_0_says_that_optuna_cannot_use_it(tmp_path):
@@ -307,4 +307,4 @@ def test_a_secret_names_no_directory_of_a_sweep(tmp_path):
         name for name in names if "hush" in name
     ]
     done = sweep(tmp_path, "+environment.kwargs.api_key=hush-1,hush-2")
-    assert done.returncode == 2 and "would differ in a secret alone" in done.stderr and "hush" not in done.stderr
+    assert done.returncode == 2 and "would differ only in a secret" in done.stderr and "hush" not in done.stderr
