@@ -1,4 +1,4 @@
-"""Generated data sets: the same on every machine and for every run seed."""
+"""Generated data sets. They are the same on every machine and for every run seed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def generate(name: str, args: Mapping[str, int], size: int, split: str) -> list[dict[str, str]]:
-    """Return `size` examples with `prompt` and `answer`; no prompt is in both `train` and `val`.
+    """Return `size` examples with `prompt` and `answer`. No prompt is in both `train` and `val`.
 
     Args:
-        name: `arithmetic` (sums of two numbers up to `max_value`, 99) or `reverse_text` (words of
-            `min_letters` to `max_letters`, 4 to 10, and their reversal).
+        name: `arithmetic` (sums of two numbers up to `max_value`, 99) or `reverse_text` (words of `min_letters` to
+            `max_letters`, 4 to 10, and their reversal).
         split: `train` or `val`.
 
     Raises:
-        UserError: an option is out of range, or there are not so many different examples.
+        UserError: an option is out of range, or there are fewer than `size` different examples.
     """
-    draw = {"arithmetic": _sum, "reverse_text": _word}[name]
+    sample = {"arithmetic": _sum, "reverse_text": _word}[name]
     examples: dict[str, str] = {}
     for attempt in range(20 * size + 1000):
         if len(examples) == size:
             break
-        prompt, answer = draw(attempt, **args)
-        # The prompt itself says which split it is in, so the splits cannot overlap whatever their sizes.
+        prompt, answer = sample(attempt, **args)
+        # The prompt itself determines its split, so the splits cannot overlap for any sizes.
         if (derive_seed("split", prompt) % 5 == 0) == (split == "val"):
             examples[prompt] = answer
     if len(examples) < size:

@@ -1,4 +1,4 @@
-"""How long a text may be before it is encoded: tokenising a text of 30 MB takes gigabytes and minutes."""
+"""Limits on the length of a text before it is encoded: tokenising 30 MB takes gigabytes and minutes."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import functools
 from typing import Any
 
 _SHORT = 1 << 16
-"""Texts of up to so many characters are always encoded. A tokenizer that leaves characters out, such as repeated
-blanks, can make few tokens of a text that is longer than `most_characters`."""
+"""Texts of up to this many characters are always encoded. A tokenizer that drops characters, such as repeated blanks,
+can make few tokens from a text that is longer than `max_characters`."""
 
 
 class TextTooLong(Exception):
-    """A text certainly has more tokens than it may have."""
+    """A text certainly has more tokens than allowed."""
 
     def __init__(self, characters: int):
         super().__init__(f"{characters:,} characters")
 
 
-def most_characters(tokenizer: Any, max_tokens: int) -> int:
-    """Return the number of characters beyond which a text certainly has more than `max_tokens` tokens."""
+def max_characters(tokenizer: Any, max_tokens: int) -> int:
+    """Return the number of characters above which a text certainly has more than `max_tokens` tokens."""
     return max(_SHORT, max_tokens * _longest_token(tokenizer))
 
 
 def encode(tokenizer: Any, text: str, limit: float) -> list[int]:
-    """Return the tokens of `text`, without those that a tokenizer adds around it.
+    """Return the tokens of `text`, without special tokens around it.
 
     Raises:
-        TextTooLong: it has more than `limit` characters.
+        TextTooLong: the text has more than `limit` characters.
     """
     if len(text) > limit:
         raise TextTooLong(len(text))
@@ -34,13 +34,13 @@ def encode(tokenizer: Any, text: str, limit: float) -> list[int]:
 
 
 def beginning(tokenizer: Any, text: str, max_tokens: int) -> str:
-    """Return as much of `text` as its first `max_tokens` tokens need, or more."""
+    """Return the beginning of `text` that contains at least its first `max_tokens` tokens."""
     if len(text) <= 2 * _SHORT:
         return text
-    return text[: 2 * most_characters(tokenizer, max_tokens)]  # twice: the last token may be another one
+    return text[: 2 * max_characters(tokenizer, max_tokens)]  # twice, because a cut can change the last token
 
 
 @functools.lru_cache(maxsize=4)
 def _longest_token(tokenizer: Any) -> int:
-    """Return the length of the longest token in the vocabulary: in characters, or, which is no less, in bytes."""
+    """Return the length of the longest token in the vocabulary, in characters or in bytes (at least as many)."""
     return max(map(len, tokenizer.get_vocab()), default=1)

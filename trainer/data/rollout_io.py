@@ -22,13 +22,13 @@ _IDS = ("prompt_ids", "completion_ids")
 def write_rollouts(
     run_dir: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write `{run_dir}/rollouts/step_{step}.jsonl`, whole or not at all: one line for each episode of a single turn.
+    """Write `{run_dir}/rollouts/step_{step}.jsonl` atomically, with one line for each single-turn episode.
 
     Prompt and completion are lists of messages, as in the files of validations and in chats to learn from. A step that
     is replayed after a kill writes the same file again.
 
     Args:
-        fence: raises when this process no longer holds the run directory; then nothing is written there.
+        fence: raises when this process no longer holds the run directory. Then nothing is written there.
     """
     lines = []
     for episode in episodes:
@@ -97,54 +97,55 @@ def _write(run_dir: str, step: int, lines: Sequence[Mapping[str, Any]], fence: C
 def read_rollouts(
     file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rollouts of a file of `write_rollouts` that have at least `min_reward`: tokens, mask, log-probs.
+    """Return the tokens, masks and log-probs of the rollouts in a file that have at least `min_reward`.
 
-    Of episodes of several turns (see `write_conversations`), each sample is one.
+    The file was written by `write_rollouts` or `write_conversations`. Each sample of a multi-turn episode is one
+    rollout.
 
     Args:
-        vocab_size: of the model that learns from them.
+        vocab_size: vocabulary size of the model that learns from them.
 
     Raises:
-        UserError: it is no such file, or was written with another tokenizer or model.
+        UserError: the file has another format, or was written with another tokenizer or model.
     """
-    kept = []
+    selected = []
     for where, row in read_rows(file, "data.train_files"):
         samples = _samples(row)
         if not samples:
             raise UserError(
-                f"sft.source=rollouts: {where} is no rollout; logger.save_rollouts=true makes a run write them"
+                f"sft.source=rollouts: {where} is not a rollout; logger.save_rollouts=true makes a run write them"
             )
-        highest = max((token for sample in samples for token in sample["token_ids"]), default=0)
-        if vocab_size is not None and highest >= vocab_size:
+        largest = max((token for sample in samples for token in sample["token_ids"]), default=0)
+        if vocab_size is not None and largest >= vocab_size:
             raise UserError(
-                f"sft.source=rollouts: {where} holds token {highest}, and model.path knows "
-                f"{vocab_size}; it was written with another model"
+                f"sft.source=rollouts: {where} contains token {largest}, and the vocabulary of model.path has "
+                f"{vocab_size} tokens; it was written with another model"
             )
-        said = [text for sample in samples for text in _replies(sample, tokenizer)]
-        texts = [message["content"] for message in _messages(row) or []]
-        if not all(text in texts for text in said):
+        replies = [text for sample in samples for text in _replies(sample, tokenizer)]
+        contents = [message["content"] for message in _messages(row) or []]
+        if not all(reply in contents for reply in replies):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
-        # A reward that failed, or of which a part failed, reaches no limit.
+        # A reward that failed, entirely or in one of its terms, reaches no limit.
         if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
-            kept += samples
-    return kept
+            selected += samples
+    return selected
 
 
 def _samples(row: Any) -> list[dict[str, Any]]:
-    """Return the samples of a line; none: it is no rollout."""
+    """Return the samples of a line, or an empty list if the line is not a rollout."""
     if not isinstance(row, dict) or not (_is_number(row.get("reward")) or row.get("failure")):
         return []
     if _is_rollout(row):
         prompt, completion = row["prompt_ids"], row["completion_ids"]
-        nothing = [0.0] * len(prompt)
-        mask, logprobs = nothing + [1.0] * len(completion), nothing + row["logprobs"]
+        zeros = [0.0] * len(prompt)
+        mask, logprobs = zeros + [1.0] * len(completion), zeros + row["logprobs"]
         return [{"token_ids": prompt + completion, "mask": mask, "logprobs": logprobs}]
     samples = row.get("samples")
     return samples if isinstance(samples, list) and all(map(_is_sample, samples)) and _messages(row) is not None else []
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages that hold what the policy said; None: they cannot be read.
+    """Return the messages with the policy's replies, or None if they cannot be read.
 
     Earlier versions wrote a completion as text, and the messages of several turns as `messages`.
     """
@@ -158,19 +159,19 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _replies(sample: dict[str, Any], tokenizer: Any) -> list[str]:
-    """Return the text of each run of sampled tokens."""
+    """Return the text of each run of consecutive sampled tokens."""
     runs = itertools.groupby(zip(sample["token_ids"], sample["mask"], strict=True), key=lambda pair: pair[1] > 0)
-    said = [[token for token, _ in run] for sampled, run in runs if sampled]
-    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+    replies = [[token for token, _ in run] for sampled, run in runs if sampled]
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in replies]
 
 
 def _is_sample(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    parts = [value.get(name) for name in ("token_ids", "mask", "logprobs")]
+    columns = [value.get(name) for name in ("token_ids", "mask", "logprobs")]
     return (
-        all(isinstance(part, list) and all(map(_is_number, part)) for part in parts)
-        and len({len(part) for part in parts}) == 1
+        all(isinstance(column, list) and all(map(_is_number, column)) for column in columns)
+        and len({len(column) for column in columns}) == 1
         and all(type(token) is int and token >= 0 for token in value["token_ids"])
     )
 

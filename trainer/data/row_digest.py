@@ -1,4 +1,4 @@
-"""A digest of all that the rows of a data set hold."""
+"""A digest of the complete content of a data set's rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def digest_rows(rows: Iterable[Mapping[str, Any]], *more: Any) -> str:
-    """Return a digest of rows in their order, the same in every process.
+    """Return a digest of rows in their order. It is the same in every process.
 
-    Rows count as JSON with sorted keys: in whatever order a file has the columns, the digest is the same. A column that
-    is missing is not one that holds null.
+    Rows are encoded as JSON with sorted keys, so the order of columns in a file does not matter. A missing column
+    differs from a column with null.
 
     Args:
-        more: further values that count.
+        more: further values to include.
     """
     digest = xxhash.xxh3_128()
     encode = json.JSONEncoder(sort_keys=True, default=_as_text).encode
@@ -40,11 +40,11 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value that JSON does not have (times, decimals, arrays, images, of Parquet and the Hub) as text."""
-    kind = type(value).__name__
+    """Return a value that JSON does not support (times, decimals, arrays, images, of Parquet and the Hub) as text."""
+    name = type(value).__name__
     if isinstance(value, (bytes, bytearray)):
-        return f"{kind} {xxhash.xxh3_128_hexdigest(value)}"
-    if hasattr(value, "tobytes"):  # arrays, and images: their text holds an address, or a part of the content
+        return f"{name} {xxhash.xxh3_128_hexdigest(value)}"
+    if hasattr(value, "tobytes"):  # arrays and images, whose text contains an address or only a part of the content
         shape = getattr(value, "shape", getattr(value, "size", ""))
-        return f"{kind} {shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
-    return f"{kind} {_ADDRESS.sub('', str(value))}"
+        return f"{name} {shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
+    return f"{name} {_ADDRESS.sub('', str(value))}"

@@ -1,4 +1,4 @@
-"""Supervised examples: chats and rollouts as tokens, with a mask of the tokens to learn."""
+"""Supervised examples: chats and rollouts as tokens with a loss mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import DataConfig, SFTConfig
-from trainer.data.datasets import Example, as_messages, read_parts, render_text
+from trainer.data.datasets import Example, as_messages, read_files, render_text
 from trainer.data.limits import beginning
 from trainer.data.rollout_io import read_rollouts
 from trainer.episodes import Sample
@@ -18,62 +18,63 @@ from trainer.errors import UserError
 def load_train(data: DataConfig, sft: SFTConfig, tokenizer: Any, vocab_size: int | None = None) -> list[list[Sample]]:
     """Return the training examples, one list per data set.
 
-    With `sft.weights` each file is a data set; else all files form one. Examples without a token to learn are left
-    out: the limit has cut off the whole answer, or the reward is too low.
+    With `sft.weights`, each file is a data set. Otherwise all files form one data set. Examples whose loss mask is all
+    0 are dropped: the limit has cut off the complete answer, or the reward is too low.
 
     Raises:
-        UserError: the data cannot be read, or a data set has nothing to learn.
+        UserError: the data cannot be read, or a data set has no examples left.
     """
     if sft.source == "rollouts":
-        left = None if data.train_size < 0 else data.train_size
+        remaining = None if data.train_size < 0 else data.train_size
         encoded = []
         for file in data.train_files:
-            part = read_rollouts(file, tokenizer, sft.min_reward, vocab_size)[:left]
-            encoded.append([_encode_rollout(row, sft) for row in part])
-            left = None if left is None else left - len(part)
+            rollouts = read_rollouts(file, tokenizer, sft.min_reward, vocab_size)[:remaining]
+            encoded.append([_encode_rollout(row, sft) for row in rollouts])
+            remaining = None if remaining is None else remaining - len(rollouts)
     else:
-        encoded = [[encode(e, tokenizer, data.system_prompt, sft) for e in part] for part in read_parts(data, "train")]
-    kept = [[example for example in part if example.mask.any()] for part in encoded]
+        datasets = read_files(data, "train")
+        encoded = [[encode(example, tokenizer, data.system_prompt, sft) for example in rows] for rows in datasets]
+    usable = [[example for example in dataset if example.mask.any()] for dataset in encoded]
     if not sft.weights:
-        encoded, kept = [[e for part in encoded for e in part]], [[e for part in kept for e in part]]
-    for i, (all_of_it, part) in enumerate(zip(encoded, kept, strict=True)):
-        if not part:
+        encoded, usable = [[e for dataset in encoded for e in dataset]], [[e for dataset in usable for e in dataset]]
+    for i, (examples, dataset) in enumerate(zip(encoded, usable, strict=True)):
+        if not dataset:
             where = data.train_files[i] if sft.weights else "training"
-            if not all_of_it and (sft.source == "examples" or sum(map(len, encoded)) == data.train_size):
+            if not examples and (sft.source == "examples" or sum(map(len, encoded)) == data.train_size):
                 raise UserError(
                     f"data.train_size={data.train_size}: leaves nothing of {where}, which sft.weights names"
                 )
-            if not all_of_it:
+            if not examples:
                 raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
             roles = ",".join(sft.train_on)
             raise UserError(
-                f"sft.max_length={sft.max_length}: all {len(all_of_it)} {where} prompts fill it, or hold "
+                f"sft.max_length={sft.max_length}: all {len(examples)} {where} prompts fill it, or contain "
                 f"nothing of sft.train_on={roles}, which leaves nothing to learn"
             )
-    return kept
+    return usable
 
 
 def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any) -> list[Sample]:
-    """Return the held-out examples that have a token to learn.
+    """Return the validation examples whose loss mask is not all 0.
 
     Raises:
-        UserError: the data cannot be read, or no example has a token to learn.
+        UserError: the data cannot be read, or there is no such example.
     """
-    encoded = [encode(e, tokenizer, data.system_prompt, sft) for part in read_parts(data, "val") for e in part]
-    kept = [example for example in encoded if example.mask.any()]
-    if not kept:
+    encoded = [encode(e, tokenizer, data.system_prompt, sft) for rows in read_files(data, "val") for e in rows]
+    usable = [example for example in encoded if example.mask.any()]
+    if not usable:
         raise UserError(
-            f"sft.max_length={sft.max_length}: none of {len(encoded)} held-out examples has anything to "
+            f"sft.max_length={sft.max_length}: none of {len(encoded)} validation examples has anything to "
             "learn; raise it, or set trainer.val_interval=-1"
         )
-    return kept
+    return usable
 
 
 def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFTConfig) -> Sample:
-    """Render the example as a chat, cut it to `sft.max_length`, and mask the messages of the roles `sft.train_on`.
+    """Render the example as a chat, cut it to `sft.max_length`, and set the loss mask for the roles `sft.train_on`.
 
-    The answer (the last message) is tokenised as the policy would have generated it: by itself, after the generation
-    prompt, with the end token. In earlier messages the content is learnt, and an end token that follows it.
+    The answer (the last message) is tokenised as the policy would have generated it: separately, after the generation
+    prompt, with the end token. In earlier messages, the mask is 1 for the content and for an end token that follows it.
 
     Raises:
         UserError: the chat template changes a message, so its tokens cannot be found.
@@ -84,7 +85,7 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFT
     if spans:
         if not tokenizer.is_fast:
             raise UserError(
-                f"sft.train_on={','.join(sft.train_on)}: the tokenizer cannot tell which tokens are whose; "
+                f"sft.train_on={','.join(sft.train_on)}: the tokenizer does not map tokens to messages; "
                 "only the last message of a chat can be learnt with it"
             )
         text = beginning(tokenizer, text, sft.max_length)
@@ -105,39 +106,39 @@ def encode(example: Example, tokenizer: Any, system_prompt: str | None, sft: SFT
 def _spans(
     tokenizer: Any, text: str, messages: Sequence[dict[str, str]], roles: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """Find the contents of the messages of these roles in the rendered chat `text`, as (begin, end) of characters.
+    """Find the contents of the messages of these roles in the rendered chat `text`, as (begin, end) in characters.
 
-    The same chat is rendered with other contents, which shows the text between the contents.
+    The same chat is rendered with placeholders as contents, which shows the text between the contents.
     """
     if not any(message["role"] in roles for message in messages):
         return []
-    marks = [f"[message {i} of the chat]" for i in range(len(messages))]
-    others = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    rest = render_text(tokenizer, others, add_generation_prompt=True)
+    placeholders = [f"[message {i} of the chat]" for i in range(len(messages))]
+    chat = [{**message, "content": text} for message, text in zip(messages, placeholders, strict=True)]
+    rest = render_text(tokenizer, chat, add_generation_prompt=True)
     between = []
-    for mark in marks:
-        piece, _, rest = rest.partition(mark)
+    for placeholder in placeholders:
+        piece, _, rest = rest.partition(placeholder)
         between.append(piece)
     between.append(rest)
     spans, position = [], len(between[0])
     for i, message in enumerate(messages):
         content, end = message["content"], between[i + 1]
-        # Templates strip, and take the reasoning out of earlier turns.
-        known_as = (content, content.strip(), content.rpartition("</think>")[2].strip())
-        shown = next((c for c in known_as if text.startswith(c + end, position)), None)
-        if shown is None or not text.startswith(between[0]):
+        # Templates strip contents, and remove the reasoning from earlier turns.
+        variants = (content, content.strip(), content.rpartition("</think>")[2].strip())
+        rendered = next((c for c in variants if text.startswith(c + end, position)), None)
+        if rendered is None or not text.startswith(between[0]):
             raise UserError(
                 f"sft.train_on={','.join(roles)}: the chat template changes message {i + 1} "
-                f"({content[:40]!r}), so its tokens cannot be told from the others'"
+                f"({content[:40]!r}), so its tokens cannot be distinguished from the others'"
             )
-        if message["role"] in roles and shown:
-            spans.append((position, position + len(shown)))
-        position += len(shown) + len(end)
+        if message["role"] in roles and rendered:
+            spans.append((position, position + len(rendered)))
+        position += len(rendered) + len(end)
     return spans
 
 
 def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[float]:
-    """Return 1 for each token that has a character in one of the spans, which are in order."""
+    """Return 1 for each token with a character in one of the spans, and 0 for the others. The spans are in order."""
     mask, i = [], 0
     for begin, end in offsets:
         while i < len(spans) and spans[i][1] <= begin:

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.config import Config
 from trainer.data.datasets import Prompt
-from trainer.data.limits import TextTooLong, most_characters
+from trainer.data.limits import TextTooLong, max_characters
 from trainer.environments.conversation import Conversation
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
@@ -116,7 +116,7 @@ class EnvironmentRunner:
         self._seed = cfg.trainer.seed
         self._longest = cfg.rollout.max_prompt_tokens
         self._tokenizer = tokenizer
-        self._limit = most_characters(tokenizer, self._longest)
+        self._limit = max_characters(tokenizer, self._longest)
         self._pool = EnvironmentPool(cfg.environment, self._limit)
 
     def __enter__(self) -> Self:

@@ -105,18 +105,18 @@ def test_size_cuts_and_stops_reading(tmp_path):
         (b'{"prompt": "a", "answer": "b"}\n\n{"prompt": ', "data.train_files: {file}:3 is not JSON .*"),
         (b'{"prompt": "a",\n', "data.train_files: {file}:1 is not JSON .Expecting .* at column 16."),
         (b'{"prompt": "\xff", "answer": "b"}', "data.train_files: {file}:1 is not JSON .*"),
-        (b'{"prompt": "\\ud800", "answer": "b"}', "{file}:1: holds half of a surrogate pair.*"),
-        (b'{"prompt": [{"role": "\\ud800", "content": "a"}], "answer": "b"}', "{file}:1: holds half of a .*"),
+        (b'{"prompt": "\\ud800", "answer": "b"}', "{file}:1: contains half of a surrogate pair.*"),
+        (b'{"prompt": [{"role": "\\ud800", "content": "a"}], "answer": "b"}', "{file}:1: contains half of a .*"),
         (b"[1, 2]", "data.prompt_key=prompt: {file}:1 must be an object with prompt and answer"),
         (b'{"question": "a", "answer": "b"}', "data.prompt_key=prompt: {file}:1 has no such key; it has question, .*"),
         (b'{"prompt": "a", "text": "b"}', "data.answer_key=answer: {file}:1 has no such key; it has prompt, text"),
-        (b'{"prompt": 3, "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string, or .* chat messages.*"),
-        (b'{"prompt": [], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string.*"),
-        (b'{"prompt": ["a"], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string.*"),
-        (b'{"prompt": [{"role": "user"}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must hold a string.*"),
+        (b'{"prompt": 3, "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string, or .* chat messages.*"),
+        (b'{"prompt": [], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
+        (b'{"prompt": ["a"], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
+        (b'{"prompt": [{"role": "user"}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
         (b'{"prompt": [{"role": "user", "content": 1}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must.*"),
-        (b'{"prompt": "a", "answer": null}', "data.answer_key=answer: {file}:1 must hold a string or .*, not NoneType"),
-        (b'{"prompt": "a", "answer": ["b"]}', "data.answer_key=answer: {file}:1 must hold a string or .*, not list"),
+        (b'{"prompt": "a", "answer": null}', "data.answer_key=answer: {file}:1 must have a string or .*, not NoneType"),
+        (b'{"prompt": "a", "answer": ["b"]}', "data.answer_key=answer: {file}:1 must have a string or .*, not list"),
     ],
 )  # fmt: skip
 def test_bad_lines_are_named(tmp_path, content, message):
@@ -137,7 +137,7 @@ def test_several_problems_are_listed_together(tmp_path):
     sentences = [
         f"data.train_files: {first}:2 is not JSON (Extra data at column 31)",
         f"data.prompt_key=prompt: {first}:3 has no such key; it has answer",
-        f"data.answer_key=answer: {first}:5 must hold a string or a number, not NoneType; the same holds for {first}:6",
+        f"data.answer_key=answer: {first}:5 must have a string or a number, not NoneType; the same holds for {first}:6",
         f"data.train_files: {first}:37 is not JSON (Expecting property name enclosed in double quotes at column 2)",
     ]
     with pytest.raises(UserError) as refused:
@@ -163,7 +163,7 @@ def test_the_rest_of_a_large_file_is_checked_when_it_is_read(tmp_path, kind):
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     check_files(files(str(file)), validation=False)
-    with pytest.raises(UserError, match="large.*81 must hold a string or .*; the same holds for .*large.*82$"):
+    with pytest.raises(UserError, match="large.*81 must have a string or .*; the same holds for .*large.*82$"):
         read_examples(files(str(file)), "train")
 
 
@@ -189,9 +189,9 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
     [
         (
             "missing.jsonl",
-            f"data.train_files=missing.jsonl: no such file in {os.getcwd()}; correct the path, or give hf://.*",
+            f"data.train_files=missing.jsonl: no such file in {os.getcwd()}; correct the path, or set hf://.*",
         ),
-        ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or give hf://.*"),
+        ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or set hf://.*"),
         ("missing.csv", "data.train_files=missing.csv: must end in .jsonl or .parquet, or be hf://.*"),
         ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config, split and revision, not name"),
         ("hf://a/b?revision=main", "data.train_files=hf://a/b.revision=main: revision must be a commit, of 40 hex.*"),

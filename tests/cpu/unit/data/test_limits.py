@@ -56,8 +56,8 @@ def test_no_text_with_so_few_tokens_has_more_characters(tokenizer):
         assert len(text) <= longest * len(tokenizer.encode(text, add_special_tokens=False))
 
     check()
-    assert limits.most_characters(tokenizer, 10_000) == 130_000
-    assert limits.most_characters(tokenizer, 1) == 65_536, "a tokenizer may leave characters out of a short text"
+    assert limits.max_characters(tokenizer, 10_000) == 130_000
+    assert limits.max_characters(tokenizer, 1) == 65_536, "a tokenizer may leave characters out of a short text"
 
 
 def test_a_prompt_that_is_far_too_long_is_dropped_without_tokenising_it(tokenizer, tmp_path):

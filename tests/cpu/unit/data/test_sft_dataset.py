@@ -124,7 +124,7 @@ def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
     assert 0 < len(short) < 50
     assert all(e.mask.any() and len(e.token_ids) <= 9 for e in short)
     assert len(load_val(data, sft(), tokenizer)) == 20
-    with pytest.raises(UserError, match="sft.max_length=3: none of 20 held-out examples has anything to"):
+    with pytest.raises(UserError, match="sft.max_length=3: none of 20 validation examples has anything to"):
         load_val(data, sft(max_length=3), tokenizer)
 
 
@@ -144,7 +144,7 @@ def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_
     ] == [4]
     with pytest.raises(UserError, match="data.train_size=3: leaves nothing of .*b.jsonl"):
         load_train(DataConfig(train_files=files, messages_key="chat", train_size=3), sft(weights=[1, 2]), tokenizer)
-    with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must hold a list of chat messages"):
+    with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must have a list of chat messages"):
         load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
 
 
@@ -192,11 +192,11 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     file.write_text(json.dumps(old) + "\n")
     assert len(load_train(data, sft(source="rollouts"), tokenizer)[0]) == 1, "the form of earlier versions"
     for change, problem in (
-        ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is no rollout"),
-        ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is no rollout"),
-        ({"completion": [{"role": "user"}]}, "is no rollout"),
+        ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is not a rollout"),
+        ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is not a rollout"),
+        ({"completion": [{"role": "user"}]}, "is not a rollout"),
         ({"completion": chat[1:3]}, "another tokenizer"),
-        ({"completion": None, "messages": chat[:3]}, "is no rollout"),
+        ({"completion": None, "messages": chat[:3]}, "is not a rollout"),
     ):
         file.write_text(json.dumps({**row, **change}) + "\n")
         with pytest.raises(UserError, match=problem):
@@ -234,13 +234,16 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     [old] = load_train(DataConfig(train_files=[str(tmp_path / "old.jsonl")]), sft(source="rollouts"), tokenizer)
     assert old[0].token_ids.tolist() == both[0].token_ids.tolist(), "the form of earlier versions"
     for change, problem in (
-        ({"logprobs": [0.0]}, "is no rollout"),
-        ({"logprobs": [math.nan, 0.0, 0.0]}, "is no rollout"),
-        ({"reward": math.inf}, "is no rollout"),
+        ({"logprobs": [0.0]}, "is not a rollout"),
+        ({"logprobs": [math.nan, 0.0, 0.0]}, "is not a rollout"),
+        ({"reward": math.inf}, "is not a rollout"),
         ({"completion": "xx"}, "another tokenizer"),
         ({"completion": [{"role": "assistant", "content": "xx"}]}, "another tokenizer"),
-        ({"completion": ["ba"]}, "is no rollout"),
-        ({"prompt_ids": [320]}, "holds token 320, and model.path knows 320; it was written with another model"),
+        ({"completion": ["ba"]}, "is not a rollout"),
+        (
+            {"prompt_ids": [320]},
+            "contains token 320, and the vocabulary of model.path has 320 tokens; it was written with another model",
+        ),
     ):
         (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))
         with pytest.raises(UserError, match=problem):

@@ -144,7 +144,8 @@ def test_optuna_looks_for_the_lowest_held_out_loss_of_supervised_jobs(tmp_path):
         ),
         (
             "trainer.best_metric=val/loss",
-            "error: trainer.best_mode=max: the sweep would search for the highest val/loss; set trainer.best_mode=min\n",
+            "error: trainer.best_mode=max: the sweep would search for the highest val/loss; "
+            "set trainer.best_mode=min\n",
         ),
     ],
 )
