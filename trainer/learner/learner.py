@@ -43,7 +43,7 @@ class Learner:
 
     @property
     def compares_completions(self) -> bool:
-        """The rows of a group teach by their differences."""
+        """Whether the objective compares the rows of a group."""
         return self.objective.compares_completions
 
     def build(self, model_path: str) -> None:

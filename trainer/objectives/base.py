@@ -70,7 +70,7 @@ class Objective:
     """The loss of the policy reads `old_logprobs`. Where the batch has none, the first optimizer step of the policy
     takes the log-probs of its own forward pass, whose weights are still the old ones."""
     compares_completions = False
-    """Rows of a group teach by their differences."""
+    """The objective compares the rows of a group, so these must be able to differ."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ from trainer.config.algorithm import (
 from trainer.config.functions import INPUTS, inputs_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.import_utils import default_of, is_import_path, options_of, takes_any_option, user_code
+from trainer.import_utils import (
+    default_of,
+    is_import_path,
+    options_of,
+    parameter_names,
+    takes_any_option,
+    user_code,
+)
 
 _NOT_FOR_USERS = {"eps", "totals"}.union(*INPUTS.values())  # the caller passes them, or they are fixed
 _OF_THE_TRAINER = {"loss", "grad_norm", "lr"}
@@ -41,7 +49,8 @@ def check_functions(config: Config) -> None:
     """
     algorithm = config.algorithm
     estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, _try_estimator)
-    loss = _resolve(POLICY_LOSSES, algorithm, LOSS, _try_loss)
+    scores = {role.scores for role in config.roles if role.scores}
+    loss = _resolve(POLICY_LOSSES, algorithm, LOSS, partial(_try_loss, scores=scores))
     functions = {ESTIMATOR: estimator, LOSS: loss}
     _check_keys(algorithm, functions)
     _check_further_options(algorithm, functions)
@@ -131,11 +140,16 @@ def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig) -> 
         raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
 
 
-def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
+def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str] = ()) -> None:
+    """Call a policy loss.
+
+    Args:
+        scores: arrays that roles of the run compute for it.
+    """
     logprobs, mask = torch.full((4, 3), -1.0, requires_grad=True), torch.ones(4, 3)
     given = {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
-    arrays = dict.fromkeys(INPUTS[LOSS], logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
-    inputs = {name: arrays[name] for name in inputs_of(LOSS, algorithm.policy_loss)}
+    arrays = dict.fromkeys((*INPUTS[LOSS], *scores), logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
+    inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, LOSS) | given | inputs
     result = function(logprobs, logprobs.detach(), mask - 0.5, mask, **options)
     if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):

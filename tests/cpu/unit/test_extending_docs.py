@@ -108,14 +108,8 @@ def test_the_policy_loss(module):
 
 def test_the_objective(module):
     """Three pairs in one micro-batch, in one for each pair, and in one without rows."""
-    module("my_preference", examples("An objective")[0])
-    preference = importlib.import_module("my_preference")
-    cfg = Config()
-    assert [(role.name, role.trained, role.scores) for role in preference.roles(cfg)] == [
-        ("policy", True, ""),
-        ("reference", False, "ref_logprobs"),
-    ]
-    objective = preference.Preference(cfg)
+    module("preference", examples("An objective")[0])
+    objective = importlib.import_module("preference").Preference(Config())
     rng = np.random.default_rng(0)
     samples = [Sample(rng.integers(0, 9, length), np.ones(length, np.float32)) for length in (3, 9, 8, 2, 5, 4)]
     pairs = [Episode(str(i), str(i // 2), [sample], float(i in (0, 3, 4))) for i, sample in enumerate(samples)]
@@ -127,11 +121,11 @@ def test_the_objective(module):
         mb = take_rows(batch, rows, "cpu")
         outputs = Outputs(logprobs=logprobs[rows or [0], : mb["mask"].shape[1]])
         loss, metrics = objective.loss("policy", outputs, mb, objective.totals("policy", batch), {})
-        return float(loss), float(metrics["margin"])
+        return float(loss), float(metrics["accuracy"])
 
     gains = ((logprobs - torch.from_numpy(batch["ref_logprobs"])) * torch.from_numpy(batch["mask"])).sum(dim=1)
     margins = gains[[0, 3, 4]] - gains[[1, 2, 5]]
-    expected = [float(-torch.nn.functional.logsigmoid(0.1 * margins).mean()), float(margins.mean())]
+    expected = [float(-torch.nn.functional.logsigmoid(0.1 * margins).mean()), float((margins > 0).float().mean())]
     assert losses(list(range(6))) == pytest.approx(expected, rel=1e-5)
     pieces = np.array([losses(rows) for rows in ([0, 1], [2, 3], [4, 5], [])])
     assert pieces.sum(axis=0) == pytest.approx(expected, rel=1e-5) and not pieces[-1].any()

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from trainer.algorithms import Totals
-from trainer.config import AlgorithmConfig, Config
+from trainer.config import AlgorithmConfig, Config, RoleSpec, TaskSpec, policy_gradient_roles
+from trainer.config.tasks import add_task
 from trainer.objectives import Outputs
+from trainer.objectives.check import check_functions
 from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.parallel.batching import take_rows
 
@@ -24,6 +26,9 @@ def with_reference(logprobs, old_logprobs, advantages, mask, ref_logprobs, *, gr
 
 def without(logprobs, old_logprobs, advantages, mask, *, totals, aggregation):
     return logprobs.sum(), {}
+
+def with_teacher(logprobs, old_logprobs, advantages, mask, *, teacher_logprobs, totals, aggregation):
+    return (logprobs - teacher_logprobs).sum(), {}
 
 def with_baselines(rewards, mask, group_ids, baselines):
     return rewards - baselines[:, None], rewards
@@ -66,6 +71,19 @@ def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
     assert metrics.keys() == {"kl", "clip_frac", "groups"} and metrics["groups"] == 1.0
     loss, metrics = policy_loss(made, batch(ref_logprobs=reference))
     assert metrics.keys() == {"groups"}, "the others compare with whoever sampled, and nobody did"
+
+
+def test_a_loss_reads_what_a_further_role_of_the_task_scores():
+    def roles(cfg: Config) -> tuple[RoleSpec, ...]:
+        return *policy_gradient_roles(cfg), RoleSpec("teacher", path="/t", key="teacher", scores="teacher_logprobs")
+
+    add_task("distilled:TASK", TaskSpec("distilled:build", roles=roles))
+    cfg = Config(algorithm=AlgorithmConfig(policy_loss="gradient_functions:with_teacher"))
+    cfg.trainer.task = "distilled:TASK"
+    check_functions(cfg)
+    made = PolicyGradient(cfg)
+    assert [(score.name, score.role) for score in made.scores(batch(), 1)] == [("teacher_logprobs", "teacher")]
+    assert policy_loss(made, batch(teacher_logprobs=np.full((4, 3), -1.0, np.float32)))[0] == 12 * 0.5
 
 
 def test_a_loss_that_reads_nothing_more_needs_no_role_and_no_groups():
