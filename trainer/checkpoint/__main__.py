@@ -226,9 +226,9 @@ def _export(args: argparse.Namespace) -> Result:
     checkpoint, why = chosen(args.checkpoint, args.step, args.best)
     limit = int(args.max_file_gb * 1e9)
     if is_url(args.out) and is_exported(args.out):
-        raise UserError(f"{args.out}: exists already; name another place")
-    with place_for(args.out) as place:
-        files = export(NamedFiles(checkpoint), place, args.dtype, limit, args.adapter, args.base)
+        raise UserError(f"{args.out}: exists already; name another")
+    with place_for(args.out) as directory:
+        files = export(NamedFiles(checkpoint), directory, args.dtype, limit, args.adapter, args.base)
     lines = [f"exported {checkpoint.path}{why} to {args.out}: {', '.join(files)}"]
     return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
 
@@ -310,8 +310,8 @@ def _open(root: str) -> CheckpointManager:
                 return CheckpointManager(store)
     if _is_checkpoint(root):
         raise UserError(f"{root}: is one checkpoint; name its run, or the directory that it is in")
-    places = f"{root}, in its checkpoints directory, or in {elsewhere}" if elsewhere else f"{root} or its checkpoints"
-    raise UserError(f"{root}: no checkpoint is there; looked in {places}")
+    searched = f"{root}, in its checkpoints directory, or in {elsewhere}" if elsewhere else f"{root} or its checkpoints"
+    raise UserError(f"{root}: no checkpoint is there; looked in {searched}")
 
 
 def _is_checkpoint(path: str) -> bool:

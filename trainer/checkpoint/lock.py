@@ -162,9 +162,11 @@ class RunLock:
             self._thread = None
         with contextlib.suppress(OSError):  # the directory is gone, and the lock with it
             owner, etag = self._fetch()
-            if etag is not None and owner is not None and owner.get("token") == self._token:
-                # An object is not deleted: without a condition, that could hit the lock of another job.
-                self._storage.delete_if_match(NAME, etag) or self._put({**self._owner(), "token": ""}, etag)
+            if etag is None or owner is None or owner.get("token") != self._token:
+                return
+            # An object is not deleted: without a condition, that could hit the lock of another job.
+            if not self._storage.delete_if_match(NAME, etag):
+                self._put({**self._owner(), "token": ""}, etag)
 
     def __enter__(self) -> RunLock:
         return self

@@ -1,4 +1,4 @@
-"""Checkpoints in a storage that does not rename. The put of a manifest in the place of a reservation is the commit.
+"""Checkpoints in a storage that does not rename. The put of a manifest over the job's reservation is the commit.
 
     global_step_N/manifest.json      the commit; its field `folder` names the folder of the files. Before: a reservation
     global_step_N/files-…/…          the files of a staging area or a checkpoint
@@ -151,7 +151,7 @@ class ObjectStore(CheckpointStore):
             return {step: size for step, size in zip(steps, pool.map(size, steps), strict=True) if size is not None}
 
     def _reserve(self, step: int, folder: str) -> str | None:
-        """Reserve a step, in the place of another reservation; returns its etag. None: another job has committed."""
+        """Reserve a step, also over another reservation; returns its etag. None: another job has committed."""
         key, reservation = _manifest(step), folder.encode()
         if not self.storage.put_if_absent(key, reservation):
             content, etag = self.storage.get_with_etag(key)

@@ -100,10 +100,10 @@ def plan_copies(nodes: Sequence[str], shards: Sequence[Sequence[FileEntry]], cop
     for source, node in enumerate(nodes):
         if not node:
             continue
-        place = ranks[node].index(source)
+        index = ranks[node].index(source)
         for jump in range(1, min(copies, len(order) - 1) + 1):
             others = ranks[order[(order.index(node) + jump) % len(order)]]
-            target = others[place % len(others)]
+            target = others[index % len(others)]
             transfers += [Transfer(source, target, shard.path, 0, shard.bytes) for shard in shards[source]]
     return transfers
 
@@ -202,8 +202,8 @@ class ReplicaReader(RangeReader):
             def write(
                 transfer: Transfer, start: int, data: memoryview, taken: dict[Transfer, bytearray] = taken
             ) -> None:
-                place = start - transfer.start
-                taken[transfer][place : place + len(data)] = data
+                offset = start - transfer.start
+                taken[transfer][offset : offset + len(data)] = data
 
             exchange(transfers, self._group, read, write)
             if all_problems := [problem for some in _gather(problems, self._group) for problem in some]:

@@ -50,29 +50,24 @@ class S3Client:
 
     def get(self, path: str, start: int | None, end: int | None) -> tuple[bytes, str]:
         span = {} if start is None or end is None else {"Range": f"bytes={start}-{end - 1}"}
-        with _errors(), contextlib.closing((answer := self.api.get_object(**_address(path), **span))["Body"]) as body:
+        answer = self.call("get_object", path, **span)
+        with contextlib.closing(answer["Body"]) as body:
             return body.read(), answer["ETag"]
 
     def put(self, path: str, data: bytes) -> None:
-        with _errors():
-            self.api.put_object(Body=data, **_address(path))
+        self.call("put_object", path, Body=data)
 
     def put_if(self, path: str, data: bytes, etag: str | None) -> None:
         condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
-        with _errors():
-            self.api.put_object(Body=data, **_address(path), **condition)
+        self.call("put_object", path, Body=data, **condition)
 
     def size(self, path: str) -> int:
-        with _errors():
-            return self.api.head_object(**_address(path))["ContentLength"]
+        return self.call("head_object", path)["ContentLength"]
 
     def list(self, path: str) -> dict[str, int]:
-        return {
-            f"{path.partition('/')[0]}/{entry['Key']}": entry["Size"]
-            for page in self._pages(path)
-            for entry in page.get("Contents", [])
-            if not entry["Key"].endswith("/")
-        }
+        bucket = path.partition("/")[0]
+        found = [entry for page in self._pages(path) for entry in page.get("Contents", [])]
+        return {f"{bucket}/{entry['Key']}": entry["Size"] for entry in found if not entry["Key"].endswith("/")}
 
     def names(self, path: str) -> list[str]:
         pages = self._pages(path, Delimiter="/")
@@ -80,8 +75,7 @@ class S3Client:
         return folders + [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
     def delete(self, path: str) -> None:
-        with _errors():
-            self.api.delete_object(**_address(path))
+        self.call("delete_object", path)
 
     @contextlib.contextmanager
     def open_writer(self, path: str, send: Callable[[Callable[[], Any]], Any]) -> Iterator[_Upload]:
@@ -92,6 +86,12 @@ class S3Client:
         except BaseException:
             upload.abort()
             raise
+
+    def call(self, operation: str, path: str, **arguments: Any) -> dict[str, Any]:
+        """Send one request about an object."""
+        bucket, _, key = path.partition("/")
+        with _errors():
+            return getattr(self.api, operation)(Bucket=bucket, Key=key, **arguments)
 
     def _pages(self, path: str, **options: str) -> list[dict[str, Any]]:
         bucket, _, key = path.partition("/")
@@ -104,10 +104,10 @@ class _Upload:
     """A large object that is sent in parts. A small one is sent with one put."""
 
     def __init__(self, client: S3Client, path: str, send: Callable[[Callable[[], Any]], Any]):
-        self._client, self._path, self._address, self._send = client, path, _address(path), send
+        self._client, self._path, self._send = client, path, send
         self._buffer = bytearray()
         self._sent = 0
-        self._upload: dict[str, str] = {}
+        self._id = ""
         self._parts: list[dict[str, Any]] = []
 
     def write(self, data: Any) -> None:
@@ -117,7 +117,7 @@ class _Upload:
             del self._buffer[:size]
 
     def finish(self) -> None:
-        if not self._upload:
+        if not self._id:
             return self._send(lambda: self._client.put(self._path, bytes(self._buffer)))
         if self._buffer:
             self._send_part(bytes(self._buffer))
@@ -125,37 +125,25 @@ class _Upload:
 
     def abort(self) -> None:
         """Forget the parts. Those that the store still has after an error cost money until its lifecycle rule acts."""
-        if self._upload:
+        if self._id:
             with contextlib.suppress(Exception):
-                self._client.api.abort_multipart_upload(**self._upload)
+                self._client.call("abort_multipart_upload", self._path, UploadId=self._id)
 
     def _send_part(self, data: bytes) -> None:
-        api, number = self._client.api, len(self._parts) + 1
-        if not self._upload:
-            begun = self._send(lambda: _translated(api.create_multipart_upload, **self._address))
-            self._upload = {**self._address, "UploadId": begun["UploadId"]}
-        put = self._send(lambda: _translated(api.upload_part, Body=data, PartNumber=number, **self._upload))
-        self._parts.append({"PartNumber": number, "ETag": put["ETag"]})
+        call, number = self._client.call, len(self._parts) + 1
+        self._id = self._id or self._send(lambda: call("create_multipart_upload", self._path))["UploadId"]
+        part = {"PartNumber": number, "UploadId": self._id}
+        sent = self._send(lambda: call("upload_part", self._path, Body=data, **part))
+        self._parts.append({"PartNumber": number, "ETag": sent["ETag"]})
         self._sent += len(data)
 
     def _complete(self) -> None:
+        parts = {"Parts": self._parts}
         try:
-            _translated(
-                self._client.api.complete_multipart_upload, MultipartUpload={"Parts": self._parts}, **self._upload
-            )
+            self._client.call("complete_multipart_upload", self._path, UploadId=self._id, MultipartUpload=parts)
         except FileNotFoundError:  # the answer to an earlier attempt was lost, unless the object is not there
             if self._client.size(self._path) != self._sent:
                 raise
-
-
-def _address(path: str) -> dict[str, str]:
-    bucket, _, key = path.partition("/")
-    return {"Bucket": bucket, "Key": key}
-
-
-def _translated(call: Callable[..., Any], **arguments: Any) -> Any:
-    with _errors():
-        return call(**arguments)
 
 
 @contextlib.contextmanager

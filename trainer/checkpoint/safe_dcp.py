@@ -139,13 +139,13 @@ def load_metadata(file: Any) -> Metadata:
 
 def _is_description(metadata: Metadata) -> bool:
     """Return whether all fields have the types that DCP gives them, because a pickle can set any value."""
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    entries, stored = metadata.state_dict_metadata, metadata.storage_data
     return (
         isinstance(metadata.storage_meta, StorageMeta)
         and isinstance(entries, dict)
         and all(isinstance(name, str) and _is_entry(entry) for name, entry in entries.items())
-        and isinstance(places, dict)
-        and all(isinstance(index, MetadataIndex) and _is_place(info) for index, info in places.items())
+        and isinstance(stored, dict)
+        and all(isinstance(index, MetadataIndex) and _is_stored(info) for index, info in stored.items())
     )
 
 
@@ -161,7 +161,7 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _is_place(info: Any) -> bool:
+def _is_stored(info: Any) -> bool:
     return (
         isinstance(info, _StorageInfo)
         and isinstance(info.relative_path, str)
