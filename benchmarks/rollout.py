@@ -33,7 +33,7 @@ from trainer.rewards.terms import RewardInput
 REWARD = "import time\n\ndef slow(completion, answer):\n    time.sleep({seconds})\n    return 1.0\n"
 
 
-def judge(pool: RewardPool, fleet: EnginePool, requests: list[Request], sampling: Sampling, early: bool) -> float:
+def judge(pool: RewardPool, engines: EnginePool, requests: list[Request], sampling: Sampling, early: bool) -> float:
     """Return the seconds to generate completions and compute their rewards.
 
     Args:
@@ -42,7 +42,7 @@ def judge(pool: RewardPool, fleet: EnginePool, requests: list[Request], sampling
     begin = time.perf_counter()
     with pool.scoring() as session:
         late = []
-        for part in fleet.stream(requests, sampling):
+        for part in engines.stream(requests, sampling):
             for place in part:
                 attempt = RewardInput(str(place), "")
                 if early:
@@ -96,16 +96,16 @@ def main() -> None:
         reward = RewardConfig(name="slow_rewards:slow", num_processes=1)
         with ProcessCluster(cfg, "cpu") as cluster, RewardPool(reward) as pool:
             ranks = TrainWorkers(cfg, cluster)
-            fleet = EnginePool(cfg, cluster, ranks, path)
+            engines = EnginePool(cfg, cluster, ranks, path)
             ranks.connect()
             ranks.build(path)
-            fleet.start(version=1, fresh=True)
-            fleet.generate(requests, sampling)
-            judge(pool, fleet, requests[:8], sampling, early=True)  # starts the process
+            engines.start(version=1, is_initial=True)
+            engines.generate(requests, sampling)
+            judge(pool, engines, requests[:8], sampling, early=True)  # starts the process
             begin = time.perf_counter()
-            fleet.generate(requests, sampling)
+            engines.generate(requests, sampling)
             generation = time.perf_counter() - begin
-            late, early = (judge(pool, fleet, requests, sampling, early=flag) for flag in (False, True))
+            late, early = (judge(pool, engines, requests, sampling, early=flag) for flag in (False, True))
     rewards = arguments.prompts * arguments.reward_s
     print(
         f"generation alone {generation:.2f} s, rewards alone {rewards:.2f} s\n"

@@ -39,17 +39,17 @@ def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float],
     """Return the seconds of each sync, without the first, and its bytes."""
     with ProcessCluster(cfg, device) as cluster:
         ranks = TrainWorkers(cfg, cluster)
-        fleet = EnginePool(cfg, cluster, ranks, path)
-        fleet.settle()
+        pool = EnginePool(cfg, cluster, ranks, path)
+        pool.wait_ready()
         ranks.connect()
         ranks.build(path)
-        fleet.start(version=1, fresh=True)
+        pool.start(version=1, is_initial=True)
         seconds = []
         for version in range(2, count + 3):
             begin = time.perf_counter()
-            fleet.sync_weights(version)
+            pool.sync_weights(version)
             seconds.append(time.perf_counter() - begin)
-        return seconds[1:], fleet.synced_bytes
+        return seconds[1:], pool.synced_bytes
 
 
 def main() -> None:

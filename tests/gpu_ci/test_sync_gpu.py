@@ -97,7 +97,7 @@ def take_turns(rank: Rank, path: str) -> None:
         print(f"sync: {worker.weight_bytes('float32') / seconds / 1e9:.2f} GB/s")
         worker.close_shared()
         engine.wake()
-    assert {completion.weight_version for completion in engine.generate(requests[:2], sampling)} == {3}
+    assert {completion.weight_versions for completion in engine.generate(requests[:2], sampling)} == {(3, 3)}
 
 
 def disagreement(worker: PolicyWorker, requests, completions) -> float:

@@ -52,7 +52,7 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
 
 def contents(completions: list[Completion]) -> list[tuple]:
     """Everything of the completions, to compare to the last bit."""
-    return [(c.token_ids.tolist(), c.logprobs.tolist(), c.finish_reason, c.weight_version) for c in completions]
+    return [(c.token_ids.tolist(), c.logprobs.tolist(), c.finish_reason, c.weight_versions) for c in completions]
 
 
 def assert_same(left: list[Completion], right: list[Completion]) -> None:

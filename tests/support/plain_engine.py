@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -16,7 +17,7 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import Completion, Request, RunningRequests, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
 SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "broadcast"), max_lora_rank=8,
@@ -130,19 +131,37 @@ class PatientEngine(PlainEngine):
         return completions
 
 
-class StreamingEngine(PatientEngine):
+class _Streaming(PlainEngine):
     """Completes one request at a time, in their order."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._queue: list[tuple[int, Request]] = []
+        self._queue: list[tuple[int, Request, int]] = []
+        self._completed: dict[int, Completion] = {}
         self._most = options["rollout"].max_num_seqs
 
-    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
-        self._queue += requests.items()
+    def step(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+        self._sampling = sampling
+        self._queue += [(number, request, self._version) for number, request in requests.items()]
         assert len(self._queue) <= self._most
-        number, request = self._queue.pop(0)
-        return {number: self.generate([request], sampling)[0]}
+        completed, self._completed = self._completed, {}
+        return completed or self._complete()
+
+    def _complete(self) -> dict[int, Completion]:
+        number, request, oldest = self._queue.pop(0)
+        completion = self.generate([request], self._sampling)[0]
+        return {number: dataclasses.replace(completion, weight_versions=(oldest, self._version))}
+
+    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
+        if running == "abort":
+            self._queue.clear()
+        while running == "drain" and self._queue:
+            self._completed |= self._complete()
+        super().sync_weights(source, version)
+
+
+class StreamingEngine(_Streaming, PatientEngine):
+    """Answers as a `PatientEngine`, one request at a time."""
 
 
 class FaultyEngine(PlainEngine):
@@ -179,17 +198,8 @@ class FaultyEngine(PlainEngine):
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
 
-class FaultyStreamingEngine(FaultyEngine):
-    """Completes one request at a time."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self._queue: list[tuple[int, Request]] = []
-
-    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
-        self._queue += requests.items()
-        number, request = self._queue.pop(0)
-        return {number: self.generate([request], sampling)[0]}
+class FaultyStreamingEngine(_Streaming, FaultyEngine):
+    """Fails as a `FaultyEngine`, and completes one request at a time."""
 
 
 class SlowEngine(PlainEngine):

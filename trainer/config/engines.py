@@ -28,7 +28,7 @@ class EngineSpec:
     tensor_parallel: bool = False
     """One engine can run on several GPUs."""
     streaming: bool = False
-    """It takes more requests while it generates, and returns each completion as it is complete (`advance`)."""
+    """It takes more requests while it generates, and returns each completion as it is complete (`step`)."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     cpu_distribution: str | None = None

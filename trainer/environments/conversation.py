@@ -54,7 +54,7 @@ class Conversation:
         self.token_ids += completion.token_ids.tolist()
         self._mask += [1.0] * len(completion.token_ids)
         self._logprobs += completion.logprobs.tolist()
-        self._versions.append(completion.weight_version)
+        self._versions += completion.weight_versions
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
         return self.messages[-1]

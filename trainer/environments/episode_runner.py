@@ -258,5 +258,4 @@ def _sample(prompt: np.ndarray, completion: Completion) -> Sample:
     mask, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
     mask[start:] = 1.0
     logprobs[start:] = completion.logprobs
-    version = completion.weight_version
-    return Sample(np.concatenate([prompt, completion.token_ids]), mask, logprobs, (version, version))
+    return Sample(np.concatenate([prompt, completion.token_ids]), mask, logprobs, completion.weight_versions)

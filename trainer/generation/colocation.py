@@ -13,9 +13,7 @@ GpuAssignment = Sequence[Place]
 """The ranks whose GPUs an engine shares."""
 
 
-def choose_homes(
-    ranks: Sequence[Place], homes: Sequence[GpuAssignment | None], size: int
-) -> list[GpuAssignment | None]:
+def assign_gpus(ranks: Sequence[Place], homes: Sequence[GpuAssignment | None], size: int) -> list[GpuAssignment | None]:
     """Return the home of each engine, on one node; None: no GPUs are left for it.
 
     An engine keeps its GPUs as long as ranks have them. The others get what is left, in their order.
@@ -39,7 +37,7 @@ def choose_homes(
     return chosen
 
 
-def ranks_beside(homes: Iterable[GpuAssignment], ranks: Sequence[Place]) -> tuple[int, ...]:
+def colocated_ranks(homes: Iterable[GpuAssignment], ranks: Sequence[Place]) -> tuple[int, ...]:
     """Return the ranks that share a GPU with an engine in one of `homes`.
 
     Raises:

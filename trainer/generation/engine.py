@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import WeightSource
+
+
+RunningRequests = Literal["abort", "drain", "keep"]
+"""What happens to the requests that an engine generates when it gets weights. `abort`: they are dropped, because nobody
+waits for them. `drain`: they are completed first, with the old weights. `keep`: they continue with the new weights."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,14 @@ class Completion:
     temperature) over the tokens that top-k and top-p keep. Greedy: log_softmax(logits)."""
     finish_reason: str
     """`stop` or `length`."""
-    weight_version: int
-    """Version of the weights that generated it."""
+    weight_versions: tuple[int, int]
+    """The oldest and the newest version of the weights that generated its tokens. One number stands for both."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
         object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
+        if isinstance(self.weight_versions, int):
+            object.__setattr__(self, "weight_versions", (self.weight_versions, self.weight_versions))
 
 
 class Engine(Protocol):
@@ -91,13 +98,24 @@ class Engine(Protocol):
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine with `EngineSpec.streaming`: it takes more requests while it generates."""
+    """An engine with `EngineSpec.streaming`: it takes more requests while it generates.
 
-    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
-        """Add requests, and generate until some are complete; return these. The fleet calls this, not `generate`.
+    Requests may be under way between two calls of `step`, and when the weights change.
+    """
+
+    def step(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+        """Add requests, and generate until some are complete; return these. The pool calls this, not `generate`.
 
         Args:
             requests: by number; a completion has the number of its request. `sampling` is the same until all are
                 complete.
+        """
+        ...
+
+    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
+        """Load the weights of `source`, awake or asleep.
+
+        Args:
+            running: see `RunningRequests`. A completion that was kept has an older and a newer version.
         """
         ...

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.cluster.resources import rank_groups
 from trainer.cluster.worker_groups import CallFutures
-from trainer.config import Config, RolloutConfig
+from trainer.config import Config
 from trainer.config.engines import ENGINES
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
-from trainer.generation.colocation import GpuAssignment, choose_homes, gpus_of, ranks_beside
-from trainer.generation.engine import Completion, Engine, Request, Sampling
+from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
+from trainer.generation.engine import Completion, Engine, Request, RunningRequests, Sampling
 from trainer.generation.engines import Engines
+from trainer.generation.lifecycle import GpuMemory
 from trainer.generation.request_scheduler import RequestScheduler, share_out
+from trainer.generation.transport import choose_transport
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.process.signals import SIGNALS
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-_CHANNELS = ("broadcast", "ipc")
+_STREAMED = ("broadcast", "ipc")
 
 
 class PolicyRanks(Protocol):
@@ -54,10 +56,11 @@ class PolicyRanks(Protocol):
 
 
 class EnginePool:
-    """Engines on `cluster` that share out the requests and hold one version of the policy's weights.
+    """Engines on `cluster` that divide the requests among them and follow the policy's weights.
 
     Construction returns while the engines start. If they share the GPUs of the ranks, the ranks may load nothing there
-    before `settle`.
+    before `wait_ready`. Who has the memory of shared GPUs, and when engines may start, sleep and get weights, is in
+    `trainer.generation.lifecycle`.
 
     Args:
         ranks: those that train the policy.
@@ -71,14 +74,13 @@ class EnginePool:
         self._model_path = model_path
         self._version = 0
         self._transports = {
-            "adapter": self._offer_adapter,
-            "broadcast": self._offer_channel,
-            "ipc": self._offer_channel,
-            "shared_memory": self._offer_shared_memory,
+            "adapter": self._weight_source_adapter,
+            "broadcast": self._weight_source_transfer,
+            "ipc": self._weight_source_transfer,
+            "shared_memory": self._weight_source_shared_memory,
         }
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
-        self._is_awake = False
         self._waking_bytes = 0  # of each GPU; 0: not known
         self._spec = spec = ENGINES[cfg.rollout.engine]
         build = functools.partial(
@@ -93,57 +95,58 @@ class EnginePool:
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
-        self._shares_gpus = cfg.rollout.colocate and cluster.device == "cuda"
+        self._memory = GpuMemory(cfg.rollout.colocate and cluster.device == "cuda")
         self._has_started = False
         self._has_synced = False
-        self._homes: list[GpuAssignment | None] = []
-        if self._shares_gpus:  # what cannot work is refused before the engines load
-            self._choose_homes()
+        self._assignments: list[GpuAssignment | None] = []
+        if self._memory.shared:  # what cannot work is refused before the engines load
+            self._assign_gpus()
             self._transport = self._choose_transport(self._rank_places)
-        home = self._home if self._shares_gpus else None
+        home = self._assignment if self._memory.shared else None
         environment = spec.environment_on(cluster.device, cfg.trainer.deterministic)
         group = cluster.launch_engines(build, (), environment, home)
         window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
-        self._engines = Engines(group, cfg.trainer.max_restarts, window_s, has_room)
-        self._channel_number = 0
-        self._receivers: list[Any] = []  # the processes of the engines that the channel of the weights joins
+        self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_room)
+        self._transfer_count = 0
+        self._receivers: list[Any] = []  # the processes of the engines that the transfer of the weights reaches
 
-    def settle(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
 
         An engine measures what is free while it starts, and takes its share. The ranks need that room afterwards.
         """
-        if self._shares_gpus:
+        if self._memory.shared:
             self._engines.load()
             self._put_to_sleep()
-            self._engines.may_start = False
 
-    def start(self, version: int, fresh: bool) -> None:
+    def start(self, version: int, is_initial: bool) -> None:
         """Wait for the engines, and bring them to the policy's weights. Again if the ranks have been started again.
 
         Args:
             version: of the policy's weights.
-            fresh: these are the start weights, which the engines hold already.
+            is_initial: these are the start weights, which the engines hold already.
 
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
-        if self._has_started or self._shares_gpus:
+        if self._has_started or self._memory.shared:
             self._engines.check()
-            if self._shares_gpus:  # the ranks may have been started again on other GPUs
+            if self._memory.shared:  # the ranks may have been started again on other GPUs
                 self._follow_ranks()
             self._wait_for_engine()
         else:
             self._engines.load()
             self._transport = self._choose_transport([*self._ranks.policy.placements(), *self._engines.placements()])
-        self._has_started, self._is_awake, self._receivers = True, False, []
-        if self._transport in _CHANNELS:
-            self._channel_number = 0
-            self._open_channel(self._engines.life.loaded)
+        self._has_started, self._receivers = True, []
+        if self._transport in _STREAMED:
+            self._transfer_count = 0
+            self._open_transfer(self._engines.lifecycle.loaded)
         elif self._transport == "shared_memory":
             self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
-        if fresh and self._transport == "shared_memory":  # what else cannot work must fail before the first step
-            self._engines.serve(self._engines.call(self._engines.life.loaded, "set_version", version))
+        if is_initial and self._transport == "shared_memory":  # what else cannot work must fail before the first step
+            self._engines.mark_ready(
+                self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
+            )
             self._version = version
         else:
             self.sync_weights(version)
@@ -154,7 +157,7 @@ class EnginePool:
 
         The ranks must not compute meanwhile.
         """
-        if self._is_awake or not self._shares_gpus:
+        if self._memory.is_awake:
             yield
             return
         self._wake()
@@ -162,153 +165,173 @@ class EnginePool:
             with self._engines.starts():
                 yield
         except BaseException:
-            self._is_awake = False
+            self._memory.sleep()
             with contextlib.suppress(Exception):
                 self._engines.group.start("sleep")  # ranks that start again need the memory; not all can answer
             raise
         self._put_to_sleep()
 
     def _wake(self) -> None:
-        self._make_room(self._waking_bytes)
-        self._engines.call(self._engines.life.serving, "wake")
-        self._is_awake = True
+        self._offload_ranks(self._waking_bytes)
+        self._engines.call(self._engines.lifecycle.serving, "wake")
+        self._memory.wake()
 
     def _put_to_sleep(self) -> None:
-        self._is_awake = False
-        self._waking_bytes = max(self._engines.call(self._engines.life.loaded, "sleep").values(), default=0)
+        self._memory.sleep()
+        self._waking_bytes = max(self._engines.call(self._engines.lifecycle.loaded, "sleep").values(), default=0)
 
-    def _make_room(self, needed: int = 0) -> None:
+    def _offload_ranks(self, needed: int = 0) -> None:
         """Let the ranks leave the GPUs that engines share, and check that there is room for `needed` bytes."""
-        beside = self._beside([engine for engine, home in enumerate(self._homes) if home is not None])
+        beside = self._colocated_ranks([engine for engine, home in enumerate(self._assignments) if home is not None])
         self._ranks.release_memory(needed, beside)
 
     def _wait_for_engine(self) -> None:
         """Wait until an engine can get weights. While one starts on the GPU of a rank, the rank leaves room for it."""
-        if self._engines.life.loaded:
+        if self._engines.lifecycle.loaded:
             return
-        if not self._shares_gpus:
-            self._engines.pause()
+        if not self._memory.shared:
+            self._engines.wait_for_capacity()
             return
-        self._make_room()
-        with self._engines.starts():
-            self._engines.pause()
+        self._offload_ranks()
+        self._memory.start()
+        try:
+            with self._engines.starts():
+                self._engines.wait_for_capacity()
+        except BaseException:
+            self._memory.sleep()
+            raise
+        self._put_to_sleep()
 
     def _refit(self) -> None:
         """Wait for an engine while requests wait, and give it the current weights: no other is left."""
-        engines = self._engines
-        engines.pause()
-        if not self._shares_gpus:
+        self._engines.wait_for_capacity()
+        if not self._memory.shared:
             self.sync_weights(self._version)
             return
-        engines.finish_starts()  # the ranks come back for the sync
+        self._engines.finish_starts()  # the ranks come back for the sync
         self._put_to_sleep()
-        engines.may_start = False
         self.sync_weights(self._version)
         self._wake()
-        engines.may_start = True
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
-        completions = {place: one for part in self.stream(requests, sampling) for place, one in part.items()}
-        return [completions[place] for place in range(len(requests))]
+        completions = {index: one for chunk in self.stream(requests, sampling) for index, one in chunk.items()}
+        return [completions[index] for index in range(len(requests))]
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
-        """Yield all completions, by the places of their requests, as engines complete them.
+        """Yield all completions, by the indices of their requests, as engines complete them.
 
         An engine that is done early takes from what is left, and the requests of one that is lost go to the others. The
-        tokens do not depend on who generates them.
+        tokens do not depend on who generates them, as long as the weights are the same.
         """
-        engines = self._engines
+        engines, lifecycle = self._engines, self._engines.lifecycle
         with self.awake():
-            feed, calls = self._feed(requests, sampling.max_tokens), CallFutures(engines.group)
-            given: dict[int, list[int]] = {}
+            scheduler, calls = self._scheduler(requests, sampling.max_tokens), CallFutures(engines.group)
+            assigned: dict[int, list[int]] = {}
+            oldest: dict[int, int] = {}  # version of the weights that an engine had when it got a request
             busy: set[int] = set()
+
+            def begin(engine: int, indices: list[int]) -> None:
+                oldest.update(dict.fromkeys(indices, lifecycle.version(engine)))
+                if indices:
+                    assigned[engine] = indices
+                self._begin_call(calls, engine, indices, requests, sampling)
+                busy.add(engine)
+
             while True:
-                feed.replan({*engines.life.serving, *busy})
-                idle = [engine for engine in engines.life.serving if engine not in busy]
-                given |= (more := feed.take(idle))
-                for engine, places in more.items():
-                    self._advance(calls, engine, places, requests, sampling)
-                    busy.add(engine)
-                if not busy and not feed.is_waiting:
+                scheduler.replan({*lifecycle.serving, *busy})
+                idle = [engine for engine in lifecycle.serving if engine not in busy]
+                for engine, indices in scheduler.assign(idle).items():
+                    begin(engine, indices)
+                if not busy and not scheduler.is_waiting:
                     return
                 if not busy:
                     self._refit()
                 for engine, result, error in calls.poll():
                     busy.discard(engine)
                     if error is not None:
-                        engines.lose([engine], error)
-                        feed.give_back(engine)
+                        engines.mark_failed([engine], error)
+                        scheduler.requeue(engine)
                         continue
-                    part = result if self._spec.streaming else dict(zip(given[engine], result, strict=True))
-                    stale = {one.weight_version for one in part.values()} - {self._version}
-                    assert not stale, f"completions of weights {stale}, expected {self._version}"
-                    has_more = feed.complete(engine, part)
-                    given |= (more := feed.take([engine]))
+                    chunk = result if self._spec.streaming else dict(zip(assigned[engine], result, strict=True))
+                    for index, completion in chunk.items():
+                        self._check_versions(completion, oldest[index])
+                    has_more = scheduler.mark_done(engine, chunk)
+                    more = scheduler.assign([engine])
                     if has_more or more:
-                        self._advance(calls, engine, more.get(engine, []), requests, sampling)
-                        busy.add(engine)
-                    yield part
-                engines.advance(0)
+                        begin(engine, more.get(engine, []))
+                    yield chunk
+                engines.poll(0)
 
-    def _feed(self, requests: Sequence[Request], max_tokens: int) -> RequestScheduler:
+    def _check_versions(self, completion: Completion, oldest: int) -> None:
+        """Assert that no other weights generated a completion than its engine had since it got the request."""
+        versions = completion.weight_versions
+        assert oldest <= versions[0] <= versions[1] <= self._version, (
+            f"a completion of weights {versions}, expected from {oldest} to {self._version}"
+        )
+
+    def _scheduler(self, requests: Sequence[Request], max_tokens: int) -> RequestScheduler:
         count, most = len(self._engines.group), self._cfg.rollout.max_num_seqs
         # Then time does not decide which requests run together, or where.
-        planned = self._engines.life.serving if self._cfg.trainer.deterministic else ()
+        planned = self._engines.lifecycle.serving if self._cfg.trainer.deterministic else ()
         return share_out(requests, max_tokens, count, most, self._spec.streaming, self._cluster.device, planned)
 
-    def _advance(
-        self, calls: CallFutures, engine: int, places: Sequence[int], requests: Sequence[Request], sampling: Sampling
+    def _begin_call(
+        self, calls: CallFutures, engine: int, indices: Sequence[int], requests: Sequence[Request], sampling: Sampling
     ) -> None:
         if self._spec.streaming:
-            calls.begin(engine, "advance", {place: requests[place] for place in places}, sampling)
+            calls.begin(engine, "step", {index: requests[index] for index in indices}, sampling)
         else:
-            calls.begin(engine, "generate", [requests[place] for place in places], sampling)
+            calls.begin(engine, "generate", [requests[index] for index in indices], sampling)
 
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int, running: RunningRequests = "abort") -> None:
         """Give all engines the policy's weights, and call them `version`.
 
         Engines that still load do not take part, and do not serve before the next sync.
+
+        Args:
+            running: what happens to requests of a `stream` that is under way. After `abort` it must not be read on.
         """
         engines = self._engines
-        engines.advance(0)
-        engines.life.outdate(engines.life.loaded)
+        engines.poll(0)
+        engines.lifecycle.mark_stale(engines.lifecycle.loaded)
         self._wait_for_engine()
-        if self._shares_gpus:
-            assert not self._is_awake, "the ranks need the memory to send weights"
+        assert self._memory.may_sync, "the ranks need the memory to send weights"
+        if self._memory.shared:
             self._put_to_sleep()  # also those that are new
-            self._make_room(self._waking_bytes)  # sleeping engines wake their weights to take new ones
-        receivers = engines.life.loaded
-        if self._transport in _CHANNELS and self._processes(receivers) != self._receivers:
-            self._open_channel(receivers)
+            self._offload_ranks(self._waking_bytes)  # sleeping engines wake their weights to take new ones
+        receivers = engines.lifecycle.loaded
+        if self._transport in _STREAMED and self._processes(receivers) != self._receivers:
+            self._open_transfer(receivers)
         with self._transports[self._transport]() as (source, sending):
+            arguments = (source, version, running) if self._spec.streaming else (source, version)
             if sending is None:
-                engines.serve(engines.call(receivers, "sync_weights", source, version))
+                engines.mark_ready(engines.call(receivers, "sync_weights", *arguments), version)
             else:
-                self._receive(receivers, source, version, sending)
+                self._receive(receivers, arguments, sending)
+                engines.mark_ready(receivers, version)
         self._waking_bytes = 0  # the weights are awake now, and there is room for the rest
         self._version = version
         self._has_synced = True
         if self._transport != "adapter":
             self.synced_bytes = self._weight_bytes
 
-    def _receive(self, receivers: Sequence[int], source: WeightSource, version: int, sending: CallFutures) -> None:
+    def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> None:
         """Let engines take what the ranks send.
 
         Raises:
-            Exception: an engine or a rank failed. The others may wait for it in vain: the engines are replaced.
+            Exception: an engine or a rank failed. The others may wait for it without end: the engines are replaced.
         """
         receiving = CallFutures(self._engines.group)
         for engine in receivers:
-            receiving.begin(engine, "sync_weights", source, version)
+            receiving.begin(engine, "sync_weights", *arguments)
         try:
             _wait_for_all(receiving.result, sending.result)
         except Exception as error:
             failure = error if self._has_synced else self._first_failure(error)
             self._receivers = []
-            self._engines.lose(receivers, failure)
+            self._engines.mark_failed(receivers, failure)
             raise failure from (error if failure is not error else None)
-        self._engines.serve(receivers)
 
     def _first_failure(self, error: Exception) -> Exception:
         """Return what to raise if the first weights cannot be sent: most likely, the network is not set up."""
@@ -328,8 +351,8 @@ class EnginePool:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
         self._engines.shutdown()
 
-    def _open_channel(self, receivers: list[int]) -> None:
-        """Choose a new meeting place for the ranks and these engines."""
+    def _open_transfer(self, receivers: list[int]) -> None:
+        """Choose where the ranks and these engines meet for the weights."""
         r, device, first = self._cfg.rollout, self._cluster.device, self._cfg.trainer.master_port
         settings = {
             "device": device,
@@ -337,56 +360,56 @@ class EnginePool:
             "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
         }
         if self._transport == "ipc":
-            self._channel: Broadcast | Ipc = Ipc(secrets.token_hex(16), self._beside(receivers), **settings)
+            self._transfer: Broadcast | Ipc = Ipc(secrets.token_hex(16), self._colocated_ranks(receivers), **settings)
         else:
             settings["receivers"] = len(receivers) * (r.tensor_parallel_size if device == "cuda" else 1)
-            is_first = self._channel_number == 0  # the port of an earlier channel is still in use
+            is_first = self._transfer_count == 0  # the port of an earlier group is still in use
             port = first + rank_groups(self._cfg) if first and is_first else 0
-            self._channel = Broadcast(self._cluster.rendezvous_address(self._ranks.policy, port), **settings)
-        self._channel_number += 1
+            self._transfer = Broadcast(self._cluster.rendezvous_address(self._ranks.policy, port), **settings)
+        self._transfer_count += 1
         self._receivers = self._processes(receivers)
 
     def _processes(self, engines: Iterable[int]) -> list[Any]:
         return [self._engines.group.workers[engine] for engine in engines]
 
-    def _choose_homes(self) -> None:
+    def _assign_gpus(self) -> None:
         """Choose the GPUs of each engine among those that ranks have now.
 
         Raises:
             UserError: there are none for an engine that is to start first, or for any engine.
         """
-        size, is_first = self._cfg.rollout.tensor_parallel_size, self._homes == []
+        size, is_first = self._cfg.rollout.tensor_parallel_size, self._assignments == []
         count = self._cfg.rollout.num_engines
         self._rank_places = self._ranks.policy.placements()
-        self._homes = choose_homes(self._rank_places, self._homes or [None] * count, size)
-        homeless = self._homes.count(None)
-        if homeless == count or is_first and homeless:
+        self._assignments = assign_gpus(self._rank_places, self._assignments or [None] * count, size)
+        unplaced = self._assignments.count(None)
+        if unplaced == count or is_first and unplaced:
             raise UserError(
-                f"rollout.tensor_parallel_size={size}: ranks on one node have GPUs for only {count - homeless} of "
+                f"rollout.tensor_parallel_size={size}: ranks on one node have GPUs for only {count - unplaced} of "
                 f"{count} engines; choose a size that divides the GPUs of a node, or a smaller rollout.num_engines"
             )
-        if homeless:
-            LOG.warning("the ranks have GPUs for %d of %d engines", count - homeless, count)
+        if unplaced:
+            LOG.warning("the ranks have GPUs for %d of %d engines", count - unplaced, count)
 
     def _follow_ranks(self) -> None:
         """End engines on GPUs that ranks have no more. They start on others, if there are some."""
-        before = self._homes
-        self._choose_homes()
+        before = self._assignments
+        self._assign_gpus()
         moved = [
             old is None or new is None or gpus_of(old) != gpus_of(new)
-            for old, new in zip(before, self._homes, strict=True)
+            for old, new in zip(before, self._assignments, strict=True)
         ]
-        self._engines.end(engine for engine in self._engines.life.loaded if moved[engine])
-        self._engines.homeless = {engine for engine, home in enumerate(self._homes) if home is None}
+        self._engines.end(engine for engine in self._engines.lifecycle.loaded if moved[engine])
+        self._engines.unplaced = {engine for engine, home in enumerate(self._assignments) if home is None}
 
-    def _home(self, engine: int) -> GpuAssignment:
-        home = self._homes[engine]
+    def _assignment(self, engine: int) -> GpuAssignment:
+        home = self._assignments[engine]
         assert home is not None, f"engine {engine} has no GPUs"
         return home
 
-    def _beside(self, engines: Iterable[int]) -> tuple[int, ...]:
+    def _colocated_ranks(self, engines: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks that share a GPU with one of these engines."""
-        return ranks_beside([self._home(engine) for engine in engines], self._rank_places)
+        return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_places)
 
     def _choose_transport(self, places: Sequence[Mapping[str, Any]]) -> str:
         """Choose how weights reach the engines (see `choose_transport`). `places`: of all ranks and engines."""
@@ -398,7 +421,7 @@ class EnginePool:
     # What engines load, and the sending side that must run at the same time, if there is one.
 
     @contextmanager
-    def _offer_shared_memory(self) -> Iterator[tuple[WeightSource, None]]:
+    def _weight_source_shared_memory(self) -> Iterator[tuple[WeightSource, None]]:
         path = self._ranks.share_weights(self._cfg.rollout.dtype)
         try:
             yield SharedMemory(path), None
@@ -406,11 +429,11 @@ class EnginePool:
             self._ranks.drop_shared()
 
     @contextmanager
-    def _offer_channel(self) -> Iterator[tuple[WeightSource, CallFutures]]:
-        yield self._channel, self._ranks.start("policy", "send_weights", self._channel, self._cfg.rollout.dtype)
+    def _weight_source_transfer(self) -> Iterator[tuple[WeightSource, CallFutures]]:
+        yield self._transfer, self._ranks.start("policy", "send_weights", self._transfer, self._cfg.rollout.dtype)
 
     @contextmanager
-    def _offer_adapter(self) -> Iterator[tuple[Any, None]]:
+    def _weight_source_adapter(self) -> Iterator[tuple[Any, None]]:
         adapter = Adapter(self._adapter_config, self._ranks.call("policy", "adapter_weights"))
         self.synced_bytes = len(adapter.weights)
         yield self._cluster.put(adapter), None  # stored once for all engines
@@ -432,47 +455,6 @@ def _build_engine(path: str, deterministic: bool, *args: Any, **kwargs: Any) -> 
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-
-def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
-    """Return how weights reach the engines: `shared_memory`, `broadcast` or `ipc`.
-
-    Args:
-        same_node: all ranks and engines are on one node.
-        device: of ranks and engines.
-
-    Raises:
-        UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
-    """
-    weight_sync, on_gpus = rollout.weight_sync, device == "cuda"
-    if weight_sync == "auto":
-        # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
-        fast = "ipc" if rollout.colocate else "broadcast"
-        if on_gpus and fast in ENGINES[rollout.engine].transports:
-            weight_sync = fast
-        else:
-            weight_sync = "shared_memory" if same_node else "broadcast"
-    if weight_sync == "ipc" and not (on_gpus and rollout.colocate):
-        raise UserError(
-            "rollout.weight_sync=ipc: weights go from rank to engine within one GPU, and they share none; choose auto, "
-            "or rollout.colocate=true on GPUs"
-        )
-    if weight_sync == "shared_memory" and not same_node:
-        raise UserError(
-            "rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose auto or broadcast"
-        )
-    if weight_sync not in ENGINES[rollout.engine].transports:
-        able = " or ".join(name for name, spec in ENGINES.items() if weight_sync in spec.transports)
-        raise UserError(
-            f"rollout.weight_sync={weight_sync}: rollout.engine={rollout.engine} takes weights through "
-            f"{' or '.join(ENGINES[rollout.engine].transports)} only; use one node, or choose rollout={able}"
-        )
-    if weight_sync == "broadcast" and rollout.colocate:
-        raise UserError(
-            "rollout.weight_sync=broadcast: NCCL cannot join a rank and an engine on one GPU; use one node, or choose "
-            "rollout.colocate=false"
-        )
-    return weight_sync
 
 
 def _wait_for_all(*waits: Callable[[], Any]) -> None:

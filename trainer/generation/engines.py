@@ -18,7 +18,7 @@ from trainer.errors import (
     failure_source_of,
     set_failure_source,
 )
-from trainer.generation.lifecycle import Lifecycle, State
+from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.restart_policy import Decision, Restarts
@@ -35,19 +35,21 @@ class Engines:
 
     Args:
         group: one member for each engine.
+        memory: new processes start when it allows that.
         limit: largest number of new engines within the window (`trainer.max_restarts`).
         window_s: length of the window.
         has_room: returns whether the cluster has a place for at least one of them.
     """
 
-    def __init__(self, group: WorkerGroup, limit: int, window_s: float, has_room: Callable[[], bool]):
+    def __init__(
+        self, group: WorkerGroup, memory: GpuMemory, limit: int, window_s: float, has_room: Callable[[], bool]
+    ):
         self.group = group
-        self.may_start = True
-        """New processes may start now: the GPUs have room for them."""
-        self.homeless: set[int] = set()
+        self._memory = memory
+        self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
         self._has_room = has_room
-        self.life = Lifecycle(len(group))
+        self.lifecycle = Lifecycle(len(group))
         self._restarts = Restarts(limit, window_s)
         self._loading = CallFutures(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
@@ -59,63 +61,61 @@ class Engines:
 
     def load(self) -> None:
         """Wait until all are loaded; those that die meanwhile are replaced."""
-        assert self.may_start
-        while self.life.within(State.STARTING, State.DEAD):
-            self.advance()
+        assert self._memory.may_start
+        while self.lifecycle.within(State.STARTING, State.DEAD):
+            self.poll()
 
     def finish_starts(self) -> None:
         """Wait until no engine starts. Those that died a moment ago may start later."""
-        while self.life.within(State.STARTING):
-            self.advance()
+        while self.lifecycle.within(State.STARTING):
+            self.poll()
 
     @contextmanager
     def starts(self) -> Iterator[None]:
-        """Let new processes start while the block runs, which ends when these have loaded."""
-        self.may_start = True
+        """Wait at the end of the block until the processes that have started meanwhile are loaded."""
+        assert self._memory.may_start
         try:
             yield
             self.finish_starts()
         except BaseException:
-            self.end(self.life.within(State.STARTING))  # ranks that start again need the memory
+            self.end(self.lifecycle.within(State.STARTING))  # ranks that start again need the memory
             raise
-        finally:
-            self.may_start = False
 
     def check(self) -> None:
         """Find engines that have died."""
-        self.life.outdate(self.life.loaded)
-        self.call(self.life.loaded, "set_version", _NO_WEIGHTS)
+        self.lifecycle.mark_stale(self.lifecycle.loaded)
+        self.call(self.lifecycle.loaded, "set_version", _NO_WEIGHTS)
 
-    def advance(self, wait_s: float = time_limits.POLL_INTERVAL_S) -> None:
+    def poll(self, wait_s: float = time_limits.POLL_INTERVAL_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
         now = time.monotonic()
         for engine in [engine for engine, due in self._due.items() if due <= now and self._has_place(engine)]:
             del self._due[engine]
-            self.life.replace(engine)
+            self.lifecycle.replace(engine)
             self.group.replace(engine)
             self._loading.begin(engine, "set_version", _NO_WEIGHTS)
         if not self._loading.is_running:
             time.sleep(wait_s if self._due else 0)
         for engine, _, error in self._loading.poll(wait_s):
             if error is None:
-                self.life.load(engine)
+                self.lifecycle.load(engine)
             else:
-                self.lose([engine], error)
+                self.mark_failed([engine], error)
 
     def _has_place(self, engine: int) -> bool:
-        return self.may_start and engine not in self.homeless
+        return self._memory.may_start and engine not in self.unplaced
 
-    def pause(self) -> None:
+    def wait_for_capacity(self) -> None:
         """Wait until an engine can get weights. The seconds count as the cost of the incidents.
 
         Raises:
             WorkerError: the cluster has no place for an engine. It may have one if fewer ranks start again.
         """
-        assert self.may_start
+        assert self._memory.may_start
         began = time.monotonic()
-        while not self.life.loaded:
-            self.advance()
+        while not self.lifecycle.loaded:
+            self.poll()
             if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_room():
                 error = WorkerError("no engine is left, and the cluster has no room for one", RESTART_HINT, "node")
                 set_failure_source(error, FailureSource("engine"))
@@ -134,7 +134,7 @@ class Engines:
         while True:
             self.load()
             calls = CallFutures(self.group, "placements")
-            for engine in self.life.loaded:
+            for engine in self.lifecycle.loaded:
                 calls.begin(engine, "")
             places = self._results(calls)
             if len(places) == len(self.group):
@@ -148,10 +148,10 @@ class Engines:
                 if error is None:
                     results[engine] = result
                 else:
-                    self.lose([engine], error)
+                    self.mark_failed([engine], error)
         return dict(sorted(results.items()))
 
-    def lose(self, engines: Iterable[int], error: Exception) -> None:
+    def mark_failed(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.
 
         Args:
@@ -179,25 +179,25 @@ class Engines:
 
     def end(self, engines: Iterable[int]) -> list[int]:
         """End those of these engines that are not dead, and return them. New ones start in their place."""
-        ended = [engine for engine in engines if self.life[engine] is not State.DEAD]
+        ended = [engine for engine in engines if self.lifecycle[engine] is not State.DEAD]
         for engine in ended:
-            self.life.die(engine)
+            self.lifecycle.die(engine)
             self._loading.drop_calls(engine)
             self.group.end(engine)
             self._due[engine] = time.monotonic()
         return ended
 
-    def serve(self, engines: Iterable[int]) -> None:
-        """Note that engines have the current weights. Record the incidents of those that were lost before."""
+    def mark_ready(self, engines: Iterable[int], version: int) -> None:
+        """Note that engines have the current weights. Record the incidents of those that had failed before."""
         for engine in engines:
-            self.life.refit(engine)
+            self.lifecycle.refit(engine, version)
             self._record(engine, "replaced the engine")
 
     def shutdown(self) -> None:
         """End the engines. The run has ended well, so failures are only logged."""
         try:
             calls = CallFutures(self.group)
-            for engine in self.life.loaded:
+            for engine in self.lifecycle.loaded:
                 calls.begin(engine, "shutdown")
             while calls.is_running:
                 for _, _, error in calls.poll():

@@ -10,7 +10,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -23,19 +24,19 @@ from trainer.process import time_limits
 _DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
 
 
-class Link:
+class Connection:
     """A connection whose messages must come in time.
 
     Args:
-        patience_s: longest time to wait for a message.
+        timeout_s: longest time to wait for a message.
     """
 
-    def __init__(self, connection: Connection, patience_s: float):
-        self._connection = connection
-        self._patience_s = patience_s
+    def __init__(self, pipe: Pipe, timeout_s: float):
+        self._pipe = pipe
+        self._timeout_s = timeout_s
 
     def send(self, message: Any) -> None:
-        self._connection.send(message)
+        self._pipe.send(message)
 
     def receive(self) -> Any:
         """Return the next message.
@@ -44,35 +45,33 @@ class Link:
             TimeoutError: none came in time.
             EOFError: the other process has ended.
         """
-        if not self._connection.poll(self._patience_s):
-            raise TimeoutError(
-                f"no answer for {self._patience_s:g} s while weights went between two processes on a GPU"
-            )
-        return self._connection.recv()
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"no answer for {self._timeout_s:g} s while weights went between two processes on a GPU")
+        return self._pipe.recv()
 
 
 @contextmanager
-def link_of(token: str, device: str, patience_s: float) -> Iterator[Link]:
+def accept(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
     """Wait for the other process on this process's GPU, which calls `connect`."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(_address(token, device))
         server.listen()
-        server.settimeout(patience_s)
+        server.settimeout(timeout_s)
         try:
             end, _ = server.accept()
         except TimeoutError:
-            raise TimeoutError(f"no engine took weights on this GPU for {patience_s:g} s") from None
+            raise TimeoutError(f"no engine took weights on this GPU for {timeout_s:g} s") from None
     end.setblocking(True)
-    with Connection(end.detach()) as connection:
-        deliver_challenge(connection, token.encode())
-        answer_challenge(connection, token.encode())
-        yield Link(connection, patience_s)
+    with Pipe(end.detach()) as pipe:
+        deliver_challenge(pipe, token.encode())
+        answer_challenge(pipe, token.encode())
+        yield Connection(pipe, timeout_s)
 
 
 @contextmanager
-def connect(token: str, device: str, patience_s: float) -> Iterator[Link]:
-    """Connect to the other process on this process's GPU, which calls `link_of` at about the same time."""
-    end, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + patience_s
+def connect(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
+    """Connect to the other process on this process's GPU, which calls `accept` at about the same time."""
+    end, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + timeout_s
     with contextlib.closing(end):
         while True:
             try:
@@ -80,12 +79,12 @@ def connect(token: str, device: str, patience_s: float) -> Iterator[Link]:
                 break
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no rank offers weights on this GPU for {patience_s:g} s") from None
+                    raise TimeoutError(f"no rank offers weights on this GPU for {timeout_s:g} s") from None
                 time.sleep(time_limits.IPC_RETRY_S)
-        with Connection(os.dup(end.fileno())) as connection:
-            answer_challenge(connection, token.encode())
-            deliver_challenge(connection, token.encode())
-            yield Link(connection, patience_s)
+        with Pipe(os.dup(end.fileno())) as pipe:
+            answer_challenge(pipe, token.encode())
+            deliver_challenge(pipe, token.encode())
+            yield Connection(pipe, timeout_s)
 
 
 def export_buffer(size: int, device: str) -> tuple[Tensor, bytes]:

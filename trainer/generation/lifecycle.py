@@ -1,10 +1,20 @@
-"""The states of engines, from start to death, as a pure state machine: no processes, no clocks.
+"""The states of engines and of the GPU memory that they share, as pure state machines: no processes, no clocks.
 
-    STARTING --loaded--> STALE --refitted--> SERVING --outdated--> STALE
+An engine:
+
+    STARTING --loaded--> STALE --refitted--> SERVING --stale--> STALE
     any state --died--> DEAD --replaced--> STARTING
 
 An engine that died never serves again before it has been started, and has got the current weights. No other way leads
 to SERVING.
+
+The memory of GPUs that engines and ranks share:
+
+    STARTING --sleep--> ASLEEP --wake--> AWAKE --sleep--> ASLEEP --start--> STARTING
+
+Engines get weights only while they are ASLEEP, because the ranks need the memory to send them. A new engine measures
+the free memory and takes its share: it starts only while the ranks have left the GPUs (STARTING or AWAKE), and sleeps
+before the ranks return. AWAKE never turns into STARTING: an engine that is replaced meanwhile starts beside the others.
 """
 
 from __future__ import annotations
@@ -23,17 +33,18 @@ class State(Enum):
     SERVING = "serving"
     """It has the current weights."""
     DEAD = "dead"
-    """Its process is gone, or no longer answers."""
+    """Its process has exited, or no longer answers."""
 
 
 class Lifecycle:
-    """The states of all engines of a run.
+    """The states of all engines of a run, and the version of the weights that each has.
 
     Every method takes the engine's number. It asserts that the transition is allowed.
     """
 
     def __init__(self, count: int):
         self._states = [State.STARTING] * count
+        self._versions: list[int | None] = [None] * count
 
     def __getitem__(self, engine: int) -> State:
         return self._states[engine]
@@ -41,6 +52,12 @@ class Lifecycle:
     def within(self, *states: State) -> list[int]:
         """Return the engines that are in one of these states."""
         return [engine for engine, state in enumerate(self._states) if state in states]
+
+    def version(self, engine: int) -> int:
+        """Return the version of the weights with which an engine generates."""
+        version = self._versions[engine]
+        assert version is not None, f"engine {engine} has no weights of the policy"
+        return version
 
     @property
     def serving(self) -> list[int]:
@@ -56,18 +73,20 @@ class Lifecycle:
         """Its process has loaded the model."""
         self._move(engine, (State.STARTING,), State.STALE)
 
-    def refit(self, engine: int) -> None:
+    def refit(self, engine: int, version: int) -> None:
         """It has got the current weights."""
         self._move(engine, (State.STALE, State.SERVING), State.SERVING)
+        self._versions[engine] = version
 
-    def outdate(self, engines: Iterable[int]) -> None:
+    def mark_stale(self, engines: Iterable[int]) -> None:
         """The policy has other weights now than these engines."""
         for engine in engines:
             self._move(engine, (State.STALE, State.SERVING), State.STALE)
 
     def die(self, engine: int) -> None:
-        """Its process is gone, or no longer answers."""
+        """Its process has exited, or no longer answers."""
         self._move(engine, (State.STARTING, State.STALE, State.SERVING), State.DEAD)
+        self._versions[engine] = None
 
     def replace(self, engine: int) -> None:
         """A new process starts in its place."""
@@ -76,3 +95,58 @@ class Lifecycle:
     def _move(self, engine: int, allowed: tuple[State, ...], state: State) -> None:
         assert self._states[engine] in allowed, f"engine {engine} is {self._states[engine].value}, not to be {state}"
         self._states[engine] = state
+
+
+class Phase(Enum):
+    """Who has the memory of GPUs that engines and ranks share."""
+
+    STARTING = "starting"
+    """Engines that start. The ranks hold nothing there."""
+    ASLEEP = "asleep"
+    """The ranks: they compute, or send weights."""
+    AWAKE = "awake"
+    """Engines that generate. The ranks hold nothing there."""
+
+
+class GpuMemory:
+    """The phases of the memory that engines and ranks share.
+
+    Every method asserts that the transition is allowed. Engines with memory of their own are always awake.
+
+    Args:
+        shared: engines and ranks share GPUs.
+    """
+
+    def __init__(self, shared: bool):
+        self.shared = shared
+        self.phase = Phase.STARTING if shared else Phase.AWAKE
+
+    @property
+    def may_start(self) -> bool:
+        """Whether new engines may start now."""
+        return self.phase is not Phase.ASLEEP
+
+    @property
+    def may_sync(self) -> bool:
+        """Whether engines may get weights now."""
+        return self.phase is Phase.ASLEEP or not self.shared
+
+    @property
+    def is_awake(self) -> bool:
+        return self.phase is Phase.AWAKE
+
+    def sleep(self) -> None:
+        """The engines have released their memory. The ranks may return."""
+        self._move((Phase.STARTING, Phase.ASLEEP, Phase.AWAKE), Phase.ASLEEP)
+
+    def wake(self) -> None:
+        """The ranks have left, and the engines take their memory back."""
+        self._move((Phase.ASLEEP,), Phase.AWAKE)
+
+    def start(self) -> None:
+        """The ranks have left, so that engines can start."""
+        self._move((Phase.ASLEEP,), Phase.STARTING)
+
+    def _move(self, allowed: tuple[Phase, ...], phase: Phase) -> None:
+        assert self.shared and self.phase in allowed, f"shared memory is {self.phase.value}, not to be {phase.value}"
+        self.phase = phase

@@ -15,7 +15,7 @@ class RequestScheduler:
         pieces: requests, by their place, that one engine generates together; the most expensive ones first.
         costs: of one request, by its place.
         engines: number of engines.
-        room: most requests that an engine has at a time, unless one piece is larger. None: no limit.
+        capacity: most requests that an engine has at a time, unless one piece is larger. None: no limit.
         planned: the engines that share the pieces by a plan, whoever is done first. Pieces of one that is lost go to
             any. Empty: all pieces do.
     """
@@ -25,7 +25,7 @@ class RequestScheduler:
         pieces: Iterable[list[int]],
         costs: Sequence[float],
         engines: int,
-        room: int | None,
+        capacity: int | None,
         planned: Collection[int] = (),
     ):
         self._waiting = deque(pieces)
@@ -33,7 +33,7 @@ class RequestScheduler:
         self._costs = costs
         if planned:
             self._plan(sorted(planned))
-        self._room = room
+        self._capacity = capacity
         self._given: list[list[list[int]]] = [[] for _ in range(engines)]  # pieces that an engine has begun
         self._held: list[set[int]] = [set() for _ in range(engines)]
         self._load = [0.0] * engines
@@ -43,7 +43,7 @@ class RequestScheduler:
         """Whether some requests have not been given to an engine."""
         return bool(self._waiting) or any(self._planned)
 
-    def take(self, engines: Iterable[int]) -> dict[int, list[int]]:
+    def assign(self, engines: Iterable[int]) -> dict[int, list[int]]:
         """Return the requests that `engines` get now. Engines that get nothing are left out."""
         given: dict[int, list[int]] = {}
         able = list(engines)
@@ -58,7 +58,7 @@ class RequestScheduler:
             self._give(engine, self._waiting.popleft(), given)
         return given
 
-    def complete(self, engine: int, requests: Iterable[int]) -> bool:
+    def mark_done(self, engine: int, requests: Iterable[int]) -> bool:
         """Note that an engine has generated `requests`. Return whether it has others left."""
         self._held[engine].difference_update(requests)
         self._load[engine] = sum(self._costs[i] for i in self._held[engine])
@@ -66,7 +66,7 @@ class RequestScheduler:
             self._given[engine] = []
         return bool(self._held[engine])
 
-    def give_back(self, engine: int) -> None:
+    def requeue(self, engine: int) -> None:
         """Take the requests that a lost engine has not completed back, to give them to others."""
         left = [[i for i in piece if i in self._held[engine]] for piece in self._given[engine]]
         self._waiting.extendleft(reversed([*(piece for piece in left if piece), *self._planned[engine]]))
@@ -97,7 +97,7 @@ class RequestScheduler:
 
     def _fits(self, engine: int, piece: Sequence[int]) -> bool:
         held = len(self._held[engine])
-        return self._room is None or held == 0 or held + len(piece) <= self._room
+        return self._capacity is None or held == 0 or held + len(piece) <= self._capacity
 
 
 def share_out(
@@ -123,8 +123,8 @@ def share_out(
     if not streaming:
         return RequestScheduler(by_length(requests, engines, most), costs, engines, 0, planned)
     # On CPU, runs are exact to the last bit in any case: an engine gets all that it generates at once.
-    room = most if device == "cuda" and engines > 1 and not planned else None
-    return RequestScheduler(by_prompt(requests, max_tokens, room), costs, engines, room, planned)
+    capacity = most if device == "cuda" and engines > 1 and not planned else None
+    return RequestScheduler(by_prompt(requests, max_tokens, capacity), costs, engines, capacity, planned)
 
 
 def request_costs(requests: Sequence[Request], max_tokens: int) -> list[float]:

@@ -12,7 +12,7 @@ from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import Completion, Request, RunningRequests, Sampling
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process import time_limits
@@ -73,8 +73,10 @@ class VLLMEngine:
         self._version = 0
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.colocate
-        self._running: dict[str, int] = {}
-        """The numbers of the requests in vLLM, by their names there."""
+        self._running: dict[str, tuple[int, int]] = {}
+        """The requests in vLLM, by their names there: their numbers, and the weights that they began with."""
+        self._completed: dict[int, Completion] = {}
+        """What was completed before a change of the weights, for the next `step`."""
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         options = {
@@ -93,12 +95,12 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return completions in the order of the requests."""
-        completions = self.advance(dict(enumerate(requests)), sampling)
+        completions = self.step(dict(enumerate(requests)), sampling)
         while self._running:
-            completions |= self.advance({}, sampling)
+            completions |= self.step({}, sampling)
         return [completions[number] for number in range(len(requests))]
 
-    def advance(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+    def step(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
         """Add requests, and generate until some are complete; return these (see `StreamingEngine`)."""
         assert not self._asleep, "wake the engine before generating"
         if not self._running:
@@ -108,12 +110,19 @@ class VLLMEngine:
             assert cleared, "the prefix cache is in use"
         if requests:
             self._add(requests, sampling)
-        completions: dict[int, Completion] = {}
-        begun = time.monotonic()
-        while self._running and not (completions and time.monotonic() > begun + time_limits.ENGINE_REPORT_S):
-            for output in self._llm.llm_engine.step():
-                if output.finished:
-                    completions[self._running.pop(output.request_id)] = self._completion(output)
+        completions, self._completed = self._completed, {}
+        began = time.monotonic()
+        while self._running and not (completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S):
+            completions |= self._step_vllm()
+        return completions
+
+    def _step_vllm(self) -> dict[int, Completion]:
+        """Generate one token of each running request; return those that are complete."""
+        completions = {}
+        for output in self._llm.llm_engine.step():
+            if output.finished:
+                number, oldest = self._running.pop(output.request_id)
+                completions[number] = self._completion(output, oldest)
         return completions
 
     def _add(self, requests: Mapping[int, Request], sampling: Sampling) -> None:
@@ -136,19 +145,22 @@ class VLLMEngine:
         prompts = [{"prompt_token_ids": request.prompt_token_ids.tolist()} for request in requests.values()]
         names = self._llm.enqueue(prompts, params, lora_request=self._adapter, use_tqdm=False)
         # vLLM returns names with a random end, and puts names without it into outputs.
-        self._running |= zip((name.partition("-")[0] for name in names), requests, strict=True)
+        for name, number in zip(names, requests, strict=True):
+            self._running[name.partition("-")[0]] = number, self._version
 
-    def _completion(self, request: RequestOutput) -> Completion:
+    def _completion(self, request: RequestOutput, oldest: int) -> Completion:
         output = request.outputs[0]
         assert output.finish_reason in ("stop", "length"), output.finish_reason
         logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-        return Completion(output.token_ids, logprobs, output.finish_reason, self._version)
+        return Completion(output.token_ids, logprobs, output.finish_reason, (oldest, self._version))
 
-    def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Load the weights of `source` in place. Drops requests that nobody waits for any more."""
-        if self._running:
-            self._llm.llm_engine.abort_request(list(self._running))
-            self._running.clear()
+    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
+        """Load the weights of `source` in place."""
+        if running == "abort":
+            self._abort()
+        elif running == "drain":
+            while self._running:
+                self._completed |= self._step_vllm()
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         match source:
@@ -158,7 +170,16 @@ class VLLMEngine:
                 self._load_adapter(source)
             case _:
                 self._receive(source)
+        if self._running:  # their keys and values are of the old weights: compute them again
+            cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
+            assert cleared, "the prefix cache is in use"
         self._version = version
+
+    def _abort(self) -> None:
+        if self._running:
+            self._llm.llm_engine.abort_request(list(self._running))
+        self._running.clear()
+        self._completed.clear()
 
     def _load_shared(self, source: SharedMemory) -> None:
         check_owner(source.path)

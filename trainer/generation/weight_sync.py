@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.generation.gpu_ipc import collect, connect, export_buffer, import_buffer, link_of
+from trainer.generation.gpu_ipc import accept, collect, connect, export_buffer, import_buffer
 from trainer.parallel.mesh import open_store
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -90,7 +90,7 @@ class Ipc:
         if rank not in self.senders:
             _step_through(weights)
             return
-        with link_of(self.token, self.device, self.timeout_s) as link:
+        with accept(self.token, self.device, self.timeout_s) as link:
             buffers: list[Tensor] = []
             unread = [0] * _BUFFERS
 

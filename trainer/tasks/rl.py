@@ -46,7 +46,7 @@ def _source(given: Ingredients) -> tuple[SamplingSource, RolloutEvaluator | None
     cfg = given.cfg
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path)
     read_ahead(given)
-    given.waits.append(pool.settle)
+    given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
     cache = RewardCache(cfg.trainer.run_dir, given.fence)
     runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), cache)

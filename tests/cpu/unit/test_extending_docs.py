@@ -172,13 +172,13 @@ def test_the_engine(module, tmp_path, monkeypatch):
     requests = [Request([5, 6, 7, 8], seed=1), Request([9], seed=2)]
     with ProcessCluster(cfg, "cpu") as cluster:
         ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
-        fleet = EnginePool(cfg, cluster, ranks, cfg.model.path)
-        fleet.start(version=1, fresh=True)
-        assert [c.token_ids.tolist() for c in fleet.generate(requests, sampling)] == [[5, 6, 7], [9]]
-        fleet.sync_weights(2)
-        for completion in fleet.generate(requests, sampling):
-            assert (completion.weight_version, len(completion.logprobs)) == (2, len(completion.token_ids))
-        fleet.shutdown()
+        pool = EnginePool(cfg, cluster, ranks, cfg.model.path)
+        pool.start(version=1, is_initial=True)
+        assert [c.token_ids.tolist() for c in pool.generate(requests, sampling)] == [[5, 6, 7], [9]]
+        pool.sync_weights(2)
+        for completion in pool.generate(requests, sampling):
+            assert (completion.weight_versions, len(completion.logprobs)) == ((2, 2), len(completion.token_ids))
+        pool.shutdown()
 
 
 def test_the_engine_has_every_method_of_the_protocol(module):

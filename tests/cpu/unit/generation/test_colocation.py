@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import WorkerError
-from trainer.generation.colocation import Place, choose_homes, gpus_of, ranks_beside
+from trainer.generation.colocation import Place, assign_gpus, colocated_ranks, gpus_of
 
 
 def ranks(**gpus: str) -> list[Place]:
@@ -18,9 +18,9 @@ def names(homes: list) -> list[str | None]:
 
 
 def test_an_engine_has_the_gpus_of_neighbours_on_one_node():
-    assert names(choose_homes(ranks(a="0123"), [None, None], 2)) == ["a0 a1", "a2 a3"]
-    assert names(choose_homes(ranks(a="012", b="012"), [None] * 3, 2)) == ["a0 a1", "b0 b1", None]
-    assert names(choose_homes(ranks(b="10", a="0"), [None] * 2, 1)) == ["b1", "b0"]
+    assert names(assign_gpus(ranks(a="0123"), [None, None], 2)) == ["a0 a1", "a2 a3"]
+    assert names(assign_gpus(ranks(a="012", b="012"), [None] * 3, 2)) == ["a0 a1", "b0 b1", None]
+    assert names(assign_gpus(ranks(b="10", a="0"), [None] * 2, 1)) == ["b1", "b0"]
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_an_engine_has_the_gpus_of_neighbours_on_one_node():
     ],
 )
 def test_engines_stay_where_ranks_are_and_follow_them_elsewhere(left, homes):
-    first = choose_homes(ranks(a="01", b="01"), [None, None], 2)
-    assert names(choose_homes(ranks(**left), first, 2)) == homes
+    first = assign_gpus(ranks(a="01", b="01"), [None, None], 2)
+    assert names(assign_gpus(ranks(**left), first, 2)) == homes
 
 
 def test_ranks_in_another_order_are_beside_the_same_engines():
     places = ranks(b="0", a="10")
-    assert ranks_beside([ranks(a="0")], places) == (2,)
-    assert ranks_beside([ranks(a="01"), ranks(b="0")], places) == (0, 1, 2)
+    assert colocated_ranks([ranks(a="0")], places) == (2,)
+    assert colocated_ranks([ranks(a="01"), ranks(b="0")], places) == (0, 1, 2)
     with pytest.raises(WorkerError, match="an engine is on GPU 1 of node b, where no rank can give it weights"):
-        ranks_beside([ranks(b="1")], places)
+        colocated_ranks([ranks(b="1")], places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import shutil
@@ -150,9 +151,9 @@ def test_only_the_callers_stop_tokens_stop(engine, trained):
 def test_completions_carry_the_version_of_the_weights(engine, model_paths):
     request = make_requests(1)
     engine.set_version(7)
-    assert engine.generate(request, GREEDY)[0].weight_version == 7
+    assert engine.generate(request, GREEDY)[0].weight_versions == (7, 7)
     engine.sync_weights(SharedMemory(model_paths[True]), 8)
-    assert engine.generate(request, GREEDY)[0].weight_version == 8
+    assert engine.generate(request, GREEDY)[0].weight_versions == (8, 8)
 
 
 def test_a_sleeping_engine_must_be_woken(engine, model_paths):
@@ -178,14 +179,55 @@ def test_completions_come_one_after_another_and_a_sync_drops_the_rest(model_path
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
     expected = contents(vllm_engine.generate(requests, SAMPLED))
     endless = dataclasses.replace(SAMPLED, max_tokens=60)
-    first = vllm_engine.advance({7: requests[0]}, SAMPLED)
+    first = vllm_engine.step({7: requests[0]}, SAMPLED)
     assert contents(list(first.values())) == expected[:1] and list(first) == [7]
     # The long ones are still generated when the short one is complete.
     stops = dataclasses.replace(endless, stop_token_ids=(int(expected[1][0][0]),))
-    part = vllm_engine.advance(dict(enumerate(requests * 32)), stops)
+    part = vllm_engine.step(dict(enumerate(requests * 32)), stops)
     assert 1 in part
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
     assert contents(vllm_engine.generate(requests, SAMPLED)) == expected
+
+
+@pytest.mark.parametrize("running", ["keep", "drain"])
+def test_requests_under_way_survive_a_sync_that_does_not_drop_them(
+    model_paths, trained, tmp_path, vllm_engine, running
+):
+    """`keep`: their first tokens are of the old weights, the others of the new ones. `drain`: all of the old ones."""
+    with torch.no_grad():
+        changed = copy.deepcopy(trained)
+        for parameter in changed.parameters():
+            parameter.mul_(0.8)
+    changed.save_pretrained(tmp_path)
+    requests = make_requests(6)
+    endless = dataclasses.replace(SAMPLED, max_tokens=60)
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
+    expected = vllm_engine.generate(requests, endless)
+    short = int(expected[0].token_ids[2])
+    sampling = dataclasses.replace(endless, stop_token_ids=(short,))
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
+    stopped = {i: one for i, one in enumerate(expected) if short in one.token_ids}
+    completions = vllm_engine.step(dict(enumerate(requests * 8)), sampling)
+    under_way = set(range(48)) - set(completions)
+    assert under_way and set(completions) <= {i for i in range(48) if i % 6 in stopped}
+    vllm_engine.sync_weights(SharedMemory(str(tmp_path)), 2, running)
+    while len(completions) < 48:
+        completions |= vllm_engine.step({}, sampling)
+    versions = (1, 2) if running == "keep" else (1, 1)
+    assert {completions[i].weight_versions for i in under_way} == {versions}
+    fresh = vllm_engine.generate(requests, GREEDY)
+    assert_agrees(changed, requests, fresh, temperature=0.0)  # no keys and values of the old weights are left
+    for i in under_way:
+        old, new = (errors_of(model, requests[i % 6], completions[i]) for model in (trained, changed))
+        across = [at for at in range(len(old) + 1) if max([*old[:at], *new[at:]], default=0.0) < 1e-3]
+        assert across and (0 < across[0] < len(old) if running == "keep" else across[-1] == len(old)), (old, new)
+
+
+def errors_of(model, request, completion) -> list[float]:
+    """How far the log-prob of each token is from that of the trainer's model."""
+    logprobs = (logits_of(model, request, completion) / SAMPLED.temperature).log_softmax(-1)
+    tokens = torch.from_numpy(completion.token_ids).long()
+    return (logprobs.gather(-1, tokens[:, None])[:, 0] - torch.from_numpy(completion.logprobs)).abs().tolist()
 
 
 def test_more_work_than_the_engine_can_hold(cluster, model_paths, vllm_engine):
@@ -265,10 +307,10 @@ def assert_same_as_old_logprobs(ranks: TrainWorkers, requests: list[Request], co
 
 @pytest.mark.parametrize("way", ["shared_memory", "broadcast"])
 def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way, model_paths, tmp_path):
-    """A fleet of two engines of vLLM, and one of transformers. Prompts of several cache blocks, the same before and
+    """A pool of two engines of vLLM, and one of transformers. Prompts of several cache blocks, the same before and
     after each sync, as a stale cache would show."""
     cfg = dataclasses.replace(job.cfg, rollout=dataclasses.replace(job.cfg.rollout, weight_sync=way))
-    fleet = EnginePool(cfg, job, ranks, model_paths[tied])
+    pool = EnginePool(cfg, job, ranks, model_paths[tied])
     fallback = TransformersEngine(model_paths[tied], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
     model = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32).eval()
     rng = random.Random(3)
@@ -279,18 +321,18 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
     for version in (1, 2, 3):
         if before:
             ranks.call("policy", "update", experience(version), version)
-            fleet.sync_weights(version)
+            pool.sync_weights(version)
         else:
-            fleet.start(version, fresh=False)
+            pool.start(version, is_initial=False)
         ranks.call("policy", "write_weights", str(tmp_path), "float32")
         fallback.sync_weights(SharedMemory(str(tmp_path)), version)
         written = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
         assert set(model.load_state_dict(written, strict=False).missing_keys) <= {"lm_head.weight"}
         assert_agrees(model, requests[::4], fallback.generate(requests[::4], GREEDY), temperature=0.0)
-        after = fleet.generate(requests, GREEDY)
+        after = pool.generate(requests, GREEDY)
         assert_agrees(model, requests, after, temperature=0.0)
         assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
-        assert_same_as_old_logprobs(ranks, requests, fleet.generate(requests, SAMPLED))
+        assert_same_as_old_logprobs(ranks, requests, pool.generate(requests, SAMPLED))
         before = after
 
 
@@ -331,7 +373,7 @@ def test_vllm_serves_the_adapters_it_is_given_in_place(cluster, model_paths, tmp
         engine.sync_weights(Adapter(files[0].read_text(), files[1].read_bytes()), version)
         engine.wake()
         completions.append(engine.generate(requests, SAMPLED))
-        assert {c.weight_version for c in completions[-1]} == {version}
+        assert {c.weight_versions for c in completions[-1]} == {(version, version)}
         assert_agrees(model, requests, completions[-1], SAMPLED.temperature)
     tokens = [[one[:2] for one in contents(drawn)] for drawn in completions]
     assert tokens[0] == tokens[2] != tokens[1]

@@ -1,4 +1,4 @@
-"""The fleet: who gets which request, which weights answer, and who holds the memory of a shared GPU."""
+"""The pool: who gets which request, which weights answer, and who holds the memory of a shared GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import FailureSource, NonRetryableError, UserError, WorkerError, set_failure_source
 from trainer.generation.engine import Request
-from trainer.generation.engine_pool import EnginePool, choose_transport
+from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
+from trainer.generation.transport import choose_transport
 from trainer.process import restart_policy
 from trainer.process.failure_log import INCIDENTS, read_incidents
 from trainer.process.restart_policy import can_recover
@@ -38,7 +39,7 @@ def launcher() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
-    """Starts a fleet of plain engines and the ranks of their policy."""
+    """Starts a pool of plain engines and the ranks of their policy."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setitem(ENGINES, "plain", plain_engine.SPEC)
     monkeypatch.setitem(ENGINES, "missing", EngineSpec("no_such_module:Engine", ("shared_memory", "broadcast")))
@@ -50,7 +51,7 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
             rpc_timeout_s: float = 600.0,
             master_port: int = 0,
             max_restarts: int = 0,
-            settles: bool = True,
+            waits: bool = True,
             num_workers: int = 1,
             deterministic: bool = False,
             **rollout,
@@ -63,16 +64,16 @@ def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(ProcessCluster(cfg, device, launcher))
             ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
-            fleet = EnginePool(cfg, cluster, ranks, str(tmp_path))
-            if settles:
-                fleet.settle()
-            return fleet, ranks
+            pool = EnginePool(cfg, cluster, ranks, str(tmp_path))
+            if waits:
+                pool.wait_ready()
+            return pool, ranks
 
         yield start
 
 
-def answers(fleet: EnginePool, count: int = 2) -> list[list[int]]:
-    return tokens_of(fleet.generate([Request([i], seed=7) for i in range(count)], SAMPLED))
+def answers(pool: EnginePool, count: int = 2) -> list[list[int]]:
+    return tokens_of(pool.generate([Request([i], seed=7) for i in range(count)], SAMPLED))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -81,18 +82,18 @@ def answers(fleet: EnginePool, count: int = 2) -> list[list[int]]:
 
 def test_completions_come_in_order_and_prompts_stay_together(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", streaming())
-    fleet, _ = start(num_engines=3)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start(num_engines=3)
+    pool.start(version=1, is_initial=True)
     requests = [Request([p, p + 1], seed=j) for j in range(4) for p in range(7)]
-    completions = fleet.generate(requests, SAMPLED)
+    completions = pool.generate(requests, SAMPLED)
     assert tokens_of(completions) == [[*r.prompt_token_ids, r.seed, 0] for r in requests]
     homes: dict[float, set[tuple]] = {}
     for request, completion in zip(requests, completions, strict=True):
         homes.setdefault(completion.logprobs[0], set()).add(tuple(request.prompt_token_ids))
     assert sorted(len(prompts) for prompts in homes.values()) == [2, 2, 3]
-    fleet.shutdown()
+    pool.shutdown()
     with pytest.raises(AssertionError, match="asleep"):
-        answers(fleet)
+        answers(pool)
 
 
 def streaming(engine: str = "StreamingEngine") -> EngineSpec:
@@ -107,11 +108,11 @@ def batched() -> EngineSpec:
 def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, spec, waits):
     """An engine holds two requests, and answers one of them after the ten that it does not hold."""
     monkeypatch.setitem(ENGINES, "plain", spec)
-    fleet, _ = start("cuda", num_engines=2, max_num_seqs=2)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start("cuda", num_engines=2, max_num_seqs=2)
+    pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], seed=i) for i in range(12)]
     requests[waits] = Request([plain_engine.WAITS, 10], seed=waits)
-    parts = list(fleet.stream(requests, SAMPLED))
+    parts = list(pool.stream(requests, SAMPLED))
     assert len(parts) > 2, "completions come while others are generated"
     completions = {place: one for part in parts for place, one in part.items()}
     expected = [[*request.prompt_token_ids, request.seed, 0] for request in requests]
@@ -123,12 +124,12 @@ def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, sp
 @pytest.mark.parametrize("spec", [streaming(), plain_engine.SPEC], ids=["streaming", "batched"])
 def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatch, spec):
     monkeypatch.setitem(ENGINES, "plain", spec)
-    fleet, _ = start("cuda", num_engines=2, max_num_seqs=6, deterministic=True)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start("cuda", num_engines=2, max_num_seqs=6, deterministic=True)
+    pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], seed=i) for i in range(12)]
     shares = []
     for _ in range(2):
-        homes = [completion.logprobs[0] for completion in fleet.generate(requests, SAMPLED)]
+        homes = [completion.logprobs[0] for completion in pool.generate(requests, SAMPLED)]
         shares.append([homes.index(home) for home in homes])
     assert shares[0] == shares[1] and sorted(Counter(shares[0]).values()) == [6, 6]
 
@@ -136,54 +137,54 @@ def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatc
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", streaming())
     monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
-    fleet, _ = start(num_engines=2, rpc_timeout_s=2.0)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start(num_engines=2, rpc_timeout_s=2.0)
+    pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], seed=i) for i in range(3)] + [Request([plain_engine.WAITS, 99], seed=0)]
     with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.rpc_timeout_s\)"):
-        fleet.generate(requests, SAMPLED)
+        pool.generate(requests, SAMPLED)
 
 
 def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_path):
     """On a shared GPU, too. Only what takes its memory waits."""
     spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:SlowEngine")
     monkeypatch.setitem(ENGINES, "plain", spec)
-    fleet, ranks = start("cuda", settles=False, colocate=True)
+    pool, ranks = start("cuda", waits=False, colocate=True)
     assert ranks.call("policy", "weight_bytes", "auto") == 1000
     (tmp_path / "go").touch()
-    fleet.settle()
+    pool.wait_ready()
     ranks.call("policy", "compute")  # the engine sleeps
-    fleet.start(version=1, fresh=True)
-    assert answers(fleet, 1) == [[0, 7, 0]]
+    pool.start(version=1, is_initial=True)
+    assert answers(pool, 1) == [[0, 7, 0]]
 
 
 def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_path):
     """Whether they would generate or take weights. They have not failed, and generate once there is room."""
-    fleet, ranks = start("cuda", colocate=True, num_engines=1)
-    fleet.start(version=1, fresh=True)
+    pool, ranks = start("cuda", colocate=True, num_engines=1)
+    pool.start(version=1, is_initial=True)
     (tmp_path / "keeps").write_text("50")
-    for wake in (lambda: answers(fleet, 1), lambda: fleet.sync_weights(2)):
+    for wake in (lambda: answers(pool, 1), lambda: pool.sync_weights(2)):
         with pytest.raises(UserError, match="an engine needs 60 beside 50"):
             wake()
     (tmp_path / "keeps").write_text("40")
-    fleet.sync_weights(2)
-    assert answers(fleet, 1) == [[0, 7, 0]]
+    pool.sync_weights(2)
+    assert answers(pool, 1) == [[0, 7, 0]]
 
 
 def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
-    fleet, ranks = start("cuda", colocate=True)
-    fleet.start(version=1, fresh=True)
-    with fleet.awake():
-        assert answers(fleet, 1) == answers(fleet, 1) == [[0, 7, 0]]
+    pool, ranks = start("cuda", colocate=True)
+    pool.start(version=1, is_initial=True)
+    with pool.awake():
+        assert answers(pool, 1) == answers(pool, 1) == [[0, 7, 0]]
         with pytest.raises(WorkerError, match="no memory"):
             ranks.call("policy", "compute")  # the engine was not put to sleep in between
     ranks.call("policy", "compute")
 
 
 def test_an_engine_that_fails_at_its_end_does_not_fail_the_run(start, tmp_path):
-    fleet, _ = start()
-    fleet.start(version=1, fresh=True)
+    pool, _ = start()
+    pool.start(version=1, is_initial=True)
     (tmp_path / "fails at its end").touch()
-    fleet.shutdown()
+    pool.shutdown()
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -193,63 +194,82 @@ def test_an_engine_that_fails_at_its_end_does_not_fail_the_run(start, tmp_path):
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "adapter"])
 def test_engines_answer_with_the_weights_of_the_last_sync(start, tmp_path, transport):
     setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
-    fleet, ranks = start(num_engines=2, **setting)
-    fleet.start(version=1, fresh=True)
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    pool, ranks = start(num_engines=2, **setting)
+    pool.start(version=1, is_initial=True)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     ranks.call("policy", "train")
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
-    fleet.sync_weights(2)
-    assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
+    pool.sync_weights(2)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
     assert not (tmp_path / "weights").exists(), "the shared copy of the weights is still there"
-    assert {c.weight_version for c in fleet.generate([Request([1], 1)], SAMPLED)} == {2}
+    assert {c.weight_versions for c in pool.generate([Request([1], 1)], SAMPLED)} == {(2, 2)}
 
 
 def test_engines_on_the_gpus_of_the_ranks_get_weights_there(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
-    fleet, ranks = start("cuda", colocate=True)
-    fleet.start(version=1, fresh=True)
+    pool, ranks = start("cuda", colocate=True)
+    pool.start(version=1, is_initial=True)
     ranks.call("policy", "train")
-    fleet.sync_weights(2)
-    assert answers(fleet, 1) == [[0, 7, 1]]
-    assert fleet.synced_bytes == 1000
+    pool.sync_weights(2)
+    assert answers(pool, 1) == [[0, 7, 1]]
+    assert pool.synced_bytes == 1000
 
 
 def test_the_ranks_on_the_gpus_of_engines_send(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
-    fleet, _ = start("cuda", colocate=True, num_workers=3)
-    fleet.start(version=1, fresh=True)
-    assert fleet._channel.senders == (0,)
+    pool, _ = start("cuda", colocate=True, num_workers=3)
+    pool.start(version=1, is_initial=True)
+    assert pool._transfer.senders == (0,)
 
 
 def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
-    fleet, _ = start(weight_sync="broadcast", master_port=5000)
-    fleet.start(version=1, fresh=True)
-    assert fleet._channel.address == "127.0.0.1:5001"
+    pool, _ = start(weight_sync="broadcast", master_port=5000)
+    pool.start(version=1, is_initial=True)
+    assert pool._transfer.address == "127.0.0.1:5001"
 
 
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
-    fleet, ranks = start()
+    pool, ranks = start()
     ranks.call("policy", "train")
-    fleet.start(version=5, fresh=False)
-    assert answers(fleet, 1) == [[0, 7, 1]]
+    pool.start(version=5, is_initial=False)
+    assert answers(pool, 1) == [[0, 7, 1]]
 
 
 def test_completions_of_other_weights_are_refused(start, monkeypatch):
     path = plain_engine.SPEC.path.replace("PlainEngine", "ForgetfulEngine")
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, path=path))
-    fleet, _ = start()
-    fleet.start(version=4, fresh=True)
-    with pytest.raises(AssertionError, match="completions of weights .0., expected 4"):
-        answers(fleet)
+    pool, _ = start()
+    pool.start(version=4, is_initial=True)
+    with pytest.raises(AssertionError, match=r"a completion of weights \(0, 0\), expected from 4 to 4"):
+        answers(pool)
+
+
+@pytest.mark.parametrize("running", ["keep", "drain"])
+def test_requests_under_way_survive_a_sync_that_does_not_drop_them(start, monkeypatch, running):
+    """Completions carry all versions that their engine had since it got the request."""
+    monkeypatch.setitem(ENGINES, "plain", streaming())
+    pool, ranks = start("cuda", num_engines=2, max_num_seqs=3, weight_sync="shared_memory")
+    pool.start(version=1, is_initial=True)
+    requests = [Request([i, 0], seed=i) for i in range(12)]
+    stream = pool.stream(requests, SAMPLED)
+    completions = next(stream)
+    ranks.call("policy", "train")
+    pool.sync_weights(2, running)
+    for chunk in stream:
+        completions |= chunk
+    assert sorted(completions) == list(range(12))
+    weights = {one.weight_versions: int(one.token_ids[-1]) for one in completions.values()}
+    across = {(1, 2): 1} if running == "keep" else {}
+    assert weights == {(1, 1): 0, (2, 2): 1, **across}
 
 
 def test_a_failed_sender_is_heard_while_engines_still_wait(start):
-    fleet, ranks = start(weight_sync="broadcast")
-    fleet.start(version=1, fresh=True)
+    pool, ranks = start(weight_sync="broadcast")
+    pool.start(version=1, is_initial=True)
     for _ in range(2):
         ranks.call("policy", "train")
     with pytest.raises(ValueError, match="cannot be sent"):
-        fleet.sync_weights(2)
+        pool.sync_weights(2)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "ipc"])
@@ -257,15 +277,15 @@ def test_a_way_of_the_weights_that_does_not_work_is_named_before_the_first_step(
     """It is tried again once, as after a failure of the network. Then the run ends."""
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("broadcast", "ipc")))
     sharing = {"device": "cuda", "colocate": True} if transport == "ipc" else {}
-    fleet, ranks = start(weight_sync=transport, max_restarts=3, **sharing)
+    pool, ranks = start(weight_sync=transport, max_restarts=3, **sharing)
     for _ in range(2):
         ranks.call("policy", "train")
     sentence = f"rollout.weight_sync={transport}: the first weights did not reach the engines .ValueError: cannot be"
     with pytest.raises(WorkerError, match=f"^{sentence}") as raised:
-        fleet.start(version=1, fresh=True)
+        pool.start(version=1, is_initial=True)
     assert can_recover(raised.value)
     with pytest.raises(NonRetryableError, match=sentence):
-        fleet.start(version=1, fresh=True)
+        pool.start(version=1, is_initial=True)
 
 
 @pytest.fixture
@@ -335,25 +355,25 @@ def test_shared_gpus_that_no_weights_can_reach_are_refused_before_engines_start(
 
 def test_engines_and_ranks_take_turns_with_the_memory_of_a_shared_gpu(start):
     """The file of the GPU's memory refuses more than there is."""
-    fleet, ranks = start("cuda", colocate=True)
+    pool, ranks = start("cuda", colocate=True)
     ranks.call("policy", "compute")
-    fleet.start(version=1, fresh=False)
+    pool.start(version=1, is_initial=False)
     for version in (2, 3):
         ranks.call("policy", "compute")  # with 90 percent of the memory
-        assert answers(fleet, 1) == [[0, 7, version - 2]]
+        assert answers(pool, 1) == [[0, 7, version - 2]]
         ranks.call("policy", "train")
-        fleet.sync_weights(version)
+        pool.sync_weights(version)
     ranks.call("policy", "compute")
 
 
 @pytest.mark.parametrize(("device", "colocate"), [("cuda", False), ("cpu", True), ("cpu", False)])
 def test_engines_with_memory_of_their_own_stay_awake(start, device, colocate):
-    fleet, ranks = start(device, colocate=colocate, weight_sync="shared_memory")
-    fleet.start(version=1, fresh=False)
+    pool, ranks = start(device, colocate=colocate, weight_sync="shared_memory")
+    pool.start(version=1, is_initial=False)
     ranks.call("policy", "train")
-    assert answers(fleet, 1) == [[0, 7, 0]]  # they refuse to sleep
-    fleet.sync_weights(2)
-    assert answers(fleet, 1) == [[0, 7, 1]]
+    assert answers(pool, 1) == [[0, 7, 0]]  # they refuse to sleep
+    pool.sync_weights(2)
+    assert answers(pool, 1) == [[0, 7, 1]]
 
 
 @pytest.fixture
@@ -362,92 +382,92 @@ def shared(start, monkeypatch, incidents) -> tuple[EnginePool, PlainRanks]:
     spec = dataclasses.replace(streaming("FaultyStreamingEngine"), transports=("shared_memory", "ipc"))
     monkeypatch.setitem(ENGINES, "plain", spec)
     monkeypatch.setattr(restart_policy, "_FIRST_DELAY_S", 0.0)
-    fleet, ranks = start("cuda", colocate=True, num_workers=2, num_engines=2, max_restarts=5, max_num_seqs=64)
+    pool, ranks = start("cuda", colocate=True, num_workers=2, num_engines=2, max_restarts=5, max_num_seqs=64)
     ranks.policy.call("compute")
-    fleet.start(version=1, fresh=False)
-    return fleet, ranks
+    pool.start(version=1, is_initial=False)
+    return pool, ranks
 
 
 def test_a_new_engine_on_a_shared_gpu_starts_and_sleeps_before_the_ranks_compute_again(shared, incidents):
     """The rank needs the memory that the engine takes while it starts."""
-    fleet, ranks = shared
+    pool, ranks = shared
     fault(incidents, "kill 3")
     requests = [Request([i, 0], seed=i) for i in range(8)]
-    assert tokens_of(fleet.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
+    assert tokens_of(pool.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
     ranks.policy.call("compute")
     ranks.policy.call("call", "policy", "train")
-    fleet.sync_weights(2)
-    assert len({one.logprobs[0] for one in fleet.generate(requests, SAMPLED)}) == 2
+    pool.sync_weights(2)
+    assert len({one.logprobs[0] for one in pool.generate(requests, SAMPLED)}) == 2
     assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
 
 
 def test_an_engine_that_dies_while_the_ranks_compute_waits_until_they_leave_the_gpu(shared, incidents):
-    fleet, ranks = shared
+    pool, ranks = shared
     ranks.policy.call("compute")
-    fleet._engines.group.end(0)
-    fleet.sync_weights(2)
+    pool._engines.group.end(0)
+    pool.sync_weights(2)
     ranks.policy.call("compute")
-    assert fleet._engines.life.within(State.DEAD) == [0]
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    assert pool._engines.lifecycle.within(State.DEAD) == [0]
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     ranks.policy.call("compute")
-    fleet.sync_weights(3)
-    assert fleet._engines.life.serving == [0, 1]
+    pool.sync_weights(3)
+    assert pool._engines.lifecycle.serving == [0, 1]
     assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
 
 
 @pytest.mark.parametrize("moment", ["generate", "sync", "restart"])
 def test_the_last_engines_on_shared_gpus_come_back_while_the_ranks_make_room(shared, incidents, moment):
-    fleet, ranks = shared
+    pool, ranks = shared
     ranks.policy.call("compute")
     if moment == "generate":
         fault(incidents, "kill 3", "kill 4")
     else:
         for engine in (0, 1):
-            fleet._engines.group.end(engine)
-        fleet.sync_weights(1) if moment == "sync" else fleet.start(1, fresh=False)
+            pool._engines.group.end(engine)
+        pool.sync_weights(1) if moment == "sync" else pool.start(1, is_initial=False)
     requests = [Request([i, 0], seed=i) for i in range(8)]
-    assert tokens_of(fleet.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
+    assert tokens_of(pool.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
     ranks.policy.call("compute")
-    fleet.sync_weights(2)
-    assert fleet._engines.life.serving == [0, 1]
+    pool.sync_weights(2)
+    assert pool._engines.lifecycle.serving == [0, 1]
 
 
 def test_an_interrupted_rollout_leaves_no_engine_that_starts(shared, incidents):
     """Ranks that start again would meet it on their GPU."""
-    fleet, ranks = shared
+    pool, ranks = shared
     fault(incidents, "kill 0", "wait start")
     with pytest.raises(KeyboardInterrupt):
-        with fleet.awake():
-            fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
-            while not fleet._engines.life.within(State.STARTING):
-                fleet._engines.advance()
+        with pool.awake():
+            pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+            while not pool._engines.lifecycle.within(State.STARTING):
+                pool._engines.poll()
             raise KeyboardInterrupt
-    assert len(fleet._engines.life.within(State.DEAD)) == 1
-    fleet._engines.check()  # the other one has gone to sleep
+    assert len(pool._engines.lifecycle.within(State.DEAD)) == 1
+    pool._engines.check()  # the other one has gone to sleep
     ranks.policy.call("compute")
 
 
 def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared, launcher):
     """A node was lost with ranks and engines. The engine that is left has the GPU of no rank."""
-    fleet, ranks = shared
-    cluster = fleet._cluster
-    factory = functools.partial(PlainRank, str(fleet._model_path))
+    pool, ranks = shared
+    cluster = pool._cluster
+    factory = functools.partial(PlainRank, str(pool._model_path))
     cluster.release(ranks.policy)
     ranks.policy = cluster.launch_ranks("rank", factory, {}, count=1)
     assert ranks.policy.placements()[0]["gpus"] == ["2"]
     ranks.policy.call("compute")
-    fleet.start(2, fresh=False)
-    assert fleet._channel.senders == (0,)
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    pool.start(2, is_initial=False)
+    assert pool._transfer.senders == (0,)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     ranks.policy.call("compute")
-    fleet.sync_weights(3)
-    assert fleet._engines.life.serving == [0] and fleet._engines.homeless == {1}
+    pool.sync_weights(3)
+    assert pool._engines.lifecycle.serving == [0] and pool._engines.unplaced == {1}
     cluster.release(ranks.policy)
     ranks.policy = cluster.launch_ranks("rank", factory, {}, count=4)
-    fleet.start(4, fresh=False)
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
-    fleet.sync_weights(5)
-    assert fleet._engines.life.serving == [0, 1], "new nodes bring the engine back"
+    pool.start(4, is_initial=False)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
+    pool.sync_weights(5)
+    assert pool._engines.lifecycle.serving == [0, 1], "new nodes bring the engine back"
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -475,18 +495,18 @@ def fault(directory: Path, *names: str) -> None:
 def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, spec, kind):
     """The next sync brings the new engine the weights, and it serves again."""
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(spec, streaming="Streaming" in spec.path))
-    fleet, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
-    fleet.start(version=1, fresh=True)
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], seed=i) for i in range(12)]
-    first = fleet.generate(requests, SAMPLED)
+    first = pool.generate(requests, SAMPLED)
     fault(incidents, f"{kind} 3")
-    again = fleet.generate(requests, SAMPLED)
+    again = pool.generate(requests, SAMPLED)
     assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
     assert len({one.logprobs[0] for one in again}) <= 2
-    fleet._engines.load()
+    pool._engines.load()
     ranks.call("policy", "train")
-    fleet.sync_weights(2)
-    last = fleet.generate(requests, SAMPLED)
+    pool.sync_weights(2)
+    last = pool.generate(requests, SAMPLED)
     assert tokens_of(last) == [[i, 0, i, 1] for i in range(12)]
     new = {one.logprobs[0] for one in last} - {one.logprobs[0] for one in first}
     assert len(new) == 1, "one engine is another process"
@@ -499,16 +519,16 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
     """A new engine gets the current weights, not those that it was started with."""
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
-    fleet, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
+    pool, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
     ranks.call("policy", "train")
-    fleet.start(version=4, fresh=False)
-    channel = getattr(fleet, "_channel", None)
+    pool.start(version=4, is_initial=False)
+    channel = getattr(pool, "_channel", None)
     fault(incidents, "kill 3", "kill 5")
     requests = [Request([i, 0], seed=i) for i in range(8)]
-    completions = fleet.generate(requests, SAMPLED)
+    completions = pool.generate(requests, SAMPLED)
     assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
-    assert {one.weight_version for one in completions} == {4}
-    assert transport != "broadcast" or fleet._channel != channel, "a new process cannot join the group of a dead one"
+    assert {one.weight_versions for one in completions} == {(4, 4)}
+    assert transport != "broadcast" or pool._transfer != channel, "a new process cannot join the group of a dead one"
     one, two = read_incidents(str(incidents))
     assert one.cost_s > 0 and two.cost_s > 0
 
@@ -516,41 +536,41 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
 def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     fault(incidents, "kill start")
-    fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    fleet.start(version=1, fresh=True)
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
 
 
 def test_an_engine_that_dies_between_its_loading_and_the_start_is_started_again(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    fleet._engines.load()
-    fleet._engines.group.end(0)
-    fleet.start(version=1, fresh=True)
-    assert answers(fleet) == [[0, 7, 0], [1, 7, 0]]
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool._engines.load()
+    pool._engines.group.end(0)
+    pool.start(version=1, is_initial=True)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
 
 
 def test_new_engines_have_an_end(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fleet, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
     fault(incidents, "kill 1", "kill 3")
     with pytest.raises(WorkerError, match="^engine . died") as raised:
-        fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
     assert not can_recover(raised.value)
 
 
 def test_engines_that_are_lost_with_one_node_count_once(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fleet, _ = start(num_engines=3, max_restarts=1, max_num_seqs=64)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start(num_engines=3, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
 
     def lose(engine: int, node: str) -> None:
         error = WorkerError(f"engine {engine} is lost with its node", cause="node")
         set_failure_source(error, FailureSource(f"engine {engine}", node))
-        fleet._engines.lose([engine], error)
+        pool._engines.mark_failed([engine], error)
 
     lose(0, "10.0.0.1")
     lose(1, "10.0.0.1")
@@ -560,37 +580,37 @@ def test_engines_that_are_lost_with_one_node_count_once(start, monkeypatch, inci
 
 def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fleet, _ = start(num_engines=2, max_restarts=3, max_num_seqs=64)
-    fleet.start(version=1, fresh=True)
+    pool, _ = start(num_engines=2, max_restarts=3, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
     fault(incidents, "memory 1", "memory 3")
     with pytest.raises(NonRetryableError, match="no memory left"):
-        fleet.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
 
 
 def test_an_engine_that_dies_while_it_gets_a_broadcast_is_replaced_by_the_next_start(start, monkeypatch, incidents):
     """The ranks may wait for it in vain, so the failure is raised: the run starts its ranks again."""
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fleet, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
-    fleet.start(version=1, fresh=True)
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
+    pool.start(version=1, is_initial=True)
     fault(incidents, "kill sync")
     ranks.call("policy", "train")
     with pytest.raises(WorkerError, match="engine . died") as raised:
-        fleet.sync_weights(2)
+        pool.sync_weights(2)
     assert can_recover(raised.value)
-    fleet.start(version=2, fresh=False)
-    assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
+    pool.start(version=2, is_initial=False)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
 
 
 def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fleet, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
-    fleet.start(version=1, fresh=True)
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
+    pool.start(version=1, is_initial=True)
     fault(incidents, "kill 1", "wait start")
-    assert len(fleet.generate([Request([i, 0], seed=i) for i in range(4)], SAMPLED)) == 4
+    assert len(pool.generate([Request([i, 0], seed=i) for i in range(4)], SAMPLED)) == 4
     ranks.call("policy", "train")
-    fleet.sync_weights(2)
-    assert answers(fleet) == [[0, 7, 1], [1, 7, 1]]
+    pool.sync_weights(2)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
     (incidents / "go on").touch()
-    fleet._engines.load()
-    fleet.sync_weights(2)
-    assert len({one.logprobs[0] for one in fleet.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2
+    pool._engines.load()
+    pool.sync_weights(2)
+    assert len({one.logprobs[0] for one in pool.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2

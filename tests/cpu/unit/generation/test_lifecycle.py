@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainer.generation.lifecycle import Lifecycle, State
+from trainer.generation.lifecycle import GpuMemory, Lifecycle, Phase, State
 
 ENGINES = st.integers(0, 2)
 
@@ -35,16 +35,16 @@ class Engines(RuleBasedStateMachine):
     @rule(engine=ENGINES)
     def refit(self, engine):
         if self.alive[engine] and self.built[engine]:
-            self.lifecycle.refit(engine)
+            self.lifecycle.refit(engine, self.version)
             self.weights[engine] = self.version
         else:
             with pytest.raises(AssertionError):
-                self.lifecycle.refit(engine)
+                self.lifecycle.refit(engine, self.version)
 
     @rule()
     def train(self):
         self.version += 1
-        self.lifecycle.outdate(self.lifecycle.loaded)
+        self.lifecycle.mark_stale(self.lifecycle.loaded)
 
     @rule(engine=ENGINES)
     def die(self, engine):
@@ -69,6 +69,7 @@ class Engines(RuleBasedStateMachine):
     def only_living_engines_with_current_weights_serve(self):
         current = [engine for engine in range(3) if self.alive[engine] and self.weights[engine] == self.version]
         assert self.lifecycle.serving == current
+        assert all(self.lifecycle.version(engine) == self.version for engine in current)
 
     @invariant()
     def only_built_engines_get_weights(self):
@@ -78,3 +79,45 @@ class Engines(RuleBasedStateMachine):
 
 TestEngines = Engines.TestCase
 TestEngines.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_an_engine_without_weights_of_the_policy_has_no_version():
+    lifecycle = Lifecycle(1)
+    lifecycle.load(0)
+    with pytest.raises(AssertionError, match="has no weights of the policy"):
+        lifecycle.version(0)
+    lifecycle.refit(0, 3)
+    assert lifecycle.version(0) == 3
+    lifecycle.die(0)
+    with pytest.raises(AssertionError, match="has no weights of the policy"):
+        lifecycle.version(0)
+
+
+ALLOWED = {
+    Phase.STARTING: {"sleep": Phase.ASLEEP},
+    Phase.ASLEEP: {"sleep": Phase.ASLEEP, "wake": Phase.AWAKE, "start": Phase.STARTING},
+    Phase.AWAKE: {"sleep": Phase.ASLEEP},
+}
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("move", ["sleep", "wake", "start"])
+def test_engines_and_ranks_take_turns_with_shared_memory(phase, move):
+    """Engines start while the ranks have left the GPUs, and get weights while they sleep."""
+    memory = GpuMemory(shared=True)
+    assert memory.phase is Phase.STARTING, "engines measure the free memory before the ranks load"
+    memory.phase = phase
+    assert (memory.may_start, memory.may_sync) == (phase is not Phase.ASLEEP, phase is Phase.ASLEEP)
+    if move in ALLOWED[phase]:
+        getattr(memory, move)()
+        assert memory.phase is ALLOWED[phase][move]
+    else:
+        with pytest.raises(AssertionError, match=f"shared memory is {phase.value}"):
+            getattr(memory, move)()
+
+
+def test_engines_with_memory_of_their_own_start_generate_and_sync_at_any_time():
+    memory = GpuMemory(shared=False)
+    assert memory.may_start and memory.may_sync and memory.is_awake
+    with pytest.raises(AssertionError):
+        memory.sleep()

@@ -16,8 +16,10 @@ def requests_of(*lengths: int) -> list[Request]:
     return [Request([i] * length, seed=0) for i, length in enumerate(lengths)]
 
 
-def feed(pieces: list[list[int]], costs: list[float], engines: int = 2, room: int | None = None) -> RequestScheduler:
-    return RequestScheduler(pieces, costs, engines, room)
+def feed(
+    pieces: list[list[int]], costs: list[float], engines: int = 2, capacity: int | None = None
+) -> RequestScheduler:
+    return RequestScheduler(pieces, costs, engines, capacity)
 
 
 def test_a_request_costs_its_limit_and_its_part_of_the_prompt():
@@ -44,26 +46,26 @@ def test_batches_hold_prompts_of_similar_length_as_many_for_each_engine():
 
 def test_the_load_is_balanced():
     one_long = feed([[0], [1], [2], [3]], [100, 20, 30, 40])
-    assert one_long.take([0, 1]) == {0: [0], 1: [1, 2, 3]}
-    assert feed([[0]], [1], engines=3).take([0, 1, 2]) == {0: [0]}
-    assert feed([], []).take([0, 1]) == {}
+    assert one_long.assign([0, 1]) == {0: [0], 1: [1, 2, 3]}
+    assert feed([[0]], [1], engines=3).assign([0, 1, 2]) == {0: [0]}
+    assert feed([], []).assign([0, 1]) == {}
 
 
 def test_an_engine_gets_more_once_it_has_room():
-    two = feed([[0, 1], [2, 3], [4, 5], [6]], [1] * 7, room=3)
-    assert two.take([0, 1]) == {0: [0, 1], 1: [2, 3]}
-    assert two.take([0, 1]) == {}
-    assert two.complete(1, [2]) and two.take([1]) == {1: [4, 5]}
-    assert not two.complete(0, [0, 1]) and two.take([0]) == {0: [6]}
-    assert two.complete(1, [3, 4]) and two.take([1]) == {}
+    two = feed([[0, 1], [2, 3], [4, 5], [6]], [1] * 7, capacity=3)
+    assert two.assign([0, 1]) == {0: [0, 1], 1: [2, 3]}
+    assert two.assign([0, 1]) == {}
+    assert two.mark_done(1, [2]) and two.assign([1]) == {1: [4, 5]}
+    assert not two.mark_done(0, [0, 1]) and two.assign([0]) == {0: [6]}
+    assert two.mark_done(1, [3, 4]) and two.assign([1]) == {}
 
 
 def test_a_piece_larger_than_the_room_runs_alone():
-    assert feed([[0, 1, 2], [3]], [1] * 4, engines=1, room=2).take([0]) == {0: [0, 1, 2]}
+    assert feed([[0, 1, 2], [3]], [1] * 4, engines=1, capacity=2).assign([0]) == {0: [0, 1, 2]}
 
 
 def everything(shared: RequestScheduler, engines: int) -> dict[int, list[int]]:
-    given = shared.take(range(engines))
+    given = shared.assign(range(engines))
     assert sorted(place for places in given.values() for place in places) == list(range(8)) and not shared.is_waiting
     return given
 
@@ -80,41 +82,41 @@ def test_on_cpu_with_one_engine_and_by_plan_time_does_not_decide_which_requests_
 def test_several_engines_on_gpus_get_further_requests_when_they_have_room():
     requests = [requests_of(3, 4, 5, 6)[i // 2] for i in range(8)]
     shared = share_out(requests, 10, 2, most=2, streaming=True, device="cuda")
-    assert shared.take([0, 1]) == {0: [6, 7], 1: [4, 5]} and shared.is_waiting
-    assert shared.complete(1, [4]) and shared.take([1]) == {}
-    assert not shared.complete(1, [5]) and shared.take([1]) == {1: [2, 3]}
+    assert shared.assign([0, 1]) == {0: [6, 7], 1: [4, 5]} and shared.is_waiting
+    assert shared.mark_done(1, [4]) and shared.assign([1]) == {}
+    assert not shared.mark_done(1, [5]) and shared.assign([1]) == {1: [2, 3]}
     three = share_out([requests[0]] * 3, 10, 2, most=2, streaming=True, device="cuda")
-    assert three.take([0, 1]) == {0: [0, 1], 1: [2]}, "a prompt with more completions than room is cut"
+    assert three.assign([0, 1]) == {0: [0, 1], 1: [2]}, "a prompt with more completions than capacity is cut"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_engines_that_do_not_stream_get_one_batch_at_a_time(device):
     shared = share_out(requests_of(*range(1, 9)), 10, 2, most=2, streaming=False, device=device)
-    assert shared.take([0, 1]) == {0: [6, 7], 1: [4, 5]} and shared.is_waiting
-    assert shared.take([0, 1]) == {}
-    assert not shared.complete(1, [4, 5]) and shared.take([1]) == {1: [2, 3]}
+    assert shared.assign([0, 1]) == {0: [6, 7], 1: [4, 5]} and shared.is_waiting
+    assert shared.assign([0, 1]) == {}
+    assert not shared.mark_done(1, [4, 5]) and shared.assign([1]) == {1: [2, 3]}
 
 
 def test_what_a_lost_engine_has_not_completed_comes_first_again():
     """Completions that have come are not generated again, and the others keep their order."""
-    shared = feed([[0, 1, 2], [3], [4, 5], [6]], [1] * 7, room=4)
-    assert shared.take([0]) == {0: [0, 1, 2, 3]}
-    assert shared.complete(0, [1]) and shared.complete(0, [3])
-    shared.give_back(0)
-    assert shared.is_waiting and shared.take([1]) == {1: [0, 2, 4, 5]}
-    assert shared.take([0]) == {0: [6]}, "the lost engine has nothing left to do"
-    assert not shared.complete(1, [0, 2, 4, 5])
-    shared.give_back(1)
+    shared = feed([[0, 1, 2], [3], [4, 5], [6]], [1] * 7, capacity=4)
+    assert shared.assign([0]) == {0: [0, 1, 2, 3]}
+    assert shared.mark_done(0, [1]) and shared.mark_done(0, [3])
+    shared.requeue(0)
+    assert shared.is_waiting and shared.assign([1]) == {1: [0, 2, 4, 5]}
+    assert shared.assign([0]) == {0: [6]}, "the lost engine has nothing left to do"
+    assert not shared.mark_done(1, [0, 2, 4, 5])
+    shared.requeue(1)
     assert not shared.is_waiting, "all that it has begun is complete"
 
 
 def test_an_engine_that_is_lost_twice_gives_back_what_it_has_got_since():
     lonely = feed([[0, 1], [2], [3, 4]], [1] * 5, engines=2)
-    assert lonely.take([0]) == {0: [0, 1, 2, 3, 4]}
-    lonely.give_back(0)
-    assert lonely.take([0, 1]) == {0: [0, 1], 1: [2, 3, 4]}, "pieces in their order, to the engine with less to do"
-    lonely.give_back(0)
-    assert lonely.take([0]) == {0: [0, 1]} and not lonely.is_waiting
+    assert lonely.assign([0]) == {0: [0, 1, 2, 3, 4]}
+    lonely.requeue(0)
+    assert lonely.assign([0, 1]) == {0: [0, 1], 1: [2, 3, 4]}, "pieces in their order, to the engine with less to do"
+    lonely.requeue(0)
+    assert lonely.assign([0]) == {0: [0, 1]} and not lonely.is_waiting
 
 
 def test_completions_travel_as_arrays():
@@ -131,26 +133,26 @@ def test_a_plan_does_not_follow_who_is_done_first():
         planned = RequestScheduler(pieces, costs, 2, 0, planned=[0, 1])
         given: dict[int, list[int]] = {0: [], 1: []}
         for engine in (first, second, first, first, second, second, first):  # in this order they become free
-            for number, places in planned.take([engine]).items():
+            for number, places in planned.assign([engine]).items():
                 given[number] += places
-            planned.complete(engine, given[engine])
+            planned.mark_done(engine, given[engine])
         assert given == {0: [0, 3], 1: [1, 2, 4]} and not planned.is_waiting
 
 
 def test_without_a_limit_a_plan_gives_all_at_once():
-    assert RequestScheduler([[0], [1], [2]], [1, 1, 1], 2, None, planned=[0, 1]).take([0, 1]) == {0: [0, 2], 1: [1]}
+    assert RequestScheduler([[0], [1], [2]], [1, 1, 1], 2, None, planned=[0, 1]).assign([0, 1]) == {0: [0, 2], 1: [1]}
 
 
 def test_what_was_planned_for_a_lost_engine_goes_to_the_others():
     for is_busy in (True, False):
         planned = RequestScheduler([[0], [1], [2], [3]], [1] * 4, 2, 0, planned=[0, 1])
         if is_busy:
-            assert planned.take([1]) == {1: [1]}
-            planned.give_back(1)
+            assert planned.assign([1]) == {1: [1]}
+            planned.requeue(1)
         planned.replan([0])
         taken = []
         while planned.is_waiting:
-            taken += planned.take([0])[0]
-            planned.complete(0, taken)
+            taken += planned.assign([0])[0]
+            planned.mark_done(0, taken)
         assert sorted(taken) == [0, 1, 2, 3]
-    assert RequestScheduler([[0]], [1], 2, 0, planned=[]).take([1]) == {1: [0]}, "no engine serves yet"
+    assert RequestScheduler([[0]], [1], 2, 0, planned=[]).assign([1]) == {1: [0]}, "no engine serves yet"
