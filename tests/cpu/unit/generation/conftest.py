@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support import plain_engine
 from tests.support.engines import RemoteEngine, start_vllm, vllm_launcher
 from tests.support.generation import ROLLOUT
+from tests.support.plain_engine import PlainRank, PlainRanks
+from tests.support.plain_pool import StartPool
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, TinyConfig
+from trainer.config import Config, LoraConfig, RolloutConfig, TinyConfig
+from trainer.config.engines import ENGINES, EngineSpec
+from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.models.tiny import build_tiny
+from trainer.process.failure_log import INCIDENTS
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +71,52 @@ def engine(request, model_paths):
     engine = request.getfixturevalue("vllm_engine")
     engine.sync_weights(SharedMemory(model_paths[True]), 0)
     return engine
+
+
+@pytest.fixture(scope="session")
+def plain_launcher() -> Iterator[ForkServer]:
+    with ForkServer([plain_engine.__name__]) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def start(plain_launcher, tmp_path, monkeypatch) -> Iterator[StartPool]:
+    """Starts a pool of plain engines and the ranks of their policy."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setitem(ENGINES, "plain", plain_engine.SPEC)
+    monkeypatch.setitem(ENGINES, "missing", EngineSpec("no_such_module:Engine", ("shared_memory", "broadcast")))
+    with ExitStack() as clusters:
+
+        def start(
+            device: str = "cpu",
+            lora: bool = False,
+            rpc_timeout_s: float = 600.0,
+            master_port: int = 0,
+            max_restarts: int = 0,
+            waits: bool = True,
+            num_workers: int = 1,
+            deterministic: bool = False,
+            **rollout,
+        ) -> tuple[EnginePool, PlainRanks]:
+            cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
+            cfg.trainer.rpc_timeout_s, cfg.trainer.master_port = rpc_timeout_s, master_port
+            cfg.trainer.num_workers, cfg.trainer.deterministic = num_workers, deterministic
+            cfg.trainer.max_restarts, cfg.trainer.heartbeat_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
+            if lora:
+                cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
+            cluster = clusters.enter_context(ProcessCluster(cfg, device, plain_launcher))
+            ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
+            pool = EnginePool(cfg, cluster, ranks, str(tmp_path))
+            if waits:
+                pool.wait_ready()
+            return pool, ranks
+
+        yield start
+
+
+@pytest.fixture
+def incidents(tmp_path) -> Iterator[Path]:
+    """The directory of a run whose incidents are recorded."""
+    before = INCIDENTS.open(str(tmp_path))
+    yield tmp_path
+    INCIDENTS.close(before)

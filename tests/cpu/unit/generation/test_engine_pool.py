@@ -5,76 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.support import plain_engine
 from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
+from tests.support.plain_pool import answers, fault, streaming
 from trainer.cluster import worker_groups
-from trainer.cluster.fork_server import ForkServer
-from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
-from trainer.errors import FailureSource, NonRetryableError, UserError, WorkerError, set_failure_source
+from trainer.errors import NonRetryableError, UserError, WorkerError
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
-from trainer.generation.transport import choose_transport
 from trainer.process import restart_policy
-from trainer.process.failure_log import INCIDENTS, read_incidents
+from trainer.process.failure_log import read_incidents
 from trainer.process.restart_policy import can_recover
-
-Start = Callable[..., tuple[EnginePool, PlainRanks]]
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[ForkServer]:
-    with ForkServer([plain_engine.__name__]) as launcher:
-        yield launcher
-
-
-@pytest.fixture
-def start(launcher, tmp_path, monkeypatch) -> Iterator[Start]:
-    """Starts a pool of plain engines and the ranks of their policy."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setitem(ENGINES, "plain", plain_engine.SPEC)
-    monkeypatch.setitem(ENGINES, "missing", EngineSpec("no_such_module:Engine", ("shared_memory", "broadcast")))
-    with ExitStack() as clusters:
-
-        def start(
-            device: str = "cpu",
-            lora: bool = False,
-            rpc_timeout_s: float = 600.0,
-            master_port: int = 0,
-            max_restarts: int = 0,
-            waits: bool = True,
-            num_workers: int = 1,
-            deterministic: bool = False,
-            **rollout,
-        ) -> tuple[EnginePool, PlainRanks]:
-            cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
-            cfg.trainer.rpc_timeout_s, cfg.trainer.master_port = rpc_timeout_s, master_port
-            cfg.trainer.num_workers, cfg.trainer.deterministic = num_workers, deterministic
-            cfg.trainer.max_restarts, cfg.trainer.heartbeat_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
-            if lora:
-                cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
-            cluster = clusters.enter_context(ProcessCluster(cfg, device, launcher))
-            ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
-            pool = EnginePool(cfg, cluster, ranks, str(tmp_path))
-            if waits:
-                pool.wait_ready()
-            return pool, ranks
-
-        yield start
-
-
-def answers(pool: EnginePool, count: int = 2) -> list[list[int]]:
-    return tokens_of(pool.generate([Request([i], seed=7) for i in range(count)], SAMPLED))
-
 
 # --------------------------------------------------------------------------------------------------------
 # Requests
@@ -94,10 +40,6 @@ def test_completions_come_in_order_and_prompts_stay_together(start, monkeypatch)
     pool.shutdown()
     with pytest.raises(AssertionError, match="asleep"):
         answers(pool)
-
-
-def streaming(engine: str = "StreamingEngine") -> EngineSpec:
-    return dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:{engine}", streaming=True)
 
 
 def batched() -> EngineSpec:
@@ -288,62 +230,6 @@ def test_a_way_of_the_weights_that_does_not_work_is_named_before_the_first_step(
         pool.start(version=1, is_initial=True)
 
 
-@pytest.fixture
-def files_engine(monkeypatch) -> None:
-    """An engine of the user that reads files and nothing else."""
-    monkeypatch.setitem(ENGINES, "files", EngineSpec(path="my_engine:Engine"))
-
-
-@pytest.mark.parametrize(
-    ("setting", "engine", "same_node", "transport"),
-    [
-        ("auto", "vllm", True, "shared_memory"),
-        ("auto", "transformers", True, "shared_memory"),
-        ("auto", "vllm", False, "broadcast"),
-        ("auto", "transformers", False, "broadcast"),
-        ("broadcast", "vllm", True, "broadcast"),
-        ("shared_memory", "vllm", True, "shared_memory"),
-    ],
-)
-def test_the_transport_follows_from_setting_and_place(setting, engine, same_node, transport):
-    assert choose_transport(RolloutConfig(engine=engine, weight_sync=setting), same_node) == transport
-
-
-@pytest.mark.parametrize("same_node", [True, False])
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-@pytest.mark.parametrize(("colocate", "transport"), [(False, "broadcast"), (True, "ipc")])
-def test_weights_stay_on_gpus(engine, colocate, same_node, transport):
-    rollout = RolloutConfig(engine=engine, colocate=colocate)
-    assert choose_transport(rollout, same_node, device="cuda") == transport
-
-
-@pytest.mark.usefixtures("files_engine")
-@pytest.mark.parametrize("colocate", [True, False])
-def test_engines_that_read_files_get_files_on_gpus_too(colocate):
-    rollout = RolloutConfig(engine="files", colocate=colocate)
-    assert choose_transport(rollout, same_node=True, device="cuda") == "shared_memory"
-
-
-@pytest.mark.usefixtures("files_engine")
-@pytest.mark.parametrize(
-    ("setting", "engine", "same_node", "colocate", "device"),
-    [
-        ("shared_memory", "vllm", False, False, "cpu"),
-        ("auto", "files", False, False, "cpu"),
-        ("broadcast", "files", True, False, "cpu"),
-        ("broadcast", "vllm", True, True, "cuda"),
-        ("auto", "files", False, True, "cuda"),
-        ("ipc", "files", True, True, "cuda"),
-        ("ipc", "vllm", True, True, "cpu"),
-        ("ipc", "vllm", True, False, "cuda"),
-    ],
-)
-def test_transports_that_cannot_work_are_refused(setting, engine, same_node, colocate, device):
-    rollout = RolloutConfig(engine=engine, weight_sync=setting, colocate=colocate)
-    with pytest.raises(UserError, match="rollout.weight_sync="):
-        choose_transport(rollout, same_node, device)
-
-
 def test_shared_gpus_that_no_weights_can_reach_are_refused_before_engines_start(start):
     with pytest.raises(UserError, match="rollout.weight_sync=broadcast: NCCL"):
         start("cuda", colocate=True, weight_sync="broadcast", engine="missing")
@@ -447,7 +333,7 @@ def test_an_interrupted_rollout_leaves_no_engine_that_starts(shared, incidents):
     ranks.policy.call("compute")
 
 
-def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared, launcher):
+def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared):
     """A node was lost with ranks and engines. The engine that is left has the GPU of no rank."""
     pool, ranks = shared
     cluster = pool._cluster
@@ -468,149 +354,3 @@ def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared, launcher):
     assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     pool.sync_weights(5)
     assert pool._engines.lifecycle.serving == [0, 1], "new nodes bring the engine back"
-
-
-# --------------------------------------------------------------------------------------------------------
-# Lost engines
-
-
-@pytest.fixture
-def incidents(tmp_path) -> Iterator[Path]:
-    """The directory of a run whose incidents are recorded."""
-    before = INCIDENTS.open(str(tmp_path))
-    yield tmp_path
-    INCIDENTS.close(before)
-
-
-def fault(directory: Path, *names: str) -> None:
-    """Let the next engine that generates a request of prompt N fail: `KIND N` (see `plain_engine.FaultyEngine`)."""
-    for name in names:
-        (directory / f"fault {name}").touch()
-
-
-@pytest.mark.parametrize("kind", ["kill", "stop", "memory"])
-@pytest.mark.parametrize(
-    "spec", [streaming("FaultyStreamingEngine"), streaming("FaultyEngine")], ids=["stream", "batch"]
-)
-def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, spec, kind):
-    """The next sync brings the new engine the weights, and it serves again."""
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(spec, streaming="Streaming" in spec.path))
-    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
-    pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], seed=i) for i in range(12)]
-    first = pool.generate(requests, SAMPLED)
-    fault(incidents, f"{kind} 3")
-    again = pool.generate(requests, SAMPLED)
-    assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
-    assert len({one.logprobs[0] for one in again}) <= 2
-    pool._engines.load()
-    ranks.call("policy", "train")
-    pool.sync_weights(2)
-    last = pool.generate(requests, SAMPLED)
-    assert tokens_of(last) == [[i, 0, i, 1] for i in range(12)]
-    new = {one.logprobs[0] for one in last} - {one.logprobs[0] for one in first}
-    assert len(new) == 1, "one engine is another process"
-    (incident,) = read_incidents(str(incidents))
-    assert incident.role == "engine" and incident.action == "replaced the engine" and incident.cost_s == 0
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "adapter"])
-def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incidents, transport):
-    """A new engine gets the current weights, not those that it was started with."""
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
-    pool, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
-    ranks.call("policy", "train")
-    pool.start(version=4, is_initial=False)
-    channel = getattr(pool, "_channel", None)
-    fault(incidents, "kill 3", "kill 5")
-    requests = [Request([i, 0], seed=i) for i in range(8)]
-    completions = pool.generate(requests, SAMPLED)
-    assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
-    assert {one.weight_versions for one in completions} == {(4, 4)}
-    assert transport != "broadcast" or pool._transfer != channel, "a new process cannot join the group of a dead one"
-    one, two = read_incidents(str(incidents))
-    assert one.cost_s > 0 and two.cost_s > 0
-
-
-def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, incidents):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    fault(incidents, "kill start")
-    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    pool.start(version=1, is_initial=True)
-    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
-    assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
-
-
-def test_an_engine_that_dies_between_its_loading_and_the_start_is_started_again(start, monkeypatch, incidents):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    pool._engines.load()
-    pool._engines.group.end(0)
-    pool.start(version=1, is_initial=True)
-    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
-    assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
-
-
-def test_new_engines_have_an_end(start, monkeypatch, incidents):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    pool.start(version=1, is_initial=True)
-    fault(incidents, "kill 1", "kill 3")
-    with pytest.raises(WorkerError, match="^engine . died") as raised:
-        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
-    assert not can_recover(raised.value)
-
-
-def test_engines_that_are_lost_with_one_node_count_once(start, monkeypatch, incidents):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, _ = start(num_engines=3, max_restarts=1, max_num_seqs=64)
-    pool.start(version=1, is_initial=True)
-
-    def lose(engine: int, node: str) -> None:
-        error = WorkerError(f"engine {engine} is lost with its node", cause="node")
-        set_failure_source(error, FailureSource(f"engine {engine}", node))
-        pool._engines.mark_failed([engine], error)
-
-    lose(0, "10.0.0.1")
-    lose(1, "10.0.0.1")
-    with pytest.raises(WorkerError, match="engine 2 is lost"):
-        lose(2, "10.0.0.2")
-
-
-def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, monkeypatch, incidents):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, _ = start(num_engines=2, max_restarts=3, max_num_seqs=64)
-    pool.start(version=1, is_initial=True)
-    fault(incidents, "memory 1", "memory 3")
-    with pytest.raises(NonRetryableError, match="no memory left"):
-        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
-
-
-def test_an_engine_that_dies_while_it_gets_a_broadcast_is_replaced_by_the_next_start(start, monkeypatch, incidents):
-    """The ranks may wait for it in vain, so the failure is raised: the run starts its ranks again."""
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
-    pool.start(version=1, is_initial=True)
-    fault(incidents, "kill sync")
-    ranks.call("policy", "train")
-    with pytest.raises(WorkerError, match="engine . died") as raised:
-        pool.sync_weights(2)
-    assert can_recover(raised.value)
-    pool.start(version=2, is_initial=False)
-    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
-
-
-def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatch, incidents):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
-    pool.start(version=1, is_initial=True)
-    fault(incidents, "kill 1", "wait start")
-    assert len(pool.generate([Request([i, 0], seed=i) for i in range(4)], SAMPLED)) == 4
-    ranks.call("policy", "train")
-    pool.sync_weights(2)
-    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
-    (incidents / "go on").touch()
-    pool._engines.load()
-    pool.sync_weights(2)
-    assert len({one.logprobs[0] for one in pool.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2

@@ -17,10 +17,8 @@ from trainer.config import DataConfig, EnvironmentConfig, RewardConfig, TinyConf
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
-from trainer.metrics.samples import Transcript
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.dynamic_sampling import choose_groups
 from trainer.sources.transcripts import TranscriptLog
 
 PROVEN_KEYS = {"environment.on_failure", "reward.on_failure"}
@@ -189,19 +187,3 @@ def test_too_many_failures_end_the_run_before_it_trains_on_them(step):
     sentence = r"reward.max_error_rate=0.2: 2 of 9 rewards of step 1 \(22.2%\) failed \(the first: raised TimeoutErr"
     with pytest.raises(UserError, match=sentence):
         step(1, 8, max_error_rate=RewardConfig().max_error_rate)
-
-
-def test_a_failure_makes_no_group_worth_training_on():
-    failed = np.nan
-    mixed, hidden, alone, none = [0.0, 1.0, failed], [1.0, 1.0, failed], [1.0, failed, failed], [failed] * 3
-    assert choose_groups(np.array([hidden, alone, none, mixed]), 1, complete=False) == ([3], 4)
-    assert choose_groups(np.array([hidden, alone, none]), 1, complete=False) is None
-    assert choose_groups(np.array([hidden, mixed]), 2, complete=True) == ([0, 1], 2)
-
-
-def test_samples_show_why_a_reward_failed():
-    given = ("val:0", 0, [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "1"}], "")
-    assert Transcript(*given, None, failure="raised TimeoutError: x\x1b").block() == (
-        "prompt      ?\ncompletion  1\nreward      none\nfailure     raised TimeoutError: x\\x1b"
-    )
-    assert Transcript(*given, 0.0, failure="is nan").row()[4:] == (0.0, "", "stop", "is nan", "")

@@ -1,71 +1,23 @@
-"""Which groups of completions a step trains on, and how they get their rewards."""
+"""Which episodes a step trains on, and which rows it uses up."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.replies import sampling_source, source_of
-from tests.support.runs import configured
-from trainer.config import DataConfig, RewardConfig, TinyConfig
+from tests.support.replies import source_of
+from trainer.config import TinyConfig
 from trainer.data.ledger import SampleIndex
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import Sampling
 from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 from trainer.seeding import request_seed
-from trainer.sources.dynamic_sampling import choose_groups
 from trainer.sources.sampling import SamplingSource, prompt_ledger
 from trainer.sources.transcripts import TranscriptLog
-
-
-def test_the_first_groups_that_teach_something_are_chosen():
-    same, mixed = [1.0, 1.0], [0.0, 1.0]
-    assert choose_groups(np.array([mixed, same, mixed, mixed]), 2, complete=False) == ([0, 2], 3)
-    assert choose_groups(np.array([mixed, same, same]), 2, complete=False) is None
-    assert choose_groups(np.array([same, same, mixed]), 2, complete=True) == ([0, 2], 3)
-    assert choose_groups(np.array([same, same, same]), 2, complete=True) == ([0, 1], 3)
-
-
-REWARD = """
-from pathlib import Path
-
-def plain(completion, row, **given):
-    return float(completion)
-
-def group(completions, row):
-    Path({seen!r}, completions[0]).touch()
-    return [float(text) + len(completions) / 100 for text in completions]
-"""
-
-
-class Engines:
-    """Completions of two digits, the place of the request, one after another; the last one after some rewards.
-
-    Args:
-        order: of the places.
-        seen: the reward leaves a file here for each group.
-        before_last: the groups whose rewards are there before the last completion.
-    """
-
-    def __init__(self, tokenizer: Any, order: Sequence[int], seen: Path, before_last: int = 0):
-        self._tokenizer, self._order, self._seen, self._before_last = tokenizer, order, seen, before_last
-        self.awake = contextlib.nullcontext
-
-    def stream(self, requests: Sequence[Request], sampling: Any) -> Iterator[dict[int, Completion]]:
-        for number, place in enumerate(self._order, start=1):
-            while number == len(self._order) and len(list(self._seen.iterdir())) < self._before_last:
-                threading.Event().wait(0.01)
-            tokens = self._tokenizer.encode(f"{place:02}", add_special_tokens=False)
-            yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
 
 
 @pytest.fixture(scope="module")
@@ -73,41 +25,6 @@ def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
     return path
-
-
-def rewards(tmp_path: Path, model: str, order: Sequence[int], before_last: int = 0) -> list[tuple[str, float]]:
-    """The rewards of three groups of two completions, which are complete in this order."""
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    (tmp_path / "streamed_rewards.py").write_text(REWARD.format(seen=str(seen)))
-    cfg = configured(tmp_path / "run", train_batch_size=3, mini_batch_size=3, val_interval=-1)
-    cfg.rollout.n = 2
-    cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 9}, train_size=3, val_size=1)
-    cfg.reward = RewardConfig(name=["streamed_rewards:group", "streamed_rewards:plain"], num_processes=2)
-    engines = Engines(load_tokenizer(model), order, seen, before_last)
-    with sampling_source(cfg, engines, model) as source:
-        episodes = source.next(1)
-        engines.shutdown = lambda: None
-    assert sorted(path.name for path in seen.iterdir()) == ["00", "02", "04"], "a group is judged once, as a whole"
-    return [(episode.uid, episode.reward) for episode in episodes]
-
-
-def test_rewards_are_computed_while_completions_are_generated(tmp_path, model, monkeypatch):
-    """The engine gives its last completion after the rewards of all groups that are complete without it."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = rewards(tmp_path, model, order=[0, 2, 3, 4, 1, 5], before_last=2)
-    assert [reward for _, reward in found] == pytest.approx([2 * place + 0.02 for place in range(6)])
-
-
-def test_rewards_do_not_depend_on_the_order_of_completions(tmp_path, model, monkeypatch):
-    results = []
-    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 2, 0]):
-        root = tmp_path / str(order[0])
-        root.mkdir()
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(str(root))
-            results.append(rewards(root, model, order))
-    assert results[0] == results[1]
 
 
 def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path, model):

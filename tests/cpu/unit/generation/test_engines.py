@@ -1,0 +1,143 @@
+"""Engines that die, hang or fail: who takes their requests, and what starts in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.support.generation import SAMPLED, tokens_of
+from tests.support.plain_pool import answers, fault, streaming
+from trainer.config.engines import ENGINES
+from trainer.errors import FailureSource, NonRetryableError, WorkerError, set_failure_source
+from trainer.generation.engine import Request
+from trainer.process.failure_log import read_incidents
+from trainer.process.restart_policy import can_recover
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "memory"])
+@pytest.mark.parametrize(
+    "spec", [streaming("FaultyStreamingEngine"), streaming("FaultyEngine")], ids=["stream", "batch"]
+)
+def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, spec, kind):
+    """The next sync brings the new engine the weights, and it serves again."""
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(spec, streaming="Streaming" in spec.path))
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    requests = [Request([i, 0], seed=i) for i in range(12)]
+    first = pool.generate(requests, SAMPLED)
+    fault(incidents, f"{kind} 3")
+    again = pool.generate(requests, SAMPLED)
+    assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
+    assert len({one.logprobs[0] for one in again}) <= 2
+    pool._engines.load()
+    ranks.call("policy", "train")
+    pool.sync_weights(2)
+    last = pool.generate(requests, SAMPLED)
+    assert tokens_of(last) == [[i, 0, i, 1] for i in range(12)]
+    new = {one.logprobs[0] for one in last} - {one.logprobs[0] for one in first}
+    assert len(new) == 1, "one engine is another process"
+    (incident,) = read_incidents(str(incidents))
+    assert incident.role == "engine" and incident.action == "replaced the engine" and incident.cost_s == 0
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "adapter"])
+def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incidents, transport):
+    """A new engine gets the current weights, not those that it was started with."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
+    pool, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
+    ranks.call("policy", "train")
+    pool.start(version=4, is_initial=False)
+    channel = getattr(pool, "_channel", None)
+    fault(incidents, "kill 3", "kill 5")
+    requests = [Request([i, 0], seed=i) for i in range(8)]
+    completions = pool.generate(requests, SAMPLED)
+    assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
+    assert {one.weight_versions for one in completions} == {(4, 4)}
+    assert transport != "broadcast" or pool._transfer != channel, "a new process cannot join the group of a dead one"
+    one, two = read_incidents(str(incidents))
+    assert one.cost_s > 0 and two.cost_s > 0
+
+
+def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    fault(incidents, "kill start")
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
+    assert [one.cause for one in read_incidents(str(incidents))] == ["killed process"]
+
+
+def test_an_engine_that_dies_between_its_loading_and_the_start_is_started_again(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool._engines.load()
+    pool._engines.group.end(0)
+    pool.start(version=1, is_initial=True)
+    assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
+    assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
+
+
+def test_new_engines_have_an_end(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "kill 1", "kill 3")
+    with pytest.raises(WorkerError, match="^engine . died") as raised:
+        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+    assert not can_recover(raised.value)
+
+
+def test_engines_that_are_lost_with_one_node_count_once(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=3, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+
+    def lose(engine: int, node: str) -> None:
+        error = WorkerError(f"engine {engine} is lost with its node", cause="node")
+        set_failure_source(error, FailureSource(f"engine {engine}", node))
+        pool._engines.mark_failed([engine], error)
+
+    lose(0, "10.0.0.1")
+    lose(1, "10.0.0.1")
+    with pytest.raises(WorkerError, match="engine 2 is lost"):
+        lose(2, "10.0.0.2")
+
+
+def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=2, max_restarts=3, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "memory 1", "memory 3")
+    with pytest.raises(NonRetryableError, match="no memory left"):
+        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+
+
+def test_an_engine_that_dies_while_it_gets_a_broadcast_is_replaced_by_the_next_start(start, monkeypatch, incidents):
+    """The ranks may wait for it in vain, so the failure is raised: the run starts its ranks again."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "kill sync")
+    ranks.call("policy", "train")
+    with pytest.raises(WorkerError, match="engine . died") as raised:
+        pool.sync_weights(2)
+    assert can_recover(raised.value)
+    pool.start(version=2, is_initial=False)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+
+
+def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "kill 1", "wait start")
+    assert len(pool.generate([Request([i, 0], seed=i) for i in range(4)], SAMPLED)) == 4
+    ranks.call("policy", "train")
+    pool.sync_weights(2)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+    (incidents / "go on").touch()
+    pool._engines.load()
+    pool.sync_weights(2)
+    assert len({one.logprobs[0] for one in pool.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2

@@ -1,0 +1,66 @@
+"""How weights reach the engines, by setting, engine, device and node."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import RolloutConfig
+from trainer.config.engines import ENGINES, EngineSpec
+from trainer.errors import UserError
+from trainer.generation.transport import choose_transport
+
+
+@pytest.fixture
+def files_engine(monkeypatch) -> None:
+    """An engine of the user that reads files and nothing else."""
+    monkeypatch.setitem(ENGINES, "files", EngineSpec(path="my_engine:Engine"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "engine", "same_node", "transport"),
+    [
+        ("auto", "vllm", True, "shared_memory"),
+        ("auto", "transformers", True, "shared_memory"),
+        ("auto", "vllm", False, "broadcast"),
+        ("auto", "transformers", False, "broadcast"),
+        ("broadcast", "vllm", True, "broadcast"),
+        ("shared_memory", "vllm", True, "shared_memory"),
+    ],
+)
+def test_the_transport_follows_from_setting_and_place(setting, engine, same_node, transport):
+    assert choose_transport(RolloutConfig(engine=engine, weight_sync=setting), same_node) == transport
+
+
+@pytest.mark.parametrize("same_node", [True, False])
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize(("colocate", "transport"), [(False, "broadcast"), (True, "ipc")])
+def test_weights_stay_on_gpus(engine, colocate, same_node, transport):
+    rollout = RolloutConfig(engine=engine, colocate=colocate)
+    assert choose_transport(rollout, same_node, device="cuda") == transport
+
+
+@pytest.mark.usefixtures("files_engine")
+@pytest.mark.parametrize("colocate", [True, False])
+def test_engines_that_read_files_get_files_on_gpus_too(colocate):
+    rollout = RolloutConfig(engine="files", colocate=colocate)
+    assert choose_transport(rollout, same_node=True, device="cuda") == "shared_memory"
+
+
+@pytest.mark.usefixtures("files_engine")
+@pytest.mark.parametrize(
+    ("setting", "engine", "same_node", "colocate", "device"),
+    [
+        ("shared_memory", "vllm", False, False, "cpu"),
+        ("auto", "files", False, False, "cpu"),
+        ("broadcast", "files", True, False, "cpu"),
+        ("broadcast", "vllm", True, True, "cuda"),
+        ("auto", "files", False, True, "cuda"),
+        ("ipc", "files", True, True, "cuda"),
+        ("ipc", "vllm", True, True, "cpu"),
+        ("ipc", "vllm", True, False, "cuda"),
+    ],
+)
+def test_transports_that_cannot_work_are_refused(setting, engine, same_node, colocate, device):
+    rollout = RolloutConfig(engine=engine, weight_sync=setting, colocate=colocate)
+    with pytest.raises(UserError, match="rollout.weight_sync="):
+        choose_transport(rollout, same_node, device)

@@ -1,0 +1,72 @@
+"""What people read of the episodes of a step."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.runs import configured
+from trainer.episodes import Episode, Sample
+from trainer.metrics.samples import Transcript
+from trainer.sources.transcripts import TranscriptLog, transcript
+
+SAMPLE = Sample(np.array([7, 8]), np.array([0, 1], np.float32), np.array([0, -0.5], np.float32), (1, 1))
+CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+EPISODES = [Episode(f"0:{i}:1", f"0:{i}", [SAMPLE], float(i), messages=CHAT, answer="b") for i in range(60)]
+
+
+@pytest.mark.parametrize("val_interval", [-1, 1])
+def test_some_episodes_are_shown_every_few_steps(tmp_path, caplog, val_interval):
+    """On the terminal, too, if there is no validation to show. A resumed run samples the same ones."""
+    cfg = configured(tmp_path, val_interval=val_interval)
+    cfg.logger.samples, cfg.logger.samples_interval = 2, 3
+    caplog.set_level("INFO")
+    logs = [TranscriptLog(cfg, lambda: None) for _ in range(2)]
+    for log in logs:
+        for step in (1, 3, 6):
+            log.add_step(step, EPISODES)
+    shown = [[log.pop(step) for step in (1, 3, 6)] for log in logs]
+    assert shown[0] == shown[1] and shown[0][0] == {} and shown[0][1] != shown[0][2]
+    assert [len(samples["training"]) for samples in shown[0][1:]] == [2, 2]
+    assert logs[0].pop(3) == {}, "they are forgotten"
+    assert ("training of step 3, sample 1 of 2" in caplog.text) == (val_interval < 0)
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_episodes_without_messages_have_no_transcripts(tmp_path):
+    """Those of supervised training, or of a source that knows no text."""
+    cfg = configured(tmp_path)
+    cfg.logger.samples_interval, cfg.logger.save_rollouts = 1, True
+    log = TranscriptLog(cfg, lambda: None)
+    log.add_step(1, [Episode("0:0:0", "0:0", [SAMPLE])])
+    assert log.pop(1) == {} and not (tmp_path / "rollouts").exists()
+
+
+def test_a_transcript_has_the_whole_episode(tmp_path):
+    turns = [*CHAT, {"role": "user", "content": "again"}, {"role": "assistant", "content": "b"}]
+    episode = Episode(
+        "0:4:1", "0:4", [SAMPLE], 0.5, {"x": 0.5}, "turns", None, "why", {"moves": 2.0}, turns, 2, "answer"
+    )
+    assert transcript(episode) == Transcript(
+        "0:4", 1, turns[:1], turns[1:], "answer", 0.5, {"x": 0.5}, "turns", "why", {"moves": 2.0}
+    )
+    assert (episode.text, episode.length) == ("b", 1)
+
+
+def test_rollouts_hold_prompt_and_completion_apart(tmp_path):
+    cfg = configured(tmp_path)
+    cfg.logger.save_rollouts = True
+    TranscriptLog(cfg, lambda: None).add_step(1, EPISODES)
+    line = json.loads((tmp_path / "rollouts/step_1.jsonl").read_text().splitlines()[2])
+    assert (line["uid"], line["prompt"], line["completion"], line["answer"]) == ("0:2", CHAT[:1], CHAT[1:], "b")
+    assert (line["prompt_ids"], line["completion_ids"], line["logprobs"]) == ([7], [8], [-0.5])
+
+
+def test_samples_show_why_a_reward_failed():
+    given = ("val:0", 0, [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "1"}], "")
+    assert Transcript(*given, None, failure="raised TimeoutError: x\x1b").block() == (
+        "prompt      ?\ncompletion  1\nreward      none\nfailure     raised TimeoutError: x\\x1b"
+    )
+    assert Transcript(*given, 0.0, failure="is nan").row()[4:] == (0.0, "", "stop", "is nan", "")

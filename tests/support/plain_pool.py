@@ -1,0 +1,31 @@
+"""What tests of a pool of plain engines share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support import plain_engine
+from tests.support.generation import SAMPLED, tokens_of
+from tests.support.plain_engine import PlainRanks
+from trainer.config.engines import EngineSpec
+from trainer.generation.engine import Request
+from trainer.generation.engine_pool import EnginePool
+
+StartPool = Callable[..., tuple[EnginePool, PlainRanks]]
+"""Starts a pool of plain engines, and the ranks of their policy."""
+
+
+def streaming(engine: str = "StreamingEngine") -> EngineSpec:
+    return dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:{engine}", streaming=True)
+
+
+def answers(pool: EnginePool, count: int = 2) -> list[list[int]]:
+    return tokens_of(pool.generate([Request([i], seed=7) for i in range(count)], SAMPLED))
+
+
+def fault(directory: Path, *names: str) -> None:
+    """Let the next engine that generates a request of prompt N fail: `KIND N` (see `plain_engine.FaultyEngine`)."""
+    for name in names:
+        (directory / f"fault {name}").touch()
