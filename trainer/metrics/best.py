@@ -1,6 +1,6 @@
 """The best step of a run, by `trainer.best_metric`: one rule for the run, its result, comparisons and sweeps.
 
-Step 0, the start weights, is no result of training: it counts only if no later step has measured the metric.
+Step 0, the initial weights, is no result of training: it counts only if no later step has measured the metric.
 
 A run whose rewards never reach `reward.success_threshold` has a `val/accuracy` of 0 at every step. Then the mean reward
 says which step is the best.
@@ -33,15 +33,15 @@ def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str, of_trai
 
     Args:
         mode: `max` or `min`.
-        of_training: leave out step 0, the start weights, unless no later step has measured the metric. Runs that start
-            from the same weights have the same value there.
+        of_training: leave out step 0, the initial weights, unless no later step has measured the metric. Runs that
+            start from the same weights have the same value there.
     """
-    known = [row for row in rows if row.get(metric) is not None and math.isfinite(row[metric])]
+    measured = [row for row in rows if row.get(metric) is not None and math.isfinite(row[metric])]
     if of_training:
-        known = [row for row in known if row["step"] > 0] or known
-    if not known:
+        measured = [row for row in measured if row["step"] > 0] or measured
+    if not measured:
         return None
-    row = (max if mode == "max" else min)(known, key=lambda row: row[metric])
+    row = (max if mode == "max" else min)(measured, key=lambda row: row[metric])
     return Best(metric, float(row[metric]), row["step"])
 
 
@@ -77,7 +77,7 @@ def better(
 
 
 def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:
-    """Return the best step in the lines of a `metrics.jsonl`, as the run itself has found it; None if there is none."""
+    """Return the best step in the lines of a `metrics.jsonl`, by the rule of the run itself; None if there is none."""
     best: dict[str, float] = {}
     for row in rows:
         metrics = {name: value for name, value in row.items() if isinstance(value, (int, float))}

@@ -80,18 +80,18 @@ METRICS: dict[str, Metric] = {
     "rollout/ess": Metric("Effective sample size of the step's tokens, weighted by rho (see `rollout/kl`).", "share"),
     "rollout_is/clip_frac": Metric("Tokens whose weight `algorithm.rollout_correction` has cut or set to 0.", "share"),
     "rollout/logprob_corr": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
-    "val/reward/mean": Metric("Mean reward of greedy completions of the held-out prompts.", "reward"),
+    "val/reward/mean": Metric("Mean reward of greedy completions of the validation prompts.", "reward"),
     "val/failures": Metric(
-        "Greedy completions of the held-out prompts whose reward or environment failed (see `reward/failures`).",
+        "Greedy completions of the validation prompts whose reward or environment failed (see `reward/failures`).",
         "completions",
     ),
     "val/reward/<name>/mean": Metric("Mean of one term of that reward (see `reward/<name>/mean`).", "reward"),
     "val/accuracy": Metric(
-        "Held-out prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
+        "Validation prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",
         "share",
     ),
     "val/pass@<k>": Metric(
-        "Held-out prompts for which at least one of k sampled completions is a success (see `val/accuracy`); k is "
+        "Validation prompts for which at least one of k sampled completions is a success (see `val/accuracy`); k is "
         "`rollout.val_n`: `val/pass@4` with 4. Runs of earlier versions logged it as `val/pass@k`.",
         "share",
     ),
@@ -172,7 +172,7 @@ def reference() -> str:
         "A run warns when its metrics say that it learns little. A warning names the step since which this is so, and "
         "keys to try. It comes once for each cause, and again only after the cause was over.",
         "",
-        "| seen | for so many steps in a row |",
+        "| condition | steps in a row |",
         "|---|---|",
         "| `reward/zero_std_frac` is 1 (with an estimator that does not compare the completions of a prompt: "
         "`reward/std` is 0) | 3 |",
@@ -189,7 +189,7 @@ def reference() -> str:
         "a restart are in the offline directory of the earlier process.",
         "",
         "With `logger.validation`, `{run_dir}/validation/step_N.jsonl` holds all completions of a validation, one JSON "
-        "object a line: `step`, `uid` (`val:` and the place of the row in the data), `number` (0: greedy; from 1 on: "
+        "object a line: `step`, `uid` (`val:` and the index of the row in the data), `number` (0: greedy; from 1 on: "
         "those of `val/pass@<k>`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
         "completion of an environment's episode goes from the first reply to the end), `answer`, `reward` (null if it "
         "failed and is left out), `rewards` (its terms), `finish_reason`, `failure` (why the reward failed, else "

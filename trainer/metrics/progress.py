@@ -50,7 +50,7 @@ class Progress:
     long. Not `enabled`: messages alone.
 
     Args:
-        total_steps: steps of the whole run.
+        total_steps: steps of the run, resumes included.
         completed: steps done by earlier processes of this run.
         history: their lines of `metrics.jsonl`; the best validation so far is found there.
         timer: the timer of the run's phases, whose running phase is shown.
@@ -109,7 +109,7 @@ class Progress:
         # One assignment: the display's thread may be drawing. What this step did not measure keeps its last value.
         self._metrics = {**self._metrics, **metrics}
         if step == 0:
-            self._step_ends.clear()  # what came before the first step says nothing about a step's length
+            self._step_ends.clear()  # the time before the first step is no step
         self._step_ends.append(time.monotonic())
         if self._display is not None:
             self._display.update(self._display.task_ids[0], completed=step, refresh=True)
@@ -119,12 +119,12 @@ class Progress:
         self._shown_at = time.monotonic()
 
     def _break_silence(self, is_over: threading.Event) -> None:
-        told, patience_s = self._shown_at, time_limits.QUIET_S
+        last_logged, patience_s = self._shown_at, time_limits.QUIET_S
         while not is_over.wait(min(1.0, time_limits.QUIET_S)):
-            if self._shown_at > told:
-                told, patience_s = self._shown_at, time_limits.QUIET_S
-            if time.monotonic() - told > patience_s and (running := self._timer.running()) is not None:
-                told, patience_s = time.monotonic(), 2 * patience_s
+            if self._shown_at > last_logged:
+                last_logged, patience_s = self._shown_at, time_limits.QUIET_S
+            if time.monotonic() - last_logged > patience_s and (running := self._timer.running()) is not None:
+                last_logged, patience_s = time.monotonic(), 2 * patience_s
                 LOG.info("step %d/%d: %s for %s …", self._completed + 1, self._total, running[0], clock(running[1]))
 
     def _print_above(self, text: str) -> None:
@@ -134,7 +134,8 @@ class Progress:
         for name, value in metrics.items():
             if value is not None and (name in (_ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at(""))):
                 best = min if name == _LOSS else max
-                is_first = name not in self._vals or name in self._initial  # start weights are no result of training
+                # The initial weights are no result of training.
+                is_first = name not in self._vals or name in self._initial
                 self._vals[name] = value, value if is_first else best(value, self._vals[name][1])
                 (self._initial.add if step == 0 else self._initial.discard)(name)
 
@@ -149,10 +150,10 @@ class Progress:
 
         The mean reward takes the place of an accuracy that has always been 0 (see `trainer.metrics.best`).
         """
-        known = [name for name in (_ACCURACY, _REWARD, _LOSS) if name in self._vals]
-        if not known:
+        measured = [name for name in (_ACCURACY, _REWARD, _LOSS) if name in self._vals]
+        if not measured:
             return ""
-        name = _REWARD if _REWARD in known and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else known[0]
+        name = _REWARD if _REWARD in measured and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else measured[0]
         value, best = self._vals[name]
         passes = [n for n in self._vals if n.startswith(pass_at(""))][-1:]  # the last: a resume may change k
         others = "".join(f" {n.removeprefix('val/')} {self._vals[n][0]:.3f}" for n in passes)

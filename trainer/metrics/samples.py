@@ -85,8 +85,8 @@ class Transcript:
 
 
 def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
-    """Return `count` different places below `size`, ascending: others in each step, the same in a resumed run."""
-    from trainer.seeding import permutation  # imports NumPy, which whoever only reads metrics does not need
+    """Return `count` different indices below `size`, ascending: others in each step, the same in a resumed run."""
+    from trainer.seeding import permutation  # imports NumPy, which readers of metrics do not need
 
     return sorted(permutation(size, seed, "sample", split, step)[:count].tolist())
 
@@ -94,7 +94,7 @@ def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
 def write_validation(
     run_dir: str, step: int, transcripts: Sequence[Transcript], fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write `{run_dir}/validation/step_{step}.jsonl`, whole or not at all: one line an episode.
+    """Write `{run_dir}/validation/step_{step}.jsonl`, atomically: one line an episode.
 
     A step that is replayed after a kill writes the same file again.
 

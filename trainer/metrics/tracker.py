@@ -136,11 +136,11 @@ class Tracker:
 
     def _keep_cut(self, cut: list[dict[str, Any]]) -> None:
         path = os.path.join(self._run_dir, CUT_FILE)
-        known = read_metrics(path)
-        seen = {_identity(row) for row in known}
+        kept = read_metrics(path)
+        seen = {_identity(row) for row in kept}
         new = [row for row in cut if _identity(row) not in seen]
         if new:
-            write_file(path, "".join(json.dumps(row) + "\n" for row in [*known, *new]))
+            write_file(path, "".join(json.dumps(row) + "\n" for row in [*kept, *new]))
 
     def flush(self) -> None:
         """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it."""
@@ -154,7 +154,7 @@ class Tracker:
         """Finish W&B (as failed if `exit_code` is not 0) and TensorBoard, and end their processes."""
         if not self._is_closed:
             self._is_closed = True
-            with contextlib.suppress(OSError, UserError):  # the run has ended, or says itself why it cannot write
+            with contextlib.suppress(OSError, UserError):  # the run has ended, or reports itself why it cannot write
                 self._file.check()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -243,7 +243,7 @@ def check_lines(path: str, first: int | None, last: int) -> None:
     """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
 
     Args:
-        first: None if the checkpoint does not say which it was; then it is that of the first line.
+        first: None if the checkpoint does not name it; then it is that of the first line.
 
     Raises:
         UserError: a line is missing or duplicated.
@@ -253,8 +253,8 @@ def check_lines(path: str, first: int | None, last: int) -> None:
         first = min(counts, default=last + 1)
         if first > last:
             LOG.warning(
-                "%s has no line up to step %d, and the checkpoint does not say which lines there were: whatever the "
-                "run logged until then is lost",
+                "%s has no line up to step %d, and the checkpoint does not name the first line: all metrics of the run "
+                "until then are lost",
                 path,
                 last,
             )

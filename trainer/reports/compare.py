@@ -101,9 +101,9 @@ def _config_of(path: str) -> dict[str, Any]:
 
 def differing_keys(runs: list[Run]) -> list[str]:
     """Return the config keys whose values differ between the runs and that matter for results."""
-    known = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in known for key in config if not key.startswith(_PER_RUN))
-    return [key for key in keys if len({repr(config.get(key)) for config in known}) > 1]
+    configs = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(_PER_RUN))
+    return [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
 
 
 def _no_run(path: str) -> str:
@@ -163,9 +163,9 @@ def compare_runs(
         raise UserError(f"--metric={metric}: no run has logged it; {meant}")
     metric, mode = _compared_by(runs[0], metric)
     best = {run.path: best_of(run.rows, metric, mode) for run in runs}
-    found = {reached.metric for reached in best.values() if reached}
-    if len(found) == 1:  # the mean reward, if no run has an accuracy above 0
-        (metric,) = found
+    compared = {reached.metric for reached in best.values() if reached}
+    if len(compared) == 1:  # the mean reward, if no run has an accuracy above 0
+        (metric,) = compared
     else:
         best = {run.path: find_best(run.rows, metric, mode, of_training=True) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
@@ -198,9 +198,9 @@ def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
     task = run.task
     if metric in (None, task.best_metric):
         return task.best_metric, task.best_mode
-    known = {**METRICS, **task.metrics}.get(metric)
+    declared = {**METRICS, **task.metrics}.get(metric)
     own = run.config.get("trainer.best_mode", task.best_mode)
-    return metric, known.better if known and known.better else own
+    return metric, declared.better if declared and declared.better else own
 
 
 def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], list[str]]:
@@ -211,8 +211,8 @@ def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], li
     """
     differing = differing_keys(runs)
     if patterns is not None:
-        known = list(dict.fromkeys([*differing, *(key for run in runs for key in run.config)]))
-        return _matching("--columns", patterns, differing if patterns == ["*"] else known), []
+        all_keys = list(dict.fromkeys([*differing, *(key for run in runs for key in run.config)]))
+        return _matching("--columns", patterns, differing if patterns == ["*"] else all_keys), []
     named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
     ordered = sorted(differing, key=lambda key: key not in named)
     room = shutil.get_terminal_size().columns - _WIDTH_OF_RESULTS if sys.stdout.isatty() else _WIDTH_OF_FILES
@@ -232,18 +232,18 @@ def _matching(option: str, patterns: Sequence[str], names: Sequence[str]) -> lis
     Raises:
         UserError: a pattern covers none.
     """
-    found: dict[str, None] = {}
+    matching: dict[str, None] = {}
     for pattern in patterns:
         covered = [name for name in names if any(fnmatchcase(end, pattern) for end in _ends(name, pattern.count(".")))]
         if not covered:
             meant = did_you_mean(pattern, names) or f"they have {_listed(names)}"
             raise UserError(f"{option}={pattern}: the runs have none that fits; {meant}")
-        found |= dict.fromkeys(covered)
-    return list(found)
+        matching |= dict.fromkeys(covered)
+    return list(matching)
 
 
 def _ends(name: str, dots: int) -> tuple[str, str]:
-    """Return the name, and its last parts with so many dots between them."""
+    """Return the name, and its last parts, which have `dots` dots between them."""
     return name, ".".join(name.split(".")[-dots - 1 :])
 
 

@@ -76,7 +76,7 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
     last_words = _last_words(run_dir)
     lines = [f"run        {run_dir}: step {step} of {total} is logged", *_ending(running, gone, last_words)]
     lines += ["incidents  none" if not incidents else f"incidents  {_counts(incidents)}"]
-    lines += [f"           {_line(one)}" for one in incidents[-_SHOWN:]]
+    lines += [f"           {_line(incident)}" for incident in incidents[-_SHOWN:]]
     lines += ["known good", *(f"           {line}" for line in checkpoints)]
     is_refused = good == 0 and any(": DAMAGED" in line for line in checkpoints)
     if not running and good != total:
@@ -114,10 +114,10 @@ def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
 
     A node that is lost takes a rank and an engine with it, which counts once.
     """
-    blamed = [one for one in incidents if one.kind == INFRASTRUCTURE and one.node]
-    counts = Counter((one.node, one.role) for one in blamed if one.role.endswith(_MEMBERS))
+    blamed = [incident for incident in incidents if incident.kind == INFRASTRUCTURE and incident.node]
+    counts = Counter((incident.node, incident.role) for incident in blamed if incident.role.endswith(_MEMBERS))
     reasons = {node: f"{count} incidents" for (node, _), count in counts.items() if count >= _SUSPECT}
-    return reasons | {one.node: one.cause for one in blamed if one.cause.startswith("GPU error")}
+    return reasons | {incident.node: incident.cause for incident in blamed if incident.cause.startswith("GPU error")}
 
 
 def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
@@ -131,11 +131,11 @@ def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
 
 def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
-    place = record.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
+    root = record.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
     moved_from = _moved_from(run_dir, start)
-    if moved_from and not is_url(place) and (below := os.path.relpath(place, moved_from)).split(os.sep)[0] != os.pardir:
-        place = os.path.join(run_dir, below)
-    newest, lines = _newest(place, seconds)
+    if moved_from and not is_url(root) and (below := os.path.relpath(root, moved_from)).split(os.sep)[0] != os.pardir:
+        root = os.path.join(run_dir, below)
+    newest, lines = _newest(root, seconds)
     local = start["config"]["trainer"].get("ckpt_cache_dir")
     if isinstance(local, str):
         local = inside(start["directory"], local)
@@ -144,16 +144,16 @@ def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[i
             newest, lines = nearest, [*near[:-1], f"{near[-1]}; not uploaded", *lines]
         elif not os.path.isdir(local):
             lines.append(f"checkpoints that were not uploaded may be in {local} on {start.get('host')}")
-    return newest, lines or [f"no checkpoint in {place}: the run would start again from its start weights"]
+    return newest, lines or [f"no checkpoint in {root}: the run would start again from its initial weights"]
 
 
-def _newest(place: str, seconds: float) -> tuple[int, list[str]]:
-    """Return the step of the newest valid checkpoint in a place (0: none), and lines about it and newer ones.
+def _newest(root: str, seconds: float) -> tuple[int, list[str]]:
+    """Return the step of the newest valid checkpoint in `root` (0: none), and lines about it and newer ones.
 
     Args:
         seconds: for reading its files. What is not read by then is checked by its size.
     """
-    store = open_store(place)
+    store = open_store(root)
     lines: list[str] = []
     for step in reversed(store.steps()):
         path = store.path(step)
@@ -188,7 +188,7 @@ def _tell(read: int, total: int) -> None:
 def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]:
     if running:
         return [f"now        it is running: {running}"]
-    if gone and not last_words.endswith(CONTINUES):  # else its watch has killed it, and said why
+    if gone and not last_words.endswith(CONTINUES):  # else its watch has killed it, and logged why
         return [
             f"ended      without a last message: {gone} was killed, perhaps because memory ran out, or its machine "
             "went down",
@@ -198,9 +198,9 @@ def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]
 
 
 def _last_words(run_dir: str) -> str:
-    """Return the last line of the log that says how the run ended, without its time.
+    """Return the last line of the log about the end of the run, without its time.
 
-    Lines about the report say nothing of it, nor does a later start that was refused because there is a run.
+    Skip lines about the report, and those of a later start that was refused because there is a run.
     """
     try:
         with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
@@ -217,14 +217,17 @@ def _last_words(run_dir: str) -> str:
 
 
 def _counts(incidents: list[Incident]) -> str:
-    kinds = Counter(one.kind for one in incidents)
-    cost = sum(one.cost_s for one in incidents)
+    kinds = Counter(incident.kind for incident in incidents)
+    cost = sum(incident.cost_s for incident in incidents)
     return f"{', '.join(f'{count} {kind}' for kind, count in kinds.items())}; they cost {cost:.0f} s"
 
 
-def _line(one: Incident) -> str:
-    where = f" on {one.node}" if one.node else ""
-    return f"{one.time[:19]}  step {one.step}  {one.name}{where}: {one.cause} ({one.kind}); {one.action}; {one.text}"
+def _line(incident: Incident) -> str:
+    where = f" on {incident.node}" if incident.node else ""
+    return (
+        f"{incident.time[:19]}  step {incident.step}  {incident.name}{where}: {incident.cause} ({incident.kind}); "
+        f"{incident.action}; {incident.text}"
+    )
 
 
 def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str, task: str) -> str:

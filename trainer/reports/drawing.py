@@ -99,7 +99,7 @@ def _smooth(values: list[float], window: int) -> list[float]:
     import numpy as np
 
     array, ones = np.array(values), np.ones(window)
-    known = ~np.isnan(array)
-    total = np.convolve(np.where(known, array, 0.0), ones, mode="same")
-    count = np.convolve(known, ones, mode="same")
+    is_number = ~np.isnan(array)
+    total = np.convolve(np.where(is_number, array, 0.0), ones, mode="same")
+    count = np.convolve(is_number, ones, mode="same")
     return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0.5).tolist()

@@ -97,8 +97,8 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
         declared: the metrics of the run's task.
     """
     logged = {name for row in rows for name, value in row.items() if value is not None}
-    known = [*_OF_SAMPLES, *_task_panels(declared), *_PANELS]
-    panels = [panel for name, panel in known if name in logged]
+    possible = [*_OF_SAMPLES, *_task_panels(declared), *_PANELS]
+    panels = [panel for name, panel in possible if name in logged]
     means = sorted(name for name in logged if name.endswith("/mean"))
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
     if terms and not (len(terms) == 1 and all(_is_whole(row, terms[0]) for row in rows)):
@@ -123,7 +123,7 @@ def _reward(axes: Axes, rows: Rows) -> None:
     high = [row["reward/mean"] + row["reward/std"] for row in spread]
     steps = [row["step"] for row in spread]
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="± standard deviation")
-    curve(axes, rows, "val/reward/mean", "held out, greedy", ORANGE)
+    curve(axes, rows, "val/reward/mean", "validation, greedy", ORANGE)
     axes.set(title="Reward", ylabel="reward")
     axes.legend()
 
@@ -133,7 +133,7 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
     colours = zip(passes, cycle((PURPLE, GREEN, SKY, RED)))  # noqa: B905, the colours do not end
     values = drawing.series(rows, "val/accuracy")[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
-    title = f"Held-out accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
+    title = f"Validation accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
     more = [(name, name.removeprefix("val/"), colour) for name, colour in colours]
     _curves(axes, rows, title, "share of successes", ("val/accuracy", "greedy", ORANGE), *more)
 
@@ -150,7 +150,7 @@ def _task_panels(declared: Mapping[str, Metric]) -> list[tuple[str, Panel]]:
     panels = []
     for title, group in itertools.groupby(names, key=lambda name: declared[name].panel):
         titled = list(group)
-        labels = ["held out" if name.startswith("val/") else "training" for name in titled]
+        labels = ["validation" if name.startswith("val/") else "training" for name in titled]
         curves = list(zip(titled, labels, (BLUE, ORANGE, GREEN, RED, PURPLE), strict=False))
         panel = partial(_several, title=title, unit=declared[titled[0]].unit, curves=curves)
         panels += [(name, panel) for name in titled[:1]]

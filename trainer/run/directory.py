@@ -69,15 +69,15 @@ class RunDirectory:
         """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
 
     def open(self, wait: bool = False) -> RunDirectory:
-        """Take the locks, remove the leftovers of a killed run, and find the checkpoint to resume from.
+        """Take the locks, remove what a killed run has left, and find the checkpoint to resume from.
 
         Args:
-            wait: if another job runs here, wait for its end. Whether there is a checkpoint is not said then.
+            wait: if another job runs here, wait for its end. Then a missing checkpoint is not logged.
 
         Raises:
             UserError: another job runs here; the directory holds a run but `trainer.resume_mode` is not set;
-                checkpoints cannot be written; the checkpoints of this run are gone; the checkpoint cannot be used, or
-                cannot be used under this config; or `metrics.jsonl` lacks lines that the run has logged.
+                checkpoints cannot be written; the checkpoints of this run are missing; the checkpoint cannot be used,
+                or not under this config; or `metrics.jsonl` lacks lines that the run has logged.
         """
         try:
             with stage("looking for a checkpoint to resume from"):
@@ -114,9 +114,9 @@ class RunDirectory:
         return {name: one for name, one in revisions.items() if ("data" if is_data(name) else "weights") in kinds}
 
     def _repair_last_lines(self) -> None:
-        """Mend the torn last lines that a kill has left, also if nothing will be appended any more."""
+        """Repair the torn last lines that a kill has left, also in files to which nothing will be appended."""
         for name in (*(name for name in PATTERNS if name.endswith(".jsonl") and "/" not in name), LOG_NAME):
-            with contextlib.suppress(OSError):  # whoever needs the file says so
+            with contextlib.suppress(OSError):  # the code that needs the file reports it
                 repair_last_line(os.path.join(self.cfg.trainer.run_dir, name))
 
     def _record_death(self, text: str) -> None:
@@ -131,7 +131,7 @@ class RunDirectory:
         """Find the newest checkpoint of this run, after the ranks have died. Without one, `resume` stays as it is.
 
         Raises:
-            UserError: the checkpoints of this run are gone, or none is valid.
+            UserError: the checkpoints of this run are missing, or none is valid.
         """
         self.checkpoints.store.connect(None)  # the new ranks may be on other nodes
         self.checkpoints.clean_up()
@@ -142,7 +142,8 @@ class RunDirectory:
     def find_readable(self, ranks: AskedRanks) -> Resume | None:
         """Return the checkpoint to resume from, which these ranks can read; None: training starts from the beginning.
 
-        A checkpoint on local disks can lack the shards of a lost node: then it is an older one, or the uploaded one.
+        A checkpoint on local disks can lack the shards of a failed node. Then an older checkpoint is used, or the
+        uploaded one.
 
         Raises:
             UserError: there is no other, or it cannot be used under this config; or a machine with ranks cannot write
@@ -156,7 +157,7 @@ class RunDirectory:
         store.connect(ranks)
         while self.resume is not None and (missing := store.missing(self.resume.checkpoint, self.checkpoints.verify)):
             path = self.resume.checkpoint.path
-            text = f"{path} is not whole: no node that lives has {', '.join(missing)}"
+            text = f"{path} is incomplete: no running node has {', '.join(missing)}"
             LOG.warning("%s", text)
             newest = find_newest(self.cfg, self.checkpoints)
             if newest is None:
@@ -235,7 +236,7 @@ class RunDirectory:
             UserError: there is no earlier checkpoint, or it cannot be used under this config.
         """
         assert self.resume is not None
-        self.checkpoints.wait()  # a save of the abandoned steps must not commit after they have been set aside
+        self.checkpoints.wait()  # a save of the abandoned steps must not commit after they have been archived
         before = find_newest(self.cfg, self.checkpoints, before=self.resume.checkpoint.step)
         if before is None:
             raise UserError(

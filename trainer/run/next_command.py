@@ -36,7 +36,7 @@ def command_of(words: Sequence[str]) -> list[str]:
 
 
 def next_command(start: Mapping[str, Any], changes: Mapping[str, str], task: str = "rl") -> str:
-    """Return the text that says how to continue the run: a line for a shell; for a run from Python, the call.
+    """Return how to continue the run: a line for a shell; for a run from Python, the call.
 
     Args:
         start: the line of `starts.jsonl`.

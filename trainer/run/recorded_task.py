@@ -1,4 +1,4 @@
-"""The task of a run, as its directory names it: for those who look at the run from outside, without its code."""
+"""The task of a run, as its directory records it: reports read it without the code of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TASK: dict[Any, Shape] = {
 
 @dataclass(frozen=True)
 class RecordedTask:
-    """What a run directory says of the run's task."""
+    """The task that a run directory records."""
 
     name: str
     """The value of `trainer.task`."""

@@ -1,4 +1,4 @@
-"""What a run does after a failure of its ranks: record it, decide, wait, and say how the run ends if it must."""
+"""Recovery of a run from failures of its ranks: record, decide, wait, restart or end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Recovery:
             Exception: `error`.
         """
         if self._failure is not None:
-            self._record(self._failure, "restarted the ranks, in vain")
+            self._record(self._failure, "restarted the ranks without success")
         self._failure = None
         if not is_loaded and classify(error)[0] != INFRASTRUCTURE:
             raise error
@@ -118,7 +118,7 @@ class Recovery:
             LOG.warning("%s; %s", sentence, name_slow_ranks(speeds()))
 
     def diverged(self, divergence: Divergence, saved: Sequence[int]) -> DivergedError:
-        """Return the exception that ends a run which has diverged. It says how to go back.
+        """Return the exception that ends a run which has diverged. Its message names the checkpoint to go back to.
 
         Args:
             saved: steps of the checkpoints.
@@ -138,7 +138,7 @@ class Recovery:
     def stopped(self, reason: Stopped) -> None:
         """Record that the run ends early because it was asked to, perhaps while its ranks started again."""
         if self._failure is not None:
-            self._record(self._failure, "restarted the ranks, in vain")
+            self._record(self._failure, "restarted the ranks without success")
             self._failure = None
         self._record(reason, "stopped")
 

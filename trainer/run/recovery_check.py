@@ -78,9 +78,9 @@ def name_slow_ranks(speeds: Mapping[FailureSource, float]) -> str:
     Args:
         speeds: of each rank, in FLOP/s, without waiting for another one. NaN: not known.
     """
-    known = {origin: speed for origin, speed in speeds.items() if math.isfinite(speed)}
-    fastest = max(known.values(), default=0.0)
-    slow = sorted((speed / fastest, origin) for origin, speed in known.items() if speed < _OWN_SPEED * fastest)
+    measured = {origin: speed for origin, speed in speeds.items() if math.isfinite(speed)}
+    fastest = max(measured.values(), default=0.0)
+    slow = sorted((speed / fastest, origin) for origin, speed in measured.items() if speed < _OWN_SPEED * fastest)
     if not slow:
         return "no rank computes more slowly than the others, so look at the network, the storage and the engines"
     named = [f"{origin.name} on {origin.node} ({share:.0%})" for share, origin in slow]

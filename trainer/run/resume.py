@@ -64,17 +64,18 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
             )
         return None
     if t.resume_mode == "latest":
-        found = find_newest(cfg, checkpoints)
-        if found is None:
+        newest = find_newest(cfg, checkpoints)
+        if newest is None:
             _check_no_fork(t.run_dir)
             return None
-        return compare(cfg, found, False)
-    found, fork = _find_named(cfg, checkpoints, holds_run)
-    resume = compare(cfg, found, fork)
+        return compare(cfg, newest, False)
+    checkpoint, fork = _find_named(cfg, checkpoints, holds_run)
+    resume = compare(cfg, checkpoint, fork)
     if fork:
-        lineage.write(t.run_dir, found)
+        lineage.write(t.run_dir, checkpoint)
         if "state" in resume.restore.kinds:  # else the fork counts its steps from 0
-            lineage.copy_metrics(t.run_dir, found, str(read_config(found).get("trainer", {}).get("run_dir", "")))
+            parent_run_dir = str(read_config(checkpoint).get("trainer", {}).get("run_dir", ""))
+            lineage.copy_metrics(t.run_dir, checkpoint, parent_run_dir)
     return resume
 
 
@@ -87,12 +88,12 @@ def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None 
         before: consider only steps below this.
 
     Raises:
-        UserError: no checkpoint of the run is valid, or all are gone.
+        UserError: no checkpoint of the run is valid, or all are missing.
     """
-    found = checkpoints.latest(before, whole=False)
-    if found is None and before is None:
+    newest = checkpoints.latest(before, whole=False)
+    if newest is None and before is None:
         record.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
-    return found
+    return newest
 
 
 def _check_no_fork(run_dir: str) -> None:
@@ -142,11 +143,11 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
 
 def _checkpoints_near(path: str) -> str:
     """Return which checkpoints there are in a run, or beside a checkpoint, as the end of a sentence; "" if none."""
-    for place in (os.path.join(path, "checkpoints"), path, os.path.dirname(path)):
-        steps = [] if is_url(place) else open_store(place).steps()
+    for directory in (os.path.join(path, "checkpoints"), path, os.path.dirname(path)):
+        steps = [] if is_url(directory) else open_store(directory).steps()
         if steps:
             more = ", …" if len(steps) > 5 else ""
-            return f"; {place} has {', '.join(f'global_step_{step}' for step in reversed(steps[-5:]))}{more}"
+            return f"; {directory} has {', '.join(f'global_step_{step}' for step in reversed(steps[-5:]))}{more}"
     return ""
 
 

@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass
-class _Known:
+class _SavedFile:
     """A file at the last save."""
 
     stamp: tuple[int, int, int]
@@ -68,7 +68,7 @@ class RunFiles:
     def __init__(self, run_dir: str, store: CheckpointStore):
         self._run_dir = run_dir
         self._store = store
-        self._known: dict[str, _Known] = {}
+        self._saved: dict[str, _SavedFile] = {}
 
     def part(self) -> Component:
         """Return the part of a checkpoint that lists the pieces."""
@@ -116,7 +116,7 @@ class RunFiles:
     def remove_unused(self) -> None:
         """Delete the pieces that no checkpoint names, as killed saves and deleted checkpoints leave them.
 
-        Call it before the first save of this process, which must hold the lock. While a checkpoint is set aside or
+        Call it before the first save of this process, which must hold the lock. While a checkpoint is archived or
         cannot be read, nothing is deleted: it may name any piece.
         """
         try:
@@ -125,9 +125,9 @@ class RunFiles:
                 return
             steps = self._store.steps()
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                for some in (steps[-1:], steps[:-1]):  # the newest one names nearly all
+                for chosen in (steps[-1:], steps[:-1]):  # the newest checkpoint names nearly all
                     if unused:
-                        unused.difference_update(*pool.map(self._names_in, some))
+                        unused.difference_update(*pool.map(self._names_in, chosen))
             self._store.remove_pieces(unused)
         except (CorruptCheckpointError, OSError) as error:
             LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
@@ -142,20 +142,19 @@ class RunFiles:
         return {piece.hash for pieces in listed.values() for piece in pieces}
 
     def _paths(self) -> list[str]:
-        found = (glob.glob(pattern, root_dir=self._run_dir) for pattern in PATTERNS)
-        return sorted(path for paths in found for path in paths)
+        return sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
 
     def _stamp(self, path: str) -> tuple[int, int, int]:
         status = os.stat(os.path.join(self._run_dir, path))
         return status.st_size, status.st_mtime_ns, status.st_ino
 
     def _pieces(self, path: str, stamp: tuple[int, int, int]) -> list[Piece]:
-        """Return the pieces of the first bytes of a file, as many as `stamp` says; the store has them all then."""
-        known = self._known.get(path)
-        if known is None or known.stamp != stamp:
+        """Return the pieces of a file up to the size in `stamp`, and keep in the store those that it lacks."""
+        saved = self._saved.get(path)
+        if saved is None or saved.stamp != stamp:
             with open(os.path.join(self._run_dir, path), "rb") as file:
                 data = file.read(stamp[0])
-            pieces = _common(known.pieces if known else [], data)
+            pieces = _common(saved.pieces if saved else [], data)
             if len(pieces) >= _MOST_PIECES:
                 pieces = []
             start = sum(piece.bytes for piece in pieces)
@@ -163,8 +162,8 @@ class RunFiles:
                 piece = Piece(len(data) - start, digest_bytes(data[start:]))
                 self._store.keep_piece(piece.hash, data[start:])
                 pieces = [*pieces, piece]
-            known = self._known[path] = _Known(stamp, pieces)
-        return known.pieces
+            saved = self._saved[path] = _SavedFile(stamp, pieces)
+        return saved.pieces
 
     def _has(self, path: str, pieces: list[Piece]) -> bool:
         """Return whether the file in the run directory begins with these pieces."""

@@ -101,19 +101,19 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}
 
 
-def git_states(places: list[str]) -> list[dict[str, Any]]:
-    """Return directory, commit, and whether tracked files have changes, of the repositories that hold `places`."""
+def git_states(directories: list[str]) -> list[dict[str, Any]]:
+    """Return directory, commit, and whether tracked files have changes, of the repositories that hold `directories`."""
     states: dict[str, dict[str, Any]] = {}
-    for place in places:
+    for path in directories:
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-            directory, commit = _git(place, "rev-parse", "--show-toplevel", "HEAD").split("\n")
+            directory, commit = _git(path, "rev-parse", "--show-toplevel", "HEAD").split("\n")
             if directory not in states:
-                dirty = bool(_git(place, "status", "--porcelain", "--untracked-files=no"))
+                dirty = bool(_git(path, "status", "--porcelain", "--untracked-files=no"))
                 states[directory] = {"directory": directory, "commit": commit, "dirty": dirty}
     return list(states.values())
 
 
-def _git(place: str, *arguments: str) -> str:
-    command = ["git", "-C", place, *arguments]
+def _git(path: str, *arguments: str) -> str:
+    command = ["git", "-C", path, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=time_limits.GIT_S, check=True)
     return done.stdout.strip()

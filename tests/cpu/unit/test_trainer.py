@@ -307,7 +307,7 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
         trainer.fit()
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     actions = [one.action for one in read_incidents(str(tmp_path))]
-    assert actions == ["restarted the ranks, in vain", "restarted the ranks"]
+    assert actions == ["restarted the ranks without success", "restarted the ranks"]
 
 
 def test_ranks_that_die_while_they_load_the_start_weights_are_started_again(tmp_path, model, whole):

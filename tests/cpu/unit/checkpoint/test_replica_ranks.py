@@ -182,7 +182,7 @@ def test_a_lost_shard_without_a_copy_costs_what_was_not_uploaded(cfg, nodes, mod
         assert [list((node / "disk").glob(".aside*")) for node in nodes] == [[], [], []]
     incidents = read_incidents(cfg.trainer.run_dir)
     assert [incident.cause for incident in incidents] == ["lost disk", "lost disk"]
-    assert all("no node that lives has policy/__0_0.distcp" in incident.text for incident in incidents)
+    assert all("no running node has policy/__0_0.distcp" in incident.text for incident in incidents)
 
 
 def test_a_damaged_shard_on_the_disk_of_the_driver_is_read_from_its_neighbour(

@@ -46,7 +46,8 @@ def test_every_phase_is_a_metric():
 def test_importing_metrics_imports_nothing_heavy():
     code = """
 import sys
-from trainer.metrics import names, progress, report, timing, tracker
+from trainer.metrics import names, progress, timing, tracker
+from trainer.reports import compare, diagnose, drawing, report
 print(sorted({"torch", "ray", "vllm", "wandb", "matplotlib", "tensorboard", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -121,7 +121,7 @@ def test_a_later_start_that_was_refused_is_not_how_a_run_ended(run, tmp_path, ca
 def test_a_damaged_checkpoint_is_not_good(run, capsys):
     (run / "checkpoints/global_step_2/trainer_state.json").write_text("{}")
     text = "\n".join(said(run, capsys))
-    assert "global_step_2: DAMAGED (trainer_state.json has 2 bytes" in text and "start weights" not in text
+    assert "global_step_2: DAMAGED (trainer_state.json has 2 bytes" in text and "initial weights" not in text
 
 
 def test_what_is_not_uploaded_is_good_where_it_can_be_read(run, capsys, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.runs import settings
-from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, WorkerError, set_origin
+from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, WorkerError, set_failure_source
 from trainer.metrics.divergence import Divergence
 from trainer.process.failure_log import INCIDENTS, read_incidents
 from trainer.run.recovery import Recovery
@@ -27,7 +27,7 @@ def start(tmp_path):
 
 def failure(text: str = "rank 1 died") -> WorkerError:
     error = WorkerError(text, cause="killed")
-    set_origin(error, FailureSource("rank 1", "10.0.0.7"))
+    set_failure_source(error, FailureSource("rank 1", "10.0.0.7"))
     return error
 
 
@@ -46,19 +46,19 @@ def test_a_failure_that_a_restart_cures_is_recorded_once_the_ranks_run(start, tm
     assert actions(tmp_path) == [(3, "restarted the ranks")]
 
 
-def test_a_failure_during_the_restart_says_that_the_first_one_was_in_vain(start, tmp_path):
+def test_a_failure_during_the_restart_records_the_first_one_as_not_cured(start, tmp_path):
     recovery, _ = start(max_restarts=1)
     recovery.begin_step(3)
     recovery.accept(failure(), "")
     with pytest.raises(WorkerError, match="again"):
         recovery.accept(failure("rank 1 died again"), "")
-    assert actions(tmp_path) == [(3, "restarted the ranks, in vain"), (3, "ended the run")]
+    assert actions(tmp_path) == [(3, "restarted the ranks without success"), (3, "ended the run")]
 
 
 def test_a_model_that_cannot_be_loaded_is_no_accident(start, tmp_path):
     recovery, _ = start()
     error = RuntimeError("the model has no weights")
-    set_origin(error, FailureSource("rank 0"))
+    set_failure_source(error, FailureSource("rank 0"))
     with pytest.raises(RuntimeError, match="no weights"):
         recovery.accept(error, "", is_loaded=False)
     assert not recovery.restarted
