@@ -1,4 +1,4 @@
-"""The user's own functions, by import path."""
+"""Import the user's functions by import path, and inspect their parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
 
     Args:
         key: the config key that names the function, for errors.
-        known: built-in names that the key accepts too, for errors.
+        known: built-in names that the key also accepts, for errors.
 
     Raises:
         UserError: the module cannot be imported, or has no such function.
@@ -52,7 +52,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     except UserError as error:
         missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise UserError(f"{error}; {_instead_of_module(missing)}") from error.__cause__
+            raise UserError(f"{error}; {_suggest_module(missing)}") from error.__cause__
         raise
     signals.SIGNALS.check()
     if not callable(function):
@@ -62,27 +62,29 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     return function
 
 
-def _instead_of_module(missing: str) -> str:
-    """Return what may be meant by a module that does not exist, or where it is looked for."""
+def _suggest_module(missing: str) -> str:
+    """Return a suggestion for a module that does not exist, or where it is searched for."""
     package, _, name = missing.rpartition(".")
     directories = list(getattr(sys.modules[package], "__path__", [])) if package else [os.getcwd()]
     names = {module.name for module in pkgutil.iter_modules(directories)}
     for directory in directories:
         with contextlib.suppress(OSError):
             names |= {entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name.isidentifier()}
-    if meant := did_you_mean(missing, [f"{package}.{one}".lstrip(".") for one in names if not one.startswith("_")]):
+    if meant := did_you_mean(
+        missing, [f"{package}.{module}".lstrip(".") for module in names if not module.startswith("_")]
+    ):
         return meant
     where = " and among the installed packages" if not package else ""
-    return f"{name}.py or {name}/ is looked for in {' and '.join(directories)}{where}"
+    return f"{name}.py or {name}/ is searched for in {' and '.join(directories)}{where}"
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` is an import path, not a built-in name."""
+    """Return whether `name` is an import path, and not a built-in name."""
     return ":" in name
 
 
 def with_colon(path: str) -> str:
-    """Return `package.module.function` as `package.module:function`; any other text as it is."""
+    """Return `package.module.function` as `package.module:function`, and any other text unchanged."""
     return path if is_import_path(path) else ":".join(path.rsplit(".", 1))
 
 
@@ -91,13 +93,13 @@ def user_code(message: str) -> Iterator[None]:
     """Turn everything that user code in the block raises, even SystemExit and KeyboardInterrupt, into a UserError.
 
     Args:
-        message: the sentence, with `{}` in place of the error.
+        message: the error message, with `{}` as the placeholder for the error.
     """
     try:
         yield
     except BaseException as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__") == signals.__name__:  # a signal arrived in the block
+        if frame.f_globals.get("__name__") == signals.__name__:  # raised by a signal, not by user code
             raise
         raise UserError(message.format(describe_error(error))) from error
 
@@ -113,7 +115,7 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def default_of(function: Callable[..., Any], name: str) -> Any:
-    """Return the default of the function's parameter `name`; None if there is none."""
+    """Return the default of the function's parameter `name`, or None if there is none."""
     return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)
 
 

@@ -1,7 +1,7 @@
-"""Secrets in configs, commands and texts: which names hold them, and how they are left out of what is written or shown.
+"""Find secrets in configs, commands and texts, and remove them from everything that is written or shown.
 
-Everything that writes a config, a command or a foreign error message calls a function of this module. Nothing here
-changes the values that a run works with.
+Everything that writes a config, a command or a foreign error message calls a function of this module. The values that a
+run works with do not change.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, quote_plus, urlsplit
 
 HIDDEN = "***"
-_SHORTEST = 8
-"""Characters of the shortest known secret that is searched for in any text. Shorter ones could be ordinary words."""
-_SHORTEST_PART = 4
-"""Characters of the shortest part of a secret that `SecretFilter` hides."""
+_MIN_SECRET = 8
+"""Length of the shortest known secret to search for in any text. Shorter ones could be ordinary words."""
+_MIN_FRAGMENT = 4
+"""Length of the shortest fragment of a secret that `SecretFilter` hides."""
 
 # --------------------------------------------------------------------------------------------------------
 # Names
@@ -32,7 +32,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 _STRONG = ("secret", "password", "passwd", "passphrase", "credential", "apikey", "authtoken", "accesstoken")
-"""Beginnings of a name's word, or ends of it, that make the value a secret."""
+"""Prefixes or suffixes of a word in a name that make the value a secret."""
 _STRONG_WORDS = _words(
     "accesskey appkey authkey authorization bearer cookie cookies creds passcode passwords privatekey pwd secretkey "
     "userpass"
@@ -60,7 +60,7 @@ _TEXT_WORDS = _words(
     "seq sequence single soft space special speech start stop sub suffix system text think thinking thought to "
     "tool top total train turn unk unknown video vision vocab word"
 )
-"""Words before `token` that make it a part of a text: `eos_token`."""
+"""Words before `token` that make it a token of a text: `eos_token`."""
 _PAIRS = frozenset(
     tuple(pair.split("_"))
     for pair in _words(
@@ -68,7 +68,7 @@ _PAIRS = frozenset(
         "bearer_token github_token gitlab_token hf_token auth_header auth_headers auth_value"
     )
 )
-"""Neighbours that make a name a secret wherever they stand in it: `api_key_prod`, `HF_TOKEN_READ`."""
+"""Adjacent words that make a name a secret at any position: `api_key_prod`, `HF_TOKEN_READ`."""
 _PASS_OWNERS = _words("admin db ftp http login mail mysql pg postgres proxy redis root smtp ssh user")
 _ABOUT = _words(
     "bits bonus budget chance coef column count digits dir directory enabled env expiry field file files folder "
@@ -76,37 +76,37 @@ _ABOUT = _words(
     "prob probability provider range rate required reward scheme score size store timeout ttl type uri url var "
     "variable weight"
 )
-"""Last words of names that say something about a secret: `password_file`, `api_key_env`."""
+"""Last words of names that describe a secret, but do not contain it: `password_file`, `api_key_env`."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 @functools.lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Return whether a key with this name, or a part of a dotted name, holds a secret: `api_key`, `Authorization`."""
-    return any(_is_secret_part(part) for part in re.split(r"[./:\s]+", unicodedata.normalize("NFKC", name)))
+    """Return whether a key with this name, or with a dotted name, contains a secret: `api_key`, `Authorization`."""
+    return any(_is_secret_name(name) for name in re.split(r"[./:\s]+", unicodedata.normalize("NFKC", name)))
 
 
-def _is_secret_part(name: str) -> bool:
+def _is_secret_name(name: str) -> bool:
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words or len(words) > 1 and (words[-1] in _ABOUT or words[0] in ("n", "num")):
         return False
     if any(word in _STRONG_WORDS or word.startswith(_STRONG) or word.endswith(_STRONG) for word in words):
         return True
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    last, previous = words[-1], words[-2] if len(words) > 1 else ""
     if last not in ("id", "ids") and not _PAIRS.isdisjoint(zip(words, words[1:], strict=False)):
         return True
     if last == "id":
-        return before == "session" or words[-3:-1] == ["access", "key"]
+        return previous == "session" or words[-3:-1] == ["access", "key"]
     if last in ("key", "keys"):
-        return before in _KEY_OWNERS
+        return previous in _KEY_OWNERS
     if last == "token":
-        return before not in _TEXT_WORDS
+        return previous not in _TEXT_WORDS
     if last == "tokens":
-        return before in _TOKEN_OWNERS
+        return previous in _TOKEN_OWNERS
     if last == "pass":
-        return before in _PASS_OWNERS or words == ["pass"]
+        return previous in _PASS_OWNERS or words == ["pass"]
     if last == "pat":
-        return before in ("gh", "github", "gitlab")
+        return previous in ("gh", "github", "gitlab")
     return last in _LAST_WORDS or words == ["session"]
 
 
@@ -114,54 +114,54 @@ def _is_secret_part(name: str) -> bool:
 # Known secrets
 
 _remembered: dict[str, None] = {}
-_NO_SECRETS = ("PWD", "OLDPWD", "GOOGLE_APPLICATION_CREDENTIALS")  # paths, in spite of their names
+_NO_SECRETS = ("PWD", "OLDPWD", "GOOGLE_APPLICATION_CREDENTIALS")  # paths, despite their names
 _HARMLESS = re.compile(r"-?\d{0,3}(\.\d*)?(e[+-]?\d+)?|<[^<>\s]{1,40}>", re.IGNORECASE)
 """Numbers that are too short for a secret, such as weights and counts, and special tokens, such as `<eot>`."""
-_LONG_LINE = 16
-"""Characters of the shortest line of a secret of several lines that is searched for."""
+_MIN_LINE = 16
+"""Length of the shortest line of a multi-line secret to search for."""
 
 
 def remember(*secrets: str) -> None:
-    """Let `redact_text` hide these values, too, in whatever text they appear in this process."""
-    _remembered.update(dict.fromkeys(secret for secret in secrets if len(secret) >= _SHORTEST))
+    """Make `redact_text` also hide these values in any text of this process."""
+    _remembered.update(dict.fromkeys(secret for secret in secrets if len(secret) >= _MIN_SECRET))
 
 
 def secrets_of(value: Any, name: str = "") -> list[str]:
-    """Return the texts and numbers of a nested config that are secrets by their names."""
-    found: list[str] = []
+    """Return the texts and numbers of a nested config that are secrets according to their names."""
+    secrets: list[str] = []
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key == "value" and _is_named_secret(value):
-                found += secrets_of(inner, "secret")
+                secrets += secrets_of(inner, "secret")
             else:
-                found += secrets_of(inner, f"{name}.{key}" if is_secret(name) else str(key))
+                secrets += secrets_of(inner, f"{name}.{key}" if is_secret(name) else str(key))
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            found += secrets_of(inner, name)
+            secrets += secrets_of(inner, name)
     elif _has_content(value) and is_secret(name):
-        found.append(str(value))
-    return found
+        secrets.append(str(value))
+    return secrets
 
 
 def hidden_keys(value: Any, name: str = "", hides: bool = False) -> list[str]:
-    """Return the keys of a nested config whose secret was left out: the value is `***`."""
+    """Return the keys of a nested config whose secret has been hidden: the value is `***`."""
     if isinstance(value, Mapping):
-        items = [(f"{name}.{key}" if name else str(key), is_secret(str(key)), one) for key, one in value.items()]
+        items = [(f"{name}.{key}" if name else str(key), is_secret(str(key)), inner) for key, inner in value.items()]
     elif isinstance(value, (list, tuple)):
-        items = [(name, False, one) for one in value]
+        items = [(name, False, inner) for inner in value]
     else:
         return [name] if hides and isinstance(value, str) and HIDDEN in value.split() else []
-    return [found for key, is_one, one in items for found in hidden_keys(one, key, hides or is_one)]
+    return [hidden for key, names_secret, inner in items for hidden in hidden_keys(inner, key, hides or names_secret)]
 
 
 def forms_of(secret: str) -> set[str]:
-    """Return a secret in all forms in which programs repeat it.
+    """Return a secret in all forms in which programs may repeat it.
 
-    The value of a header also counts without its scheme (`Bearer`), and that of `Basic` decoded, too.
+    The value of a header also counts without its scheme (`Bearer`). The value of `Basic` also counts decoded.
     """
-    whole = secret.strip()
-    scheme, _, rest = whole.partition(" ")
-    values = {whole, rest.strip()} if rest and re.fullmatch(r"[A-Za-z-]{1,16}", scheme) else {whole}
+    stripped = secret.strip()
+    scheme, _, rest = stripped.partition(" ")
+    values = {stripped, rest.strip()} if rest and re.fullmatch(r"[A-Za-z-]{1,16}", scheme) else {stripped}
     if scheme.lower() == "basic":
         try:
             decoded = base64.b64decode(rest.strip() + "==", validate=False).decode()
@@ -172,25 +172,25 @@ def forms_of(secret: str) -> set[str]:
     forms = set(values)
     for value in values:
         data = value.encode(errors="surrogatepass")
-        for shift in range(3):  # base64 of a text that contains the value, whatever stands before it
+        for shift in range(3):  # base64 of a text that contains the value after any other bytes
             inner = base64.b64encode(b"\0" * shift + data).decode().rstrip("=")
-            # The first and the last characters depend on the neighbours, too.
+            # The first and the last characters also depend on the neighbouring bytes.
             inner = inner[(0, 2, 3)[shift] : len(inner) if (shift + len(data)) % 3 == 0 else -1]
             forms |= {inner, inner.replace("+", "-").replace("/", "_")}
         forms |= {quote(value, safe=""), quote(value), quote_plus(value), quote(quote(value, safe=""), safe="")}
         forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
         forms |= {json.dumps(json.dumps(value))[3:-3], value.replace("/", "\\/"), html.escape(value), data.hex()}
-    return {form for form in forms if len(form) >= _SHORTEST_PART or form in values}
+    return {form for form in forms if len(form) >= _MIN_FRAGMENT or form in values}
 
 
 def secrets_in_address(address: str) -> list[str]:
-    """Return user and password of a URL, and the values of its query that are secrets by their names."""
+    """Return user and password of a URL, and the values of its query that are secrets according to their names."""
     try:
-        parts = urlsplit(address)
+        url = urlsplit(address)
     except ValueError:
         return []
-    found = [value for value in (parts.password, parts.username) if value]
-    return found + [value for name, value in parse_qsl(parts.query) if _is_secret_parameter(name) and value]
+    secrets = [value for value in (url.password, url.username) if value]
+    return secrets + [value for name, value in parse_qsl(url.query) if _is_secret_parameter(name) and value]
 
 
 def _is_secret_parameter(name: str) -> bool:
@@ -202,11 +202,11 @@ def _environment() -> list[tuple[str, str]]:
 
 
 def _variables() -> dict[str, str]:
-    """Return the environment variables that hold secrets: name by value."""
+    """Return the environment variables that contain secrets: name by value."""
     return {
         value.strip(): name
         for name, value in _environment()
-        if name not in _NO_SECRETS and len(value.strip()) >= _SHORTEST and is_secret(name)
+        if name not in _NO_SECRETS and len(value.strip()) >= _MIN_SECRET and is_secret(name)
     }
 
 
@@ -216,9 +216,9 @@ def _known() -> re.Pattern[str] | None:
 
 @functools.lru_cache(maxsize=64)
 def _pattern(secrets: tuple[str, ...]) -> re.Pattern[str] | None:
-    forms = {form for secret in secrets for form in forms_of(secret) if len(form) >= _SHORTEST}
+    forms = {form for secret in secrets for form in forms_of(secret) if len(form) >= _MIN_SECRET}
     lines = {line.strip() for secret in secrets if "\n" in secret for line in secret.splitlines()}
-    forms |= {line for line in lines if len(line) >= _LONG_LINE and " " not in line}  # a log shows line by line
+    forms |= {line for line in lines if len(line) >= _MIN_LINE and " " not in line}  # a log is shown line by line
     longest_first = sorted(forms, key=lambda form: (-len(form), form))
     return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE) if forms else None
 
@@ -228,15 +228,15 @@ def _pattern(secrets: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 def redact(value: Any, name: str = "", references: bool = True) -> Any:
-    """Return a config, a part of it or a text without secrets. Tuples become lists.
+    """Return a config, a value of it or a text without secrets. Tuples become lists.
 
-    A secret is the value of a key with such a name, the user and password in an address, a token of a well-known form,
-    or the value of an environment variable with such a name.
+    A secret is the value of a key with a secret's name, the user and password in an address, a token in a well-known
+    format, or the value of an environment variable with a secret's name.
 
     Args:
         name: the key of `value`.
-        references: name the environment variable that holds the secret, as `${oc.env:NAME}`. False: `***` for all, so
-            that two configs that differ in secrets alone are equal.
+        references: replace a secret by the environment variable that contains it, as `${oc.env:NAME}`. False: by `***`,
+            so that two configs that differ only in secrets are equal.
     """
     return _redact(value, name, is_secret(name), references)
 
@@ -270,7 +270,7 @@ def _redact_string(text: str, references: bool) -> str:
 
 
 def _hidden(value: Any, references: bool) -> Any:
-    """Return what stands for the value of a key that holds a secret."""
+    """Return the replacement for the value of a key that contains a secret."""
     if value is None or value == "":
         return value if references else HIDDEN
     if not _has_content(value):
@@ -278,7 +278,7 @@ def _hidden(value: Any, references: bool) -> Any:
     if not references:
         return HIDDEN
     text = str(value)
-    if re.fullmatch(r"\$\{oc\.env:[A-Za-z_]\w*\}", text):  # as it was saved
+    if re.fullmatch(r"\$\{oc\.env:[A-Za-z_]\w*\}", text):  # a reference from a saved config
         return text
     if variable := _variable_with(text):
         return f"${{oc.env:{variable}}}"
@@ -287,7 +287,7 @@ def _hidden(value: Any, references: bool) -> Any:
 
 
 def _variable_with(secret: str) -> str | None:
-    if len(secret) < _SHORTEST:  # the name of a variable that has it could tell what it is
+    if len(secret) < _MIN_SECRET:  # the name of the variable with this value could reveal the value
         return None
     named = [name for name, value in _environment() if value == secret and name not in _NO_SECRETS]
     return min(named, key=lambda name: (not is_secret(name), name), default=None)
@@ -297,23 +297,23 @@ def _has_content(value: Any) -> bool:
     """Return whether a value can be a secret."""
     if value is None or isinstance(value, bool) or value == "":
         return False
-    if isinstance(value, str) and not value.startswith("<"):  # digits in quotes can be a short password
+    if isinstance(value, str) and not value.startswith("<"):  # quoted digits can be a short password
         return True
     return _HARMLESS.fullmatch(str(value)) is None
 
 
-def agree(saved: Any, now: Any) -> bool:
-    """Return whether two values are equal, as far as secrets that are hidden in one of them allow to tell."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        return saved.keys() == now.keys() and all(agree(saved[key], now[key]) for key in saved)
-    if isinstance(saved, list) and isinstance(now, list):
-        return len(saved) == len(now) and all(map(agree, saved, now))
-    if isinstance(saved, str) and isinstance(now, str) and saved != now:
-        return _fits(saved, now) or _fits(now, saved)
-    return bool(saved == now)
+def agree(saved: Any, current: Any) -> bool:
+    """Return whether two values are equal, except for secrets that are hidden in one of them."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        return saved.keys() == current.keys() and all(agree(saved[key], current[key]) for key in saved)
+    if isinstance(saved, list) and isinstance(current, list):
+        return len(saved) == len(current) and all(map(agree, saved, current))
+    if isinstance(saved, str) and isinstance(current, str) and saved != current:
+        return _matches(saved, current) or _matches(current, saved)
+    return bool(saved == current)
 
 
-def _fits(hidden: str, text: str) -> bool:
+def _matches(hidden: str, text: str) -> bool:
     pattern = ".*".join(map(re.escape, hidden.split(HIDDEN)))
     return HIDDEN in hidden and re.fullmatch(pattern, text, re.DOTALL) is not None
 
@@ -346,7 +346,7 @@ _FORMATS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-# Without the look behind, the search in a word of n letters would take n² steps.
+# Without the lookbehind, the search in a word of n letters would take n² steps.
 _NAMED = re.compile(r"""(?P<quote>\\?["']|(?<![\w.@-]))(?P<name>[\w.@-]+)(?P=quote)\s*(?P<sign>[:=])[ \t]*""")
 _FLAG = re.compile(r"(?<!\S)--(?P<name>[A-Za-z][\w.-]*)[ \t]+(?=[^-\s])")
 _BARE = re.compile(r"(?:(?:Bearer|Basic|Token|Digest|Bot|ApiKey)[ \t]+)?(?:\\.|[^\s,;&\"'`)}\]])*", re.IGNORECASE)
@@ -358,8 +358,8 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 def redact_text(text: str) -> str:
     """Return a text, such as an error message, without the secrets that can be recognised in it.
 
-    Hidden are `name=value` and, in braces, `name: value` of names that hold secrets, credentials in addresses, tokens
-    of well-known forms, and known secrets: those of environment variables, and those given to `remember`.
+    Hidden are `name=value` and, in braces, `name: value` with a secret's name, credentials in addresses, tokens in
+    well-known formats, and known secrets: those of environment variables and those passed to `remember`.
     """
     text = _FORMATS.sub(HIDDEN, _IN_ADDRESS.sub(HIDDEN, text))
     text = _PARAMETER.sub(lambda m: f"{m[1]}={HIDDEN}" if _is_secret_parameter(m[1]) else m[0], text)
@@ -368,7 +368,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_yaml(text: str) -> str:
-    """Return YAML, as a program prints a config, without the values of keys that hold secrets (see `redact_text`)."""
+    """Return YAML, as a program prints a config, without the values of secret keys (see `redact_text`)."""
     shown: list[str] = []
     below: int | None = None  # the indent of the key whose content is secret
     for line in text.split("\n"):
@@ -387,21 +387,21 @@ def redact_yaml(text: str) -> str:
 
 
 def hide_known(text: str) -> str:
-    """Return a text without the known secrets: those of environment variables, and those given to `remember`."""
+    """Return a text without the known secrets: those of environment variables and those passed to `remember`."""
     return known.sub(HIDDEN, text) if (known := _known()) is not None else text
 
 
 def _hide_named(text: str) -> str:
     shown, done, depth, counted = [], 0, 0, 0
     code = [match.span("code") for match in _SOURCE_LINE.finditer(text)]
-    found = sorted([*_NAMED.finditer(text), *_FLAG.finditer(text)], key=lambda match: match.start())
-    for match in found:
+    matches = sorted([*_NAMED.finditer(text), *_FLAG.finditer(text)], key=lambda match: match.start())
+    for match in matches:
         start = match.end()
         if match.start() < done or not is_secret(match["name"]):
             continue
         depth, counted = depth + _depth(text, counted, match.start()), match.start()
         in_braces = depth > 0
-        # A sentence says `key: problem`, so a colon alone names no value.
+        # An error message has the form `key: problem`, so a colon alone does not precede a value.
         if match.re is _NAMED and match["sign"] == ":" and not (in_braces or match["quote"]):
             continue
         if text[start : start + 1] not in ('"', "'") and any(begin <= start < end for begin, end in code):
@@ -418,7 +418,7 @@ def _hide_named(text: str) -> str:
 
 
 def _depth(text: str, start: int, end: int) -> int:
-    """Return how many more brackets open than close between two places."""
+    """Return how many more brackets open than close between two offsets."""
     return sum(text.count(a, start, end) - text.count(b, start, end) for a, b in (("{", "}"), ("[", "]")))
 
 
@@ -441,16 +441,16 @@ def _end_of_value(text: str, start: int, in_braces: bool) -> int:
 
 _STARS = r"\*{2,}|\.{3,}|…|•{2,}|x{4,}"
 _END = r"\s\"'`:=,;(){}\[\]"
-# The look behind keeps the search linear, as in `_NAMED`.
+# The lookbehind keeps the search linear, as in `_NAMED`.
 _AROUND_HIDDEN = re.compile(rf"(?<![^{_END}])[^{_END}]*(?:\0|{_STARS})[^\s\"'`,;(){{}}\[\]]*", re.IGNORECASE)
 _HIDDEN_WORDS = re.compile(r"\*\*\*(?:\s+\*\*\*)+")
 _LONGEST_TEXT = 4000
 
 
 class SecretFilter:
-    """Hides some secrets, and parts of them, in a text of somebody who has received them.
+    """Hides some secrets, and fragments of them, in a text from a program that has received them.
 
-    Call it before a text is cut to a length, because a cut can leave a part that is too short to be found.
+    Call it before a text is truncated, because truncation can leave a fragment that is too short to be found.
 
     Args:
         secrets: values of headers, tokens, passwords.
@@ -459,27 +459,27 @@ class SecretFilter:
     def __init__(self, secrets: Iterable[str]):
         secrets = [secret for secret in secrets if secret.strip()]
         self._forms = {_lower(form) for secret in secrets for form in forms_of(secret)}
-        self._is_too_short = any(len(form) < _SHORTEST_PART for form in self._forms)
-        self._parts = {form[i : i + _SHORTEST_PART] for form in self._forms for i in range(len(form) - 3)}
+        self._is_too_short = any(len(form) < _MIN_FRAGMENT for form in self._forms)
+        self._fragments = {form[i : i + _MIN_FRAGMENT] for form in self._forms for i in range(len(form) - 3)}
 
     def __call__(self, text: str) -> str:
-        """Return the first 4000 characters, with every part of a secret of at least 4 characters replaced by `***`.
+        """Return the first 4000 characters, with every fragment of a secret of at least 4 characters replaced by `***`.
 
-        The case of letters does not matter. If a secret is shorter than that, nothing of the text is shown.
+        The case of letters does not matter. If a secret is shorter than 4 characters, the complete text is hidden.
         """
         if not self._forms:
             return text
         if self._is_too_short:
             return HIDDEN
-        # Characters that are not seen, and wide ones, could part a secret.
+        # Invisible and wide characters could split a secret.
         text = unicodedata.normalize("NFKC", text[:_LONGEST_TEXT])
         text = "".join(c for c in text if c.isprintable() or c in "\n\t")
         lower, hidden = _lower(text), bytearray(len(text))
-        for i in range(len(text) - _SHORTEST_PART + 1):
-            if lower[i : i + _SHORTEST_PART] in self._parts:
-                hidden[i : i + _SHORTEST_PART] = b"\1" * _SHORTEST_PART
+        for i in range(len(text) - _MIN_FRAGMENT + 1):
+            if lower[i : i + _MIN_FRAGMENT] in self._fragments:
+                hidden[i : i + _MIN_FRAGMENT] = b"\1" * _MIN_FRAGMENT
         shown = "".join("\0" if hide and not c.isspace() else c for c, hide in zip(text, hidden, strict=True))
-        # Programs show the ends of a key, as in `sk-1…9f`: the rest of such a word is hidden with them.
+        # Programs show the ends of a key, as in `sk-1…9f`: the rest of such a word is hidden too.
         return _HIDDEN_WORDS.sub(HIDDEN, _AROUND_HIDDEN.sub(self._hide, shown))
 
     def _hide(self, match: re.Match[str]) -> str:
@@ -492,5 +492,5 @@ class SecretFilter:
 
 
 def _lower(text: str) -> str:
-    """Return `text` in lower case, with as many characters."""
+    """Return `text` in lower case with the same number of characters."""
     return "".join(lower if len(lower := c.lower()) == 1 else c for c in text)
