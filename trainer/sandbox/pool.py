@@ -282,7 +282,7 @@ class WorkerPool:
                 for task in tasks.received():
                     self._queue(task)
                 if self._lost_s > most_s:
-                    self._abandon(reason)
+                    self._abandon(reason, keep_sessions=True)
                 if not (is_open or self._todo or any(worker.queue or worker.batches for worker in self._workers)):
                     break
                 for worker in list(self._workers):
@@ -305,10 +305,15 @@ class WorkerPool:
             task.worker.sessions[task] = None
         task.worker.queue.append(task)
 
-    def _abandon(self, reason: str) -> None:
-        """Let all tasks fail that wait or are under way."""
+    def _abandon(self, reason: str, keep_sessions: bool = False) -> None:
+        """Let all tasks fail that wait or are under way.
+
+        Args:
+            keep_sessions: calls of sessions that are under way may end: other sessions live in the same process.
+        """
         for worker in [worker for worker in self._workers if worker.batches]:
-            self._replace(worker)
+            if not (keep_sessions and worker.sessions):
+                self._replace(worker)
         for waiting in (self._todo, *(worker.queue for worker in self._workers)):
             while waiting:
                 waiting.popleft().fail("timeout", reason)

@@ -56,6 +56,9 @@ class Doing(Handler):
                 os._exit(3)
             case "hang":
                 time.sleep(1000)
+            case "slow":
+                time.sleep(argument)
+                return "done"
         raise KeyError(what)
 
 
@@ -161,3 +164,19 @@ def test_no_process_is_left_when_the_pool_is_closed():
         processes = [psutil.Process(worker.process.pid) for worker in pool._workers]
         processes += [child for process in processes for child in process.children()]
     assert len(processes) == 4 and not any(process.is_running() for process in processes)
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_when_failed_calls_have_taken_too_much_time_only_calls_of_sessions_may_end(session, monkeypatch):
+    monkeypatch.setattr("trainer.sandbox.limits.FAILED_TIME_LIMITS", 0)
+    with pool_of(2) as pool:
+        do(pool, Calls(["add", 0]))
+        slow = Calls(["slow", 1.0], session=session)
+        bad, untried = Calls(["die", 0]), [Calls(["add", 0]) for _ in range(3)]
+        with pool.round() as round_:
+            round_.submit([slow])
+            wait_until(lambda: any(worker.batches for worker in pool._workers))
+            round_.submit([bad, *untried])
+            round_.wait()
+        assert bool(slow.failure) == (not session) and bool(slow.values) == session
+        assert all("was not tried: failed calls had already taken 0 times" in task.failure for task in untried)
