@@ -14,7 +14,6 @@ from tests.support.jobs import run_job
 from tests.support.runs import OpenRun, a_run, configured, save_steps, settings
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.components import config_part, json_part
-from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
@@ -281,27 +280,6 @@ def test_a_fork_does_not_start_over_when_its_checkpoints_are_missing(tmp_path):
         RunDirectory(cfg).open()
 
 
-@pytest.mark.parametrize("how", ["a file", "a dangling link", "nowhere"])
-def test_an_unusable_checkpoint_directory_is_refused_before_anything_starts(tmp_path, how):
-    place = tmp_path / "checkpoints"
-    place.mkdir()
-    lose(place, how)
-    if how == "nowhere":
-        place = Path("/proc/nowhere/checkpoints")
-    with pytest.raises(UserError, match="trainer.ckpt_path=.*cannot be written there .*choose another"):
-        RunDirectory(settings(tmp_path / "run", ckpt_path=str(place))).open()
-    assert os.listdir(tmp_path / "run") == [], "the refusal gave the lock back"
-
-
-def test_testing_the_checkpoint_directory_leaves_no_files(tmp_path, caplog):
-    caplog.set_level("INFO")
-    with OpenRun(settings(tmp_path)):
-        (tmp_path / "checkpoints/.probe-of-a-killed-job").mkdir()
-    with OpenRun(settings(tmp_path)):
-        assert caplog.messages == ["removed .probe-of-a-killed-job, an interrupted test"]
-    assert os.listdir(tmp_path / "checkpoints") == []
-
-
 def test_a_job_names_the_key_of_a_checkpoint_directory_that_is_not_there(tmp_path):
     (tmp_path / "file").write_text("")
     job = run_job(f"trainer.ckpt_path={tmp_path}/file", cwd=tmp_path)
@@ -328,19 +306,6 @@ def test_the_best_checkpoints_are_those_by_the_metric_of_now(tmp_path):
 # One job to a checkpoint directory
 
 
-def test_two_runs_cannot_save_to_one_directory(tmp_path):
-    shared = str(tmp_path / "shared")
-    with OpenRun(settings(tmp_path / "a", ckpt_path=shared)):
-        (tmp_path / "link").symlink_to(shared)
-        for place in (shared, str(tmp_path / "link")):
-            with pytest.raises(UserError, match="in use by process .*choose another trainer.ckpt_path"):
-                RunDirectory(settings(tmp_path / "b", ckpt_path=place)).open()
-    with OpenRun(settings(tmp_path / "b", ckpt_path=shared)):
-        pass
-    with OpenRun(settings(tmp_path / "c", ckpt_path=str(tmp_path / "c"))):
-        pass  # one directory for both
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_checkpoint_tool_changes_nothing_while_a_job_runs(tmp_path, capsys, elsewhere):
     place = str(tmp_path / "elsewhere") if elsewhere else str(tmp_path / "run/checkpoints")
@@ -355,19 +320,6 @@ def test_the_checkpoint_tool_changes_nothing_while_a_job_runs(tmp_path, capsys, 
         assert ".lock" not in capsys.readouterr().out
     assert [checkpoint_tool(change) for change in changes] == [0, 2]
     assert sorted(os.listdir(place)) == ["global_step_2", "latest_ckpt_global_step.txt"]
-
-
-def test_a_job_that_lost_its_checkpoint_directory_writes_no_files_there(tmp_path):
-    with OpenRun(settings(tmp_path / "a", ckpt_path=str(tmp_path / "shared")), {"step": 1}) as run:
-        (tmp_path / "shared/.lock").unlink()
-        with RunLock(str(tmp_path / "shared"), 60) as other:
-            other.acquire()
-            begun: list[str] = []
-            run.parts.append(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
-            run.save(1)
-            (outcome,) = run.directory.checkpoints.results()
-            assert begun == [] and "lost the checkpoint directory to process" in outcome.error
-            assert sorted(os.listdir(tmp_path / "shared")) == [".lock", ".lock.guard"]
 
 
 # ----------------------------------------------------------------------------------------------------------
