@@ -34,8 +34,7 @@ def main() -> NoReturn:
     for command in (sys.argv, sys.orig_argv):
         command += message["overrides"]
     if passed := message["pickles"].get("task"):  # the config names it before there is a directory for its module
-        with SIGNALS.blocked():
-            add_task(path_of("task", passed[0]), pickle.loads(passed[1]))
+        add_task(path_of("task", passed[0]), lambda: pickle.loads(passed[1]))
 
     def report(**content: Any) -> None:
         os.write(message["reports"], json.dumps(content).encode() + b"\n")

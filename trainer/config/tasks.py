@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config.fields import value_of
 from trainer.config.role_specs import RoleSpec, policy_gradient_roles, policy_role, supervised_roles
 from trainer.errors import UserError
-from trainer.import_utils import import_function
+from trainer.import_utils import import_function, user_code
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ TASKS: dict[str, TaskSpec] = {
 """The built-in tasks, by the name that `trainer.task` gives them."""
 
 
-_added: dict[str, TaskSpec] = {}
+_added: dict[str, Callable[[], TaskSpec]] = {}
 
 
-def add_task(path: str, spec: TaskSpec) -> None:
-    """Make a task known whose module cannot be imported yet."""
-    _added[path] = spec
+def add_task(path: str, load: Callable[[], TaskSpec]) -> None:
+    """Make a task known whose module cannot be imported yet; `load` returns it."""
+    _added[path] = load
 
 
 @functools.cache
@@ -152,11 +152,15 @@ def find_task(name: str) -> TaskSpec:
     Raises:
         UserError: there is none.
     """
-    if name in TASKS or name in _added:
-        return {**TASKS, **_added}[name]
+    if name in TASKS:
+        return TASKS[name]
     with SIGNALS.blocked():
         import numpy  # noqa: F401 - its threads, which the module may start, must block signals while Ray starts
-    spec = import_function(name, KEY, known=TASKS)
+    if name in _added:
+        with user_code(f"{KEY}={name}: cannot be imported ({{}})"):
+            spec: Any = _added[name]()
+    else:
+        spec = import_function(name, KEY, known=TASKS)
     if not isinstance(spec, TaskSpec):
         raise UserError(f"{KEY}={name}: is a {type(spec).__name__}; it must be a trainer.tasks.TaskSpec")
     problem = _problem_of(spec)

@@ -17,6 +17,7 @@ from trainer import RunFailed, RunStopped, UserError, train
 from trainer.api.running import _conclude, _with_functions
 from trainer.process.signals import HANDLED, killed
 from trainer.rewards.functions import gsm8k
+from trainer.tasks import Metric, Task, TaskSpec
 
 PLACES = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/exports"}
 
@@ -60,6 +61,8 @@ def test_a_run_that_was_killed_by_its_watch_was_stopped(tmp_path):
         (["-m"], {}, "-m: must be KEY=VALUE; flags such as -m are for the command line"),
         (["reward.name=math"], {"reward": "math"}, "reward.name: the overrides and reward= both set it"),
         ([], {"policy_loss": 3}, "policy_loss: must be a function or the name of one, not int"),
+        ([], {"task": "rl", "supervised": True}, "supervised=True is task='sft', and task='rl' was given too"),
+        (["trainer.task=rl"], {"supervised": True}, "trainer.task: the overrides and task= both set it"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_process_starts(arguments, options, sentence):
@@ -99,8 +102,25 @@ def test_a_reward_that_cannot_be_imported_is_refused_in_its_process(tmp_path, mo
         def __getstate__(self):
             return {"x": 1}
 
-    with pytest.raises(UserError, match=r"reward.name=passed_functions.reward:reward: cannot be imported .*not here"):
-        train(["trainer.run_dir=run", "rollout=transformers"], reward=Fragile())
+    for key, given in {"reward.name": {"reward": Fragile()}, "trainer.task": {"task": Fragile()}}.items():
+        with pytest.raises(UserError, match=rf"{key}=passed_functions.\w+:\w+: cannot be imported .*not here"):
+            train(["trainer.run_dir=run", "rollout=transformers"], **given)
+
+
+def test_a_task_is_passed_by_value(tmp_path):
+    """Its process knows the task before the config, which names it, is composed."""
+
+    def build(cfg):
+        def refuse(asks_servers):
+            raise UserError(f"refused by {cfg.trainer.task}: {cfg.total_steps} steps, compared by {cfg.compared_by}")
+
+        return Task(cfg, source=lambda given: None, check_inputs=refuse)
+
+    metrics = {"my/loss": Metric("A loss.", "nats", "min")}
+    task = TaskSpec(build, total_steps="sft.steps", best="my/loss", metrics=metrics)
+    sentence = r"^refused by passed_functions.task:task: 7 steps, compared by \('my/loss', 'min'\)$"
+    with pytest.raises(UserError, match=sentence):
+        train([f"trainer.run_dir={tmp_path}/run", "sft.steps=7"], task=task)
 
 
 def test_train_works_on_another_thread(tmp_path, monkeypatch):

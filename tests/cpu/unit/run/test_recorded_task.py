@@ -41,9 +41,8 @@ def test_the_task_of_a_run_of_an_earlier_version_is_found(start, row, name, step
 
 def test_a_start_names_its_task_for_those_who_cannot_import_it(tmp_path, monkeypatch):
     panel = Metric("A loss.", "nats", "min", "Pairs", watched=True)
-    add_task(
-        "mine:TASK", TaskSpec(lambda cfg: None, total_steps="sft.steps", best="dpo/loss", metrics={"dpo/loss": panel})
-    )
+    spec = TaskSpec(lambda cfg: None, total_steps="sft.steps", best="dpo/loss", metrics={"dpo/loss": panel})
+    add_task("mine:TASK", lambda: spec)
     cfg = configured(tmp_path, {"sft.steps": 7}, task="mine:TASK")
     record_start(str(tmp_path), cfg)
     task = recorded_task(last_start(str(tmp_path)), [])
