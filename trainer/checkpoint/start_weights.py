@@ -27,7 +27,7 @@ _FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
 _TEMPLATE = "model.chat_template"
 _SAME_EMBEDDED = (
     "give data and model.tiny.start_accuracy as in that run (null if it began with a version without that key), so "
-    "that the embedded model is the same"
+    "that the built-in model is the same"
 )
 
 
@@ -36,7 +36,7 @@ def start_weights_part(cfg: Config, model_path: str) -> Component:
 
     Checkpoints of LoRA runs, and of runs with a frozen reference, do not contain the base weights, so a resume must
     find the same files. The other files act on every run. The files are read on a thread while the ranks start. The
-    files of the embedded model are not compared: this package makes them of the config.
+    files of the built-in model are not compared: this package makes them of the config.
     """
     allowed = cfg.trainer.allow_config_change
     names = _path_names(cfg)

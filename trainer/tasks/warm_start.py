@@ -80,7 +80,7 @@ def _train(cfg: Config, cluster: Cluster, directory: RunDirectory, stop: StopReq
         return is_measured and learner.accuracy(_checked_rows(source)) >= enough
 
     task = dataclasses.replace(sft.build(cfg), is_enough=is_enough)
-    LOG.info("warm start of the embedded model: at most %d supervised steps, once for this config", cfg.total_steps)
+    LOG.info("warm start of the built-in model: at most %d supervised steps, once for this config", cfg.total_steps)
     trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
     trainer.fit()
     rows, step = _checked_rows(trainer.source), trainer.state.step
@@ -131,7 +131,7 @@ def check_cache(cfg: Config) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"model.cache_dir={cfg.model.cache_dir}: the embedded model is made there, and it cannot be written "
+            f"model.cache_dir={cfg.model.cache_dir}: the built-in model is made there, and it cannot be written "
             f"({error.strerror}); choose another, for example with the environment variable "
             "TRAINER_CACHE, or give model.path"
         ) from error

@@ -1,4 +1,4 @@
-"""What a run checks before it starts, and which embedded model it uses."""
+"""What a run checks before it starts."""
 
 from __future__ import annotations
 

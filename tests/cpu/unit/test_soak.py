@@ -56,8 +56,8 @@ def test_the_comparison_notices_what_differs(finished):
     last = json.loads(lines[-1])
     (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "time/step": 1e9})]))
     assert compare(run, other) == "", "times may differ"
-    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "sft/loss": 0.25})]))
-    assert f"metrics of step {STEPS}: sft/loss is 0.25, not " in compare(run, other)
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "policy/loss": 0.25})]))
+    assert f"metrics of step {STEPS}: policy/loss is 0.25, not " in compare(run, other)
     (run / "metrics.jsonl").write_text("\n".join(lines))
     (run / "rollouts/step_1.jsonl").write_text("{ }")
     assert compare(run, other).startswith("rollouts/step_1.jsonl: is ")

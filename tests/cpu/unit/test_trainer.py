@@ -156,15 +156,15 @@ def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
 
 
 def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, whole):
-    losses = [row["sft/loss"] for row in whole[0]]
+    losses = [row["policy/loss"] for row in whole[0]]
     assert min(losses[:3]) < min(losses[3:])
-    compared = {"best_metric": "sft/loss", "best_mode": "min"}
+    compared = {"best_metric": "policy/loss", "best_mode": "min"}
     trainer = toy_run(toy_config(tmp_path / "parent", total_steps=3, **compared), model)
-    assert trainer.state.best == {"sft/loss": min(losses[:3]), "step": 1}
+    assert trainer.state.best == {"policy/loss": min(losses[:3]), "step": 1}
     parent = str(tmp_path / "parent/checkpoints/global_step_3")
     cfg = toy_config(tmp_path / "fork", resume_mode="from_path", resume_path=parent, **compared)
     trainer = toy_run(cfg, model)
-    assert trainer.state.best["sft/loss"] == min(losses[3:]), "the best of the parent is not that of the fork"
+    assert trainer.state.best["policy/loss"] == min(losses[3:]), "the best of the parent is not that of the fork"
     assert comparable(metrics(tmp_path / "fork")) == whole[0][3:]
     assert trainer.learner.ranks.number == whole[1]
     manifest = json.loads((tmp_path / "fork/checkpoints/global_step_5/manifest.json").read_text())
@@ -173,7 +173,7 @@ def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, 
                                load_components=["weights"], total_steps=1)  # fmt: skip
     trainer = toy_run(weights_alone, model)
     assert [row["step"] for row in metrics(tmp_path / "weights")] == [1]
-    assert trainer.learner.ranks.number != whole[0][0]["sft/loss"], "the weights are those of the parent"
+    assert trainer.learner.ranks.number != whole[0][0]["policy/loss"], "the weights are those of the parent"
 
 
 @pytest.mark.parametrize("choice", ["warn", "stop", "fallback"])
@@ -181,12 +181,12 @@ def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplo
     run_until(tmp_path, model, 5)
     shutil.rmtree(tmp_path / "checkpoints/global_step_4")
     lines = metrics(tmp_path)
-    lines[3]["sft/loss"] += 1.0
+    lines[3]["policy/loss"] += 1.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     cfg = toy_config(tmp_path, on_resume_mismatch=choice)
     if choice == "stop":
         with pytest.raises(
-            UserError, match="global_step_3, but step 4 was not replayed as it had been logged: sft/loss"
+            UserError, match="global_step_3, but step 4 was not replayed as it had been logged: policy/loss"
         ):
             toy_run(cfg, model)
         return

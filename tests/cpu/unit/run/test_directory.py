@@ -45,7 +45,7 @@ def test_latest_starts_a_new_run_or_refuses_if_no_checkpoint_is_valid(tmp_path):
 
 @pytest.mark.parametrize("wait, messages", [(False, 1), (True, 0)])
 def test_only_a_run_that_a_user_starts_says_that_there_is_no_checkpoint(tmp_path, caplog, wait, messages):
-    """The warm start of the embedded model opens its directory with `wait`. No user has asked it to continue a run."""
+    """The warm start of the built-in model opens its directory with `wait`. No user has asked it to continue a run."""
     caplog.set_level("INFO")
     with RunDirectory(settings(tmp_path, resume_mode="latest")).open(wait):
         assert sum("holds no checkpoint" in record.message for record in caplog.records) == messages

@@ -29,7 +29,7 @@ def on_files(tmp_path) -> Config:
     return cfg
 
 
-def test_what_is_held_out_of_files_makes_no_other_embedded_model(tmp_path):
+def test_what_is_held_out_of_files_makes_no_other_built_in_model(tmp_path):
     cfg = on_files(tmp_path)
     others = [dataclasses.replace(cfg.data, **change) for change in ({"val_size": 5}, {"val_files": []})]
     assert {cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {cached_model(cfg)}
