@@ -78,9 +78,9 @@ def test_a_path_of_a_file_is_refused_with_the_name_of_the_module(path, name):
         import_function(path, "reward.name")
 
 
-def test_a_module_that_is_not_there_is_refused_with_the_places_where_it_was_looked_for(tmp_path, monkeypatch):
+def test_a_missing_module_is_refused_with_the_directories_that_were_searched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    places = f"no_such.py or no_such/ is looked for in {tmp_path} and among the installed packages"
+    places = f"no_such.py or no_such/ is searched for in {tmp_path} and among the installed packages"
     with pytest.raises(UserError, match=f"No module named 'no_such'.; {places}"):
         import_function("no_such:f", "reward.name")
 

@@ -30,7 +30,7 @@ WHOLE = b"".join(line + b"\n" for line in LINES)
 
 @settings(max_examples=200, deadline=None)
 @given(cut=st.integers(0, len(WHOLE)), tail=st.sampled_from([b"", b"\0" * 9, b'{"step": 1', b"\xff\xfe"]))
-def test_a_line_is_never_appended_to_a_torn_one(tmp_path_factory, cut, tail):
+def test_an_incomplete_line_is_repaired_before_the_next_append(tmp_path_factory, cut, tail):
     path = tmp_path_factory.mktemp("file") / "lines.jsonl"
     path.write_bytes(WHOLE[:cut] + tail)
     append_line(str(path), b'{"last": 1}')
@@ -42,7 +42,7 @@ def test_a_line_is_never_appended_to_a_torn_one(tmp_path_factory, cut, tail):
     assert lines == LINES[:complete]
 
 
-def test_a_long_torn_line_is_cut_and_text_is_completed(tmp_path):
+def test_an_incomplete_json_line_is_removed_and_text_is_completed(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_bytes(WHOLE + b'{"text": "' + b"y" * 300_000)
     repair_last_line(str(path))
@@ -84,7 +84,7 @@ HARMS = [delete, edit, empty, tear, copy]
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_metrics_keep_all_lines_whatever_happens_to_the_file(tmp_path, harm, caplog):
+def test_metrics_keep_all_lines_when_the_file_is_changed(tmp_path, harm, caplog):
     path = tmp_path / "metrics.jsonl"
     tracker = make_tracker(tmp_path)
     tracker.log(1, {"a": 1.0})
@@ -125,7 +125,7 @@ def test_incidents_and_rewards_keep_all_lines(tmp_path, harm):
     assert (tmp_path / "rewards.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_process_that_lost_the_run_directory_does_not_take_the_file_back(tmp_path):
+def test_a_fenced_process_does_not_write_the_file_again(tmp_path):
     def fence() -> None:
         raise UserError("another job holds the directory")
 
@@ -137,7 +137,7 @@ def test_a_process_that_lost_the_run_directory_does_not_take_the_file_back(tmp_p
     assert (tmp_path / "lines.jsonl").read_bytes() == b'{"of": "the other"}\n'
 
 
-def test_a_rewrite_that_fails_leaves_what_stood_there(tmp_path):
+def test_a_failed_rewrite_leaves_the_file_unchanged(tmp_path):
     """A full disk, or a kill, must not leave the run without the file."""
     calls = []
 
@@ -176,7 +176,7 @@ def test_a_change_between_check_and_write_is_found_at_the_next_check(tmp_path, h
     assert path.read_bytes() == b'{"a": 1}\n{"b": 1}\n{"c": 1}\n'
 
 
-def test_threads_append_whole_lines_and_nobody_sees_a_change(tmp_path, caplog, request):
+def test_threads_append_complete_lines(tmp_path, caplog, request):
     interval = sys.getswitchinterval()
     request.addfinalizer(lambda: sys.setswitchinterval(interval))
     sys.setswitchinterval(1e-6)
@@ -193,7 +193,7 @@ def test_threads_append_whole_lines_and_nobody_sees_a_change(tmp_path, caplog, r
     assert caplog.messages == []
 
 
-def test_the_log_goes_on_where_its_path_is(tmp_path):
+def test_the_log_follows_its_path(tmp_path):
     path, log = tmp_path / "log.txt", LogFile()
     log.is_used = True
     log.open(str(path))
@@ -213,7 +213,7 @@ def test_the_log_goes_on_where_its_path_is(tmp_path):
     log.close()
 
 
-def test_a_start_mends_every_torn_file_even_if_nothing_is_left_to_do(tmp_path):
+def test_a_start_repairs_all_files_even_if_the_run_is_finished(tmp_path):
     names = ("metrics.jsonl", "metrics.cut.jsonl", "incidents.jsonl", "starts.jsonl", "rewards.jsonl")
     for name in names:
         (tmp_path / name).write_bytes(WHOLE + b'{"step": 9, "a": 0.')

@@ -9,7 +9,7 @@ import pytest
 from trainer.files.atomic_io import read_file, read_inside, write_file
 
 
-def test_a_write_replaces_the_whole_file(tmp_path):
+def test_a_write_replaces_the_complete_file(tmp_path):
     path = str(tmp_path / "file")
     write_file(path, "first, and long")
     write_file(path, b"second")
@@ -17,7 +17,7 @@ def test_a_write_replaces_the_whole_file(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_process_that_may_not_write_any_more_leaves_the_file_as_it_was(tmp_path):
+def test_a_fenced_write_leaves_the_file_unchanged(tmp_path):
     path = str(tmp_path / "file")
     write_file(path, "of the owner")
 
@@ -43,7 +43,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
         read_file(str(path))
 
 
-def test_no_folder_on_the_way_may_be_a_link(tmp_path):
+def test_no_directory_of_the_path_may_be_a_link(tmp_path):
     (tmp_path / "root/real").mkdir(parents=True)
     (tmp_path / "root/real/file").write_text("content")
     (tmp_path / "root/link").symlink_to(tmp_path / "root/real")
@@ -52,6 +52,6 @@ def test_no_folder_on_the_way_may_be_a_link(tmp_path):
         read_inside(str(tmp_path / "root"), "link/file")
 
 
-def test_a_private_file_is_for_its_owner_alone(tmp_path):
+def test_a_private_file_is_accessible_only_to_its_owner(tmp_path):
     write_file(str(tmp_path / "file"), b"x", mode=0o600)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

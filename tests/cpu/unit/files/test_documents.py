@@ -58,6 +58,6 @@ def test_shapes(value, shape, fits):
     assert (mismatch(value, shape) is None) == fits
 
 
-def test_the_place_that_does_not_fit_is_named():
+def test_the_invalid_field_is_named():
     with pytest.raises(ValueError, match=r"a\.b is 'text'"):
         parse_object('{"a": {"b": "text"}}', {"a": {"b": int}})

@@ -49,14 +49,14 @@ def pauses(monkeypatch) -> list[float]:
     ],
     ids=["data", "model"],
 )
-def test_a_hub_that_does_not_answer_is_asked_three_times(no_hub, pauses, call, sentence):
+def test_a_failed_connection_to_the_hub_is_tried_three_times(no_hub, pauses, call, sentence):
     with pytest.raises(UserError) as error:
         call()
     assert pauses == [0.5, 1.0]
     assert re.fullmatch(sentence, str(error.value)), str(error.value)
 
 
-def test_only_failed_connections_are_tried_again(pauses):
+def test_only_failed_connections_are_retried(pauses):
     calls = []
 
     def fail_with(*errors):

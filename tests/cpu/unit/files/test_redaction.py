@@ -55,12 +55,12 @@ OTHER_NAMES = words("""
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_names_that_hold_secrets(name):
+def test_names_of_secrets(name):
     assert is_secret(name)
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_names_that_hold_none(name):
+def test_names_of_no_secrets(name):
     assert not is_secret(name)
 
 
@@ -109,7 +109,7 @@ def test_a_secret_appears_in_no_config_command_or_text(secret, name):
         st.one_of(st.integers(), st.booleans(), st.none(), st.text("abc xyz,.:", max_size=20)),
     )
 )
-def test_what_is_no_secret_stays_as_it_is(config):
+def test_text_without_secrets_is_unchanged(config):
     assert redact({"a": [config]}) == {"a": [config]} and secrets_of(config) == []
     text = " ".join(f"{name}=7" for name in config)
     assert redact_text(text) == text and redact_command(text.split()) == text.split()
@@ -148,7 +148,7 @@ def test_a_changed_number_is_noticed_whatever_its_name(name, values):
     assert len(find_changes(*pair, {})) == (values[0] != values[1])
 
 
-def test_the_search_takes_few_steps_in_texts_without_end():
+def test_the_search_is_linear_in_the_length_of_the_text():
     word = "a" * 1_000_000
     assert redact_text(word) == word and redact_text(f"{word}.api_key=hush") == f"{word}.api_key=***"
     assert "hush" not in redact_text("[token:hush] " * 20_000)
@@ -178,7 +178,7 @@ def test_the_value_of_a_named_header_is_a_secret():
     assert secrets_of({"headers": [{"name": "Authorization", "value": "hush-hush"}]}) == ["hush-hush"]
 
 
-def test_a_config_in_which_a_secret_was_left_out_is_refused():
+def test_a_config_with_a_hidden_secret_is_refused():
     config = {"options": {"api_key": "***", "separator": "***", "list": [{"auth": "Bearer ***"}], "n": 1}}
     assert hidden_keys(config) == ["options.api_key", "options.list.auth"]
     with pytest.raises(UserError, match=r"environment.kwargs.api_key: \*\*\* stands for a secret"):
@@ -231,7 +231,7 @@ def test_the_working_directory_is_no_secret(monkeypatch):
     assert redact_text("/home/somebody/here/run: no such directory") == "/home/somebody/here/run: no such directory"
 
 
-def test_tokens_of_known_forms_and_remembered_values_are_hidden_everywhere():
+def test_tokens_in_known_formats_and_remembered_values_are_hidden_everywhere():
     for token in ("hf_" + "aB3" * 10, "sk-proj-" + "a1_" * 8, "AKIA" + "ABCD1234" * 2, "ghp_" + "a1" * 18):
         assert redact_text(f"the token {token} is unknown") == "the token *** is unknown"
     remember("a value of the user")
@@ -261,7 +261,7 @@ def echoes(secret: str, user: str = "") -> list[str]:
 
 @given(secret=SECRETS, header=st.sampled_from(["{}", "Bearer {}", "Token {}"]), user=st.text("uvw", max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_what_a_server_repeats_is_hidden_in_every_form(secret, header, user):
+def test_a_secret_that_a_server_repeats_is_hidden_in_every_form(secret, header, user):
     hide = SecretFilter([header.format(secret)])
     for echo in echoes(secret, user):
         shown = hide(f"Incorrect API key provided: {echo} - see https://judge/keys")
@@ -273,7 +273,7 @@ def test_what_a_server_repeats_is_hidden_in_every_form(secret, header, user):
 @pytest.mark.parametrize(
     "form", ["sk-12345678ab********************wxyz", "sk-1...wxyz", "sk…yz", "s***z", "sk-12345678ab"]
 )
-def test_parts_of_a_key_are_hidden(form):
+def test_fragments_of_a_key_are_hidden(form):
     shown = SecretFilter(["Bearer sk-12345678abQRSTUVwxyz"])(f"Incorrect API key provided: {form}, see the manual")
     assert shown == "Incorrect API key provided: ***, see the manual"
 
@@ -286,6 +286,6 @@ def test_basic_authentication_is_known_in_both_forms():
     assert hide(header.lower()) == "***"
 
 
-def test_nothing_is_shown_beside_a_secret_that_is_too_short_to_be_found():
+def test_the_complete_text_is_hidden_if_a_secret_is_too_short_to_find():
     assert SecretFilter(["Bearer abc"])("unknown key abc") == "***"
     assert SecretFilter([])("unknown key abc") == "unknown key abc"

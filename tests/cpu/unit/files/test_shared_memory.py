@@ -54,7 +54,7 @@ def holder(base):
     process.stdout.close()
 
 
-def test_a_directory_is_new_private_and_gone_after_close(base):
+def test_a_directory_is_new_and_private_and_deleted_on_close(base):
     with SharedDirectory(str(base)) as one, SharedDirectory(str(base)) as two:
         assert one.path != two.path
         assert [Path(one.path).stat().st_mode & 0o777, Path(one.path).stat().st_uid] == [0o700, os.geteuid()]
@@ -63,7 +63,7 @@ def test_a_directory_is_new_private_and_gone_after_close(base):
 
 
 @pytest.mark.parametrize("plant", ["link", "directory", "file"])
-def test_what_was_planted_under_the_drawn_name_is_refused(base, tmp_path, monkeypatch, plant):
+def test_an_existing_entry_with_the_random_name_is_refused(base, tmp_path, monkeypatch, plant):
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 32)
     with SharedDirectory(str(base)) as own:
         planted = Path(own.path)
@@ -102,7 +102,7 @@ def test_a_new_directory_clears_the_abandoned_ones(base, holder):
         assert [str(path) for path in base.iterdir()] == [own.path]
 
 
-def test_clearing_spares_links_files_and_what_others_own(base, tmp_path):
+def test_clear_abandoned_keeps_links_files_and_other_users_entries(base, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "data").write_text("precious")
@@ -164,7 +164,7 @@ except UserError as error:
 """
 
 
-def test_a_small_shared_memory_is_refused_in_one_sentence(tmp_path):
+def test_too_little_shared_memory_is_refused_in_one_line(tmp_path):
     """On a file system that is small indeed."""
     command = with_mounts([f"-t tmpfs -o size=1m tmpfs {tmp_path}"], [sys.executable, "-c", ROOM, str(tmp_path)])
     done = subprocess.run(command, capture_output=True, text=True)
@@ -174,7 +174,7 @@ def test_a_small_shared_memory_is_refused_in_one_sentence(tmp_path):
         assert part in done.stdout, done.stdout
 
 
-def test_room_is_left_for_what_ray_stores(tmp_path):
+def test_free_space_for_rays_objects_is_reserved(tmp_path):
     space = os.statvfs(tmp_path)
     free = space.f_bavail * space.f_frsize
     check_free_space(free // 4, free // 2, str(tmp_path))

@@ -33,7 +33,7 @@ def test_a_bucket_and_a_prefix_are_accepted(url):
         ("s3://bucket/a//b", "must not contain empty parts"),
     ],
 )
-def test_what_is_wrong_with_a_url_is_said_without_repeating_it(url, problem):
+def test_an_invalid_url_is_refused_without_repeating_it(url, problem):
     text = problem_of(url)
     assert problem in text
     assert "password" not in text and "versionId" not in text
@@ -46,7 +46,7 @@ def test_paths_are_absolute_and_urls_stay(tmp_path, monkeypatch):
     assert below("s3://b/r", "", "x.json") == "s3://b/r/x.json"
 
 
-def test_links_name_the_place_that_they_lead_to(tmp_path):
+def test_links_are_followed_to_the_same_location(tmp_path):
     (tmp_path / "runs").mkdir()
     os.symlink(tmp_path / "runs", tmp_path / "link")
     assert is_same(str(tmp_path / "link"), str(tmp_path / "runs")) and not is_same(

@@ -128,7 +128,7 @@ def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name, share
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_recomputed_activations_keep_the_boundaries_of_their_own_row(name):
+def test_recomputed_activations_use_the_boundaries_of_their_micro_batch(name):
     """The backward pass of one row comes after the forward pass of another."""
     plain, recomputing = packable(name), packable(name)
     recomputing.gradient_checkpointing_enable({"use_reentrant": False})
@@ -170,7 +170,7 @@ def test_windows_and_soft_caps_change_the_result():
     assert max(LENGTHS) > WINDOW
 
 
-def test_values_of_a_row_depend_on_other_rows_by_rounding_alone():
+def test_values_of_a_row_depend_on_other_rows_only_by_rounding():
     model, ids = packable("qwen3"), sequences()
     together = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
     again = token_logprobs(model, packed_ids(), Packing(LENGTHS, "cpu"))
@@ -198,14 +198,14 @@ def test_other_models_get_one_sequence_at_a_time(name):
     assert packing_arguments(model.config, Packing([4], "cpu")) == {}
 
 
-def test_a_model_that_does_not_pass_the_boundaries_on_is_refused():
+def test_a_model_that_ignores_the_packing_is_refused():
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UserError, match="choose model.attn_implementation=eager"):
         packed_attention(SimpleNamespace(), heads, heads, heads, None)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_quadratic_cost_is_the_attentions_share_of_the_flops(tied):
+def test_the_quadratic_cost_is_the_attention_fraction_of_the_flops(tied):
     config = copy.deepcopy(ARCHITECTURES["llama"])
     config.tie_word_embeddings = tied
     model = random_model(config, "sdpa")
@@ -244,7 +244,7 @@ def test_packed_rows_in_bfloat16_are_near_padded_rows():
 
 @pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
 @pytest.mark.parametrize("heads", [1, 2, 4], ids="{} key heads".format)
-def test_the_variable_length_kernel_takes_what_it_is_given(heads, shared):
+def test_the_variable_length_kernel_accepts_its_arguments(heads, shared):
     """Tensors without values, for which the kernel checks its arguments and says what it would return."""
     with OperatorNames() as names:
         packing = Packing(LENGTHS, "meta", prefix_lengths=None if shared == ALONE else shared)
@@ -271,7 +271,7 @@ def test_the_variable_length_kernel_takes_what_it_is_given(heads, shared):
         ("cuda", torch.bfloat16, 128, 50.0, False),
     ],
 )
-def test_the_variable_length_kernel_is_taken_where_it_can_be(device, dtype, width, softcap, taken):
+def test_the_variable_length_kernel_is_used_where_it_is_supported(device, dtype, width, softcap, taken):
     assert uses_varlen(device, dtype, width, softcap) == taken
 
 

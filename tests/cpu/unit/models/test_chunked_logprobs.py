@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_formula(tokens, temperature, head):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_model_is_asked_what_it_does_to_its_logits(name):
+def test_find_head_detects_scale_and_softcap(name):
     config, expected = HEADS[name]
     found = find_head(random_model(config, "eager"))
     assert (found is None) == (expected is None)
@@ -108,7 +108,7 @@ def test_scores_and_gradients_equal_those_of_the_models_own_logits(name, width, 
         torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5 * scale, rtol=0, msg=name)
 
 
-def test_models_keep_their_own_layers_after_they_were_asked():
+def test_find_head_restores_the_layers_of_the_model():
     model = random_model(ARCHITECTURES["qwen3"], "eager")
     before = dict(model.named_modules())
     find_head(model)
@@ -163,7 +163,7 @@ def test_half_precision_gradients_are_summed_in_float32(width, small_chunks, mon
 @pytest.mark.parametrize(
     "vocabulary, tokens, widths", [(256, 16384, [256]), (8192, 512, [8192]), (20000, 512, [8192, 8192, 3616])]
 )
-def test_with_a_large_vocabulary_the_logits_of_a_part_of_it_exist_at_a_time(vocabulary, tokens, widths):
+def test_with_a_large_vocabulary_only_a_block_of_logits_exists_at_a_time(vocabulary, tokens, widths):
     weight = torch.empty(vocabulary, 1, device="meta")
     chunks = module._chunks(2 * tokens, torch.empty(vocabulary, 1))
     assert {chunk.stop - chunk.start for chunk in chunks} == {tokens}
@@ -171,7 +171,7 @@ def test_with_a_large_vocabulary_the_logits_of_a_part_of_it_exist_at_a_time(voca
     assert [block.stop - block.start for block in blocks] == widths and blocks[-1].stop == vocabulary
 
 
-def test_no_number_is_so_small_that_cpus_compute_it_slowly():
+def test_no_denormal_numbers_slow_cpus_down():
     """Logits that are far apart: `exp` of their difference would be denormal."""
     z = torch.tensor([[0.0, -90.0, -100.0, -300.0], [200.0, 111.0, 0.0, 199.0]])
     sums = OnlineSoftmax.of(z, torch.zeros(2), with_dot=False)

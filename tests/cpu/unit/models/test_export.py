@@ -37,7 +37,7 @@ def test_a_directory_whose_block_fails_is_deleted(tmp_path, error):
     assert os.listdir(tmp_path) == []
 
 
-def test_tensors_are_placed_in_order_and_a_large_tensor_alone():
+def test_tensors_are_assigned_to_files_in_order():
     sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
     assert assign_to_files(sizes, 10) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
@@ -77,7 +77,7 @@ def exporter(ranks: TrainWorkers, fence=lambda: None) -> PolicyExporter:
     return PolicyExporter(ranks, ranks.model, load_tokenizer(ranks.model), False, False, fence)
 
 
-def test_an_export_replaces_an_older_one_and_the_leftovers_of_a_killed_one(model, tmp_path):
+def test_an_export_replaces_an_older_one_and_removes_orphans(model, tmp_path):
     target = tmp_path / "global_step_1/policy"
     for name in ("policy", "policy.writing-of-a-killed-job"):
         target.with_name(name).mkdir(parents=True)

@@ -77,7 +77,7 @@ def expected(request):
 
 @settings(deadline=None, max_examples=25)
 @given(ranks=st.integers(1, 5), max_tokens=st.integers(1, 90), shares=st.booleans())
-def test_loss_and_gradients_do_not_depend_on_ranks_micro_batches_and_sharing(expected, ranks, max_tokens, shares):
+def test_loss_and_gradients_do_not_depend_on_ranks_micro_batches_and_prefixes(expected, ranks, max_tokens, shares):
     model, loss, gradients = expected
     found, own = loss_and_gradients(model, ranks, max_tokens, shares)
     assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)

@@ -104,7 +104,7 @@ def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path,
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
 
 
-def test_adapters_alone_are_trained_and_kept(model_path, single_rank):
+def test_only_adapters_are_trained_and_saved(model_path, single_rank):
     result, out = single_rank
     start, merged = load_file(f"{model_path}/model.safetensors"), load_file(f"{out}/model.safetensors")
     changed = {name for name in start if not torch.equal(start[name], merged[name])}
@@ -147,7 +147,7 @@ def first_weights(rank: Rank, path: str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load(rank.call("policy", "adapter_weights")).items()}
 
 
-def test_every_adapter_starts_with_numbers_of_its_own_and_without_an_effect(model_path, monkeypatch):
+def test_each_adapter_starts_with_different_values_and_without_effect(model_path, monkeypatch):
     starts = []
     for seed in (1, 2):
         cfg = lora_config(seed=seed)
@@ -168,7 +168,7 @@ def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
     return kinds, update(rank, "policy", make_batch(), 1)
 
 
-def test_frozen_weights_are_kept_in_the_precision_of_the_forward_pass(model_path, single_rank):
+def test_frozen_weights_are_stored_in_the_forward_dtype(model_path, single_rank):
     cfg = lora_config()
     cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
     kinds, metrics = run_ranks(2, low_precision, model_path, cfg=cfg)[0]

@@ -32,7 +32,7 @@ def tokenizer(path):
 
 @settings(deadline=None)  # the machine may be busy
 @given(text=st.text())
-def test_any_text_comes_back(tokenizer, text):
+def test_any_text_survives_encoding_and_decoding(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     if "<|" not in text:
@@ -43,7 +43,7 @@ def test_any_text_comes_back(tokenizer, text):
 @pytest.mark.parametrize(
     "text", [" a", "a  b\n\n", "a , b .", "日本語 😀", "\x00\ufeff\u200b", "e\u0301 vs é", "'s don't"]
 )
-def test_awkward_text_comes_back(tokenizer, text):
+def test_unusual_text_survives_encoding_and_decoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
@@ -57,7 +57,7 @@ def test_chat_template_and_special_tokens(tokenizer):
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-def test_weights_depend_on_config_and_seed_alone(path, tmp_path):
+def test_weights_depend_only_on_config_and_seed(path, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -71,7 +71,7 @@ def test_weights_depend_on_config_and_seed_alone(path, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_it(tmp_path, tied):
+def test_transformers_loads_the_built_in_model(tmp_path, tied):
     config = TinyConfig(**{**vars(SMALL), "tie_word_embeddings": tied, "max_position_embeddings": 128})
     build_tiny(config, str(tmp_path))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

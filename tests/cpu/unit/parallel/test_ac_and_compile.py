@@ -96,6 +96,6 @@ def test_compiled_blocks_agree_and_are_compiled_once(tmp_path):
         (False, "cuda", 1, 1, False),
     ],
 )
-def test_who_compiles(setting, device, context, tensor, expected):
+def test_blocks_are_compiled_on_cuda_unless_ranks_share_a_micro_batch(setting, device, context, tensor, expected):
     sizes = {"replicate": 1, "shard": 2, "context": context, "tensor": tensor}
     assert compiles_blocks(FSDPConfig(compile=setting), device, sizes) is expected

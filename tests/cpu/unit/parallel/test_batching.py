@@ -22,7 +22,7 @@ def test_a_micro_batch_is_packed_for_the_model_and_padded_for_the_loss():
     assert "mask" in micro_batch and "input_ids" not in micro_batch
 
 
-def test_an_empty_micro_batch_takes_part_and_contributes_nothing():
+def test_an_empty_micro_batch_contributes_nothing():
     batch = {"input_ids": np.array([[1, 2]]), "mask": np.ones((1, 2), np.float32), "lengths": np.array([2])}
     micro_batch = take_rows(batch, [], "cpu")
     assert micro_batch.input_ids.tolist() == [[1, 2]] and micro_batch.rows == []

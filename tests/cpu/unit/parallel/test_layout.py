@@ -29,7 +29,7 @@ def layout_of(rank: Rank) -> dict:
         (4, 1, 2, ["shard"], [4]),
     ],
 )
-def test_every_rank_has_a_share_of_the_data(ranks, replicas, context, names, shape):
+def test_dp_ranks_and_meshes(ranks, replicas, context, names, shape):
     cfg, shares = Config(), ranks // context
     cfg.trainer.dp_replicate, cfg.trainer.context_parallel_size = replicas, context
     for number, found in enumerate(run_ranks(ranks, layout_of, cfg=cfg)):

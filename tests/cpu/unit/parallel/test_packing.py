@@ -25,7 +25,7 @@ def test_positions_and_boundaries_restart_with_each_sequence(lengths):
 
 @settings(deadline=None)
 @given(lengths=LENGTHS)
-def test_values_move_to_the_next_token_and_stay_in_their_sequence(lengths):
+def test_rows_of_next_moves_values_to_the_next_token_of_the_sequence(lengths):
     packing = Packing(lengths, "cpu")
     values = torch.arange(1.0, packing.tokens + 1)[None]
     rows = packing.rows_of_next(values)
@@ -41,7 +41,7 @@ def test_values_move_to_the_next_token_and_stay_in_their_sequence(lengths):
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, is_sorted=st.booleans())
-def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(lengths, is_sorted):
+def test_the_cost_of_attention_is_the_sum_of_squared_lengths(lengths, is_sorted):
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     packing = Packing(lengths, "cpu")
     assert [length for bucket in packing.buckets for length in bucket.lengths] == lengths
@@ -55,7 +55,7 @@ def test_attention_costs_the_sum_of_squares_and_not_the_square_of_the_sum(length
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 8))
-def test_each_rank_of_a_context_has_a_part_of_the_row(lengths, ranks):
+def test_each_context_rank_has_a_slice_of_the_row(lengths, ranks):
     peers = [AxisGroup(None, rank, ranks) for rank in range(ranks)]  # type: ignore[arg-type]
     row = torch.arange(1, sum(lengths) + 1)[None]
     parts = [Packing(lengths, "cpu", context).shard(row) for context in peers]

@@ -28,7 +28,7 @@ def record_a_step(rank: Rank, path: str) -> dict[str, Any]:
     return {"result": (metrics, weights), "forward": forward, "backward": backward}
 
 
-def test_blocks_are_gathered_ahead_in_the_order_of_execution_with_the_same_bits(tmp_path):
+def test_prefetching_follows_the_order_of_execution_with_the_same_bits(tmp_path):
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=len(LAYERS), seed=3), str(tmp_path))
     cfg = config(mini_batch_size=GROUPS)
     runs = {}
@@ -48,5 +48,5 @@ def test_blocks_are_gathered_ahead_in_the_order_of_execution_with_the_same_bits(
     "setting, device, shards, expected",
     [(None, "cuda", 8, 1), (None, "cuda", 1, 0), (None, "cpu", 8, 0), (3, "cpu", 1, 3), (0, "cuda", 8, 0)],
 )
-def test_how_many_blocks_are_gathered_ahead(setting, device, shards, expected):
+def test_prefetch_depth(setting, device, shards, expected):
     assert prefetch_depth(FSDPConfig(prefetch=setting), device, shards) == expected

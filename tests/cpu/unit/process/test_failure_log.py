@@ -64,7 +64,7 @@ def test_each_failure_has_a_class_and_a_cause(error, kind, cause):
     assert classify(error) == (kind, cause)
 
 
-def test_incidents_are_read_as_they_were_recorded(tmp_path):
+def test_incidents_survive_writing_and_reading(tmp_path):
     error = WorkerError("rank 1 died:\nits process was killed", "restart the job", "killed")
     set_failure_source(error, FailureSource("critic rank 1", "10.0.0.7"))
     outer = INCIDENTS.open(str(tmp_path))
@@ -92,7 +92,7 @@ def test_incidents_are_read_as_they_were_recorded(tmp_path):
     assert [one.step for one in read_incidents(str(tmp_path / "inner"))] == [1]
 
 
-def test_a_file_that_cannot_be_written_does_not_disturb(tmp_path):
+def test_an_unwritable_incident_file_does_not_disturb_training(tmp_path):
     before = INCIDENTS.open(str(tmp_path / "missing"))
     INCIDENTS.record(describe(ValueError(), 1, "ended the run", 0.0))
     INCIDENTS.close(before)

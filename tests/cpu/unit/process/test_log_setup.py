@@ -66,7 +66,7 @@ LOG.info("the end; kept: %s", kept)
 """
 
 
-def test_messages_are_printed_as_they_are_and_warnings_named():
+def test_messages_are_printed_unchanged_and_warnings_have_a_prefix():
     done = subprocess.run([sys.executable, "-c", MESSAGES], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["50% done", "WARNING: 3 GiB left", "the end; kept: ['ERROR: kept']"]
     assert done.stderr == ""
@@ -81,7 +81,7 @@ def test_any_text_can_be_printed_in_any_encoding(encoding):
     assert ("é" if encoding != "ascii" else "\\xe9") in out
 
 
-def test_a_full_disk_behind_stdout_is_told_once():
+def test_a_full_disk_behind_stdout_is_reported_once():
     with open("/dev/full", "w") as full:
         done = show(stdout=full, stderr=subprocess.PIPE)
         assert done.returncode == 7 and done.stderr.count(b"No space left on device") == 1, done.stderr
@@ -106,7 +106,7 @@ def test_streams_that_are_closed_from_the_start(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_a_terminal_that_knows_few_characters_or_goes_away(encoding):
+def test_a_terminal_with_few_characters_or_that_closes(encoding):
     display, terminal = pty.openpty()
     env = {**os.environ, "PYTHONIOENCODING": encoding, "TERM": "xterm"}
     process = subprocess.Popen([sys.executable, "-c", SHOW], env=env, stdout=terminal, stderr=subprocess.PIPE)
@@ -142,7 +142,7 @@ def test_every_command_keeps_its_exit_status(tmp_path, tool):
     assert expected.stdout and done.returncode == expected.returncode, expected.stderr
 
 
-def test_a_sentence_about_bad_input_keeps_status_2():
+def test_an_error_about_bad_input_keeps_status_2():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "trainer.main", "no.such=1"], stdout=full, stderr=full, env=environment()
@@ -205,7 +205,7 @@ def loss(*args, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_trains_to_its_end_where_nothing_can_be_printed(tmp_path):
+def test_a_job_completes_although_nothing_can_be_printed(tmp_path):
     """With a reward and a loss that print too."""
     (tmp_path / "own.py").write_text(LOSS)
     overrides = [
@@ -267,14 +267,14 @@ def test_the_log_file_has_every_message_with_its_time_and_is_continued(tmp_path)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-def test_a_log_file_that_cannot_be_written_ends_nothing(tmp_path):
+def test_an_unwritable_log_file_does_not_end_the_job(tmp_path):
     for path in ("/dev/full", str(tmp_path / "no/such/directory/log.txt")):
         done = subprocess.run([sys.executable, "-c", LOG, path], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stderr == "a font is missing\n"
 
 
 @given(text=st.text())
-def test_what_could_control_a_terminal_is_escaped(text):
+def test_terminal_control_characters_are_escaped(text):
     for lines in (True, False):
         shown = escape(text, lines)
         assert escape(shown, lines) == shown

@@ -17,7 +17,7 @@ def killed() -> Exception:
     return from_rank(WorkerError("rank 0 died", cause="killed"))
 
 
-def test_restarts_are_limited_within_the_window_and_put_off_more_and_more():
+def test_restarts_are_limited_within_the_window_and_delayed_exponentially():
     restarts = Restarts(3, 60)
     assert [restarts.decide(killed(), 1, now).delay_s for now in (0, 10, 20)] == [0, 2, 4]
     decision = restarts.decide(killed(), 1, 30)
@@ -35,7 +35,7 @@ def test_no_delay_is_longer_than_five_minutes():
 @pytest.mark.parametrize(
     "fault", [lambda: WorkerError("", cause="memory"), lambda: ValueError("a bug"), lambda: NonFiniteError("nan")]
 )
-def test_a_fault_of_the_job_at_the_same_step_is_not_tried_a_third_time(fault):
+def test_a_job_failure_at_the_same_step_is_not_retried_twice(fault):
     restarts = Restarts(9, 60)
     assert not restarts.decide(from_rank(fault()), 4, 0).refusal
     assert not restarts.decide(from_rank(fault()), 5, 1).refusal, "another step"
@@ -61,7 +61,7 @@ def test_a_fault_of_the_job_at_the_same_step_is_not_tried_a_third_time(fault):
         (KeyError("a bug of the driver"), False),
     ],
 )
-def test_only_failures_of_members_are_cured_by_new_ones(error, recovers):
+def test_only_failures_of_worker_processes_are_recoverable(error, recovers):
     assert can_recover(error) == recovers
     assert bool(Restarts(1, 60).decide(error, 1, 0).refusal) != recovers
 

@@ -51,7 +51,7 @@ def test_in_the_training_loop_the_first_signal_is_deferred_and_the_second_is_not
     assert stop.reason is None, "the next run in this process starts without it"
 
 
-def test_signals_are_handled_where_no_watch_can_be_started(monkeypatch):
+def test_signals_are_handled_without_the_watching_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
     open_before = len(os.listdir("/proc/self/fd"))
     with SIGNALS.listening(), SIGNALS.in_training_loop():
@@ -70,7 +70,7 @@ def test_signals_that_arrive_together_count_as_one(monkeypatch):
         SIGNALS.check()
 
 
-def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
+def test_a_signal_handled_in_the_training_loop_is_not_raised_after_it():
     with SIGNALS.listening():
         with SIGNALS.in_training_loop():
             send(signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_a_signal_handled_by_the_steps_is_not_raised_after_them():
 
 
 @pytest.mark.parametrize("number", HANDLED)
-def test_outside_of_the_steps_a_signal_stops_at_the_next_safe_point(number):
+def test_outside_the_training_loop_a_signal_stops_at_the_next_safe_point(number):
     name = signal.Signals(number).name
     with SIGNALS.listening():
         send(number)
@@ -104,7 +104,7 @@ def test_without_a_safe_point_a_signal_stops_after_a_while(monkeypatch):
             time.sleep(3600)
 
 
-def test_an_exception_in_place_of_a_stop_is_known_as_one(monkeypatch):
+def test_an_exception_that_replaced_a_stop_is_recognised(monkeypatch):
     """Ray, for example, turns whatever a handler raises into a SystemError."""
     with SIGNALS.listening():
         assert SIGNALS.stop_behind(SystemError()) is None
@@ -116,7 +116,7 @@ def test_an_exception_in_place_of_a_stop_is_known_as_one(monkeypatch):
         assert SIGNALS.stop_behind(SystemError()) is stop.value
 
 
-def test_a_rank_that_dies_after_a_signal_has_died_of_it():
+def test_the_death_of_a_rank_after_a_signal_counts_as_a_stop():
     """A signal to all processes of a job reaches ranks on other machines too."""
     with SIGNALS.listening(), SIGNALS.in_training_loop():
         assert SIGNALS.stop_behind(WorkerError("rank 1 died")) is None
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_after_a_signal_has_died_of_it():
         assert "rank 1 died" in str(SIGNALS.stop_behind(WorkerError("rank 1 died")))
 
 
-def test_threads_that_start_in_a_block_without_signals_do_not_get_any():
+def test_threads_that_start_while_signals_are_blocked_get_none():
     masks = []
     with SIGNALS.listening():
         with SIGNALS.blocked():
@@ -139,7 +139,7 @@ def test_libraries_that_catch_exceptions_do_not_catch_a_stop():
     assert not issubclass(Stopped, Exception)
 
 
-def test_a_held_signal_is_raised_after_the_outermost_block_and_once():
+def test_a_deferred_signal_is_raised_once_after_the_outermost_block():
     with SIGNALS.listening():
         with pytest.raises(Stopped):
             with SIGNALS.deferred():
@@ -152,7 +152,7 @@ def test_a_held_signal_is_raised_after_the_outermost_block_and_once():
         SIGNALS.check()
 
 
-def test_other_threads_hold_nothing_and_raise_nothing():
+def test_other_threads_neither_defer_nor_raise_signals():
     outcome = []
 
     def wait() -> None:
@@ -267,7 +267,7 @@ def test_signals_of_a_forked_process_are_not_counted_as_those_of_its_parent():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "here\n"
 
 
-def test_the_watch_of_signals_ends_with_its_process():
+def test_the_watching_process_ends_with_its_process():
     code = f"{BEGINNING}\nprint(signals.SIGNALS._watch, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     end = time.monotonic() + 60
@@ -277,7 +277,7 @@ def test_the_watch_of_signals_ends_with_its_process():
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_the_watch_of_signals_ends_before_the_run_says_that_it_has_ended(is_lost):
+def test_the_watching_process_ends_before_the_final_message(is_lost):
     lose = "os.kill(watch, 9); os.waitpid(watch, 0)" if is_lost else ""
     code = (
         f"{BEGINNING}\nwatch = signals.SIGNALS._watch\n{lose}\nsignals.SIGNALS.end_watch()\n"
