@@ -109,6 +109,7 @@ def test_every_room_and_module_is_known():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert rooms | modules == set(ALLOWED) | LEAVES
+    assert len(modules) < 10, "few modules lie beside the packages"
 
 
 def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed():

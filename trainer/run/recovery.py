@@ -64,9 +64,7 @@ class Recovery:
             JobFault: the run itself is at fault.
             Exception: `error`.
         """
-        if self._failure is not None:
-            self._record(self._failure, "restarted the ranks without success")
-        self._failure = None
+        self._record_restart("restarted the ranks without success")
         if not is_loaded and classify(error)[0] != INFRASTRUCTURE:
             raise error
         if self._stop.reason is not None:
@@ -100,9 +98,7 @@ class Recovery:
 
     def complete(self) -> None:
         """Record the failure that is cured, if there is one: the ranks run, with the state of the last commit."""
-        if self._failure is not None:
-            self._record(self._failure, "restarted the ranks")
-            self._failure = None
+        self._record_restart("restarted the ranks")
 
     def watch(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Compare the speed of the next steps with that of `rows`, the lines of `metrics.jsonl` before the failure."""
@@ -137,10 +133,14 @@ class Recovery:
 
     def stopped(self, reason: Stopped) -> None:
         """Record that the run ends early because it was asked to, perhaps while its ranks started again."""
-        if self._failure is not None:
-            self._record(self._failure, "restarted the ranks without success")
-            self._failure = None
+        self._record_restart("restarted the ranks without success")
         self._record(reason, "stopped")
+
+    def _record_restart(self, action: str) -> None:
+        """Record the failure that the last restart was for, unless that is done."""
+        if self._failure is not None:
+            self._record(self._failure, action)
+            self._failure = None
 
     def _record(self, error: BaseException, action: str) -> None:
         ended = action.startswith(("ended", "stopped"))
