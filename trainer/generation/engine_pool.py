@@ -64,7 +64,7 @@ class EnginePool:
 
     Args:
         ranks: those that train the policy.
-        model_path: the start weights of the engines, a local directory or Hub id.
+        model_path: the initial weights of the engines, a local directory or Hub id.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster, ranks: PolicyRanks, model_path: str):
@@ -101,19 +101,19 @@ class EnginePool:
         self._assignments: list[GpuAssignment | None] = []
         if self._memory.shared:  # what cannot work is refused before the engines load
             self._assign_gpus()
-            self._transport = self._choose_transport(self._rank_places)
-        home = self._assignment if self._memory.shared else None
+            self._transport = self._choose_transport(self._rank_placements)
+        assignment = self._assignment if self._memory.shared else None
         environment = spec.environment_on(cluster.device, cfg.trainer.deterministic)
-        group = cluster.launch_engines(build, (), environment, home)
-        window_s, has_room = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
-        self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_room)
+        group = cluster.launch_engines(build, (), environment, assignment)
+        window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
+        self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_capacity)
         self._transfer_count = 0
         self._receivers: list[Any] = []  # the processes of the engines that the transfer of the weights reaches
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
 
-        An engine measures what is free while it starts, and takes its share. The ranks need that room afterwards.
+        An engine measures what is free while it starts, and takes its share. The ranks need that memory afterwards.
         """
         if self._memory.shared:
             self._engines.load()
@@ -124,7 +124,7 @@ class EnginePool:
 
         Args:
             version: of the policy's weights.
-            is_initial: these are the start weights, which the engines hold already.
+            is_initial: these are the initial weights, which the engines hold already.
 
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
@@ -181,12 +181,14 @@ class EnginePool:
         self._waking_bytes = max(self._engines.call(self._engines.lifecycle.loaded, "sleep").values(), default=0)
 
     def _offload_ranks(self, needed: int = 0) -> None:
-        """Let the ranks leave the GPUs that engines share, and check that there is room for `needed` bytes."""
-        beside = self._colocated_ranks([engine for engine, home in enumerate(self._assignments) if home is not None])
-        self._ranks.release_memory(needed, beside)
+        """Let the ranks leave the GPUs that engines share, and check that `needed` bytes are free."""
+        colocated = self._colocated_ranks(
+            [engine for engine, assignment in enumerate(self._assignments) if assignment is not None]
+        )
+        self._ranks.release_memory(needed, colocated)
 
     def _wait_for_engine(self) -> None:
-        """Wait until an engine can get weights. While one starts on the GPU of a rank, the rank leaves room for it."""
+        """Wait until an engine can get weights. While one starts on the GPU of a rank, the rank releases its memory."""
         if self._engines.lifecycle.loaded:
             return
         if not self._memory.shared:
@@ -310,7 +312,7 @@ class EnginePool:
             else:
                 self._receive(receivers, arguments, sending)
                 engines.mark_ready(receivers, version)
-        self._waking_bytes = 0  # the weights are awake now, and there is room for the rest
+        self._waking_bytes = 0  # the weights are awake now, and the ranks have left enough for the rest
         self._version = version
         self._has_synced = True
         if self._transport != "adapter":
@@ -380,8 +382,8 @@ class EnginePool:
         """
         size, is_first = self._cfg.rollout.tensor_parallel_size, self._assignments == []
         count = self._cfg.rollout.num_engines
-        self._rank_places = self._ranks.policy.placements()
-        self._assignments = assign_gpus(self._rank_places, self._assignments or [None] * count, size)
+        self._rank_placements = self._ranks.policy.placements()
+        self._assignments = assign_gpus(self._rank_placements, self._assignments or [None] * count, size)
         unplaced = self._assignments.count(None)
         if unplaced == count or is_first and unplaced:
             raise UserError(
@@ -400,22 +402,22 @@ class EnginePool:
             for old, new in zip(before, self._assignments, strict=True)
         ]
         self._engines.end(engine for engine in self._engines.lifecycle.loaded if moved[engine])
-        self._engines.unplaced = {engine for engine, home in enumerate(self._assignments) if home is None}
+        self._engines.unplaced = {engine for engine, assignment in enumerate(self._assignments) if assignment is None}
 
     def _assignment(self, engine: int) -> GpuAssignment:
-        home = self._assignments[engine]
-        assert home is not None, f"engine {engine} has no GPUs"
-        return home
+        assignment = self._assignments[engine]
+        assert assignment is not None, f"engine {engine} has no GPUs"
+        return assignment
 
     def _colocated_ranks(self, engines: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks that share a GPU with one of these engines."""
-        return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_places)
+        return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_placements)
 
-    def _choose_transport(self, places: Sequence[Mapping[str, Any]]) -> str:
-        """Choose how weights reach the engines (see `choose_transport`). `places`: of all ranks and engines."""
+    def _choose_transport(self, placements: Sequence[Mapping[str, Any]]) -> str:
+        """Choose how weights reach the engines (see `choose_transport`). `placements`: of all ranks and engines."""
         if self._cfg.syncs_adapter:
             return "adapter"
-        same_node = len({place["host"] for place in places}) == 1
+        same_node = len({placement["host"] for placement in placements}) == 1
         return choose_transport(self._cfg.rollout, same_node, self._cluster.device)
 
     # What engines load, and the sending side that must run at the same time, if there is one.

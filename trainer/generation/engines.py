@@ -38,17 +38,17 @@ class Engines:
         memory: new processes start when it allows that.
         limit: largest number of new engines within the window (`trainer.max_restarts`).
         window_s: length of the window.
-        has_room: returns whether the cluster has a place for at least one of them.
+        has_capacity: returns whether the cluster has capacity for at least one of them.
     """
 
     def __init__(
-        self, group: WorkerGroup, memory: GpuMemory, limit: int, window_s: float, has_room: Callable[[], bool]
+        self, group: WorkerGroup, memory: GpuMemory, limit: int, window_s: float, has_capacity: Callable[[], bool]
     ):
         self.group = group
         self._memory = memory
         self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
-        self._has_room = has_room
+        self._has_capacity = has_capacity
         self.lifecycle = Lifecycle(len(group))
         self._restarts = Restarts(limit, window_s)
         self._loading = CallFutures(group)
@@ -90,7 +90,7 @@ class Engines:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
         now = time.monotonic()
-        for engine in [engine for engine, due in self._due.items() if due <= now and self._has_place(engine)]:
+        for engine in [engine for engine, due in self._due.items() if due <= now and self._may_start(engine)]:
             del self._due[engine]
             self.lifecycle.replace(engine)
             self.group.replace(engine)
@@ -103,20 +103,20 @@ class Engines:
             else:
                 self.mark_failed([engine], error)
 
-    def _has_place(self, engine: int) -> bool:
+    def _may_start(self, engine: int) -> bool:
         return self._memory.may_start and engine not in self.unplaced
 
     def wait_for_capacity(self) -> None:
         """Wait until an engine can get weights. The seconds count as the cost of the incidents.
 
         Raises:
-            WorkerError: the cluster has no place for an engine. It may have one if fewer ranks start again.
+            WorkerError: the cluster has no capacity for an engine. It may have one if fewer ranks start again.
         """
         assert self._memory.may_start
         began = time.monotonic()
         while not self.lifecycle.loaded:
             self.poll()
-            if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_room():
+            if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
                 error = WorkerError("no engine is left, and the cluster has no room for one", RESTART_HINT, "node")
                 set_failure_source(error, FailureSource("engine"))
                 raise error
@@ -136,9 +136,9 @@ class Engines:
             calls = CallFutures(self.group, "placements")
             for engine in self.lifecycle.loaded:
                 calls.begin(engine, "")
-            places = self._results(calls)
-            if len(places) == len(self.group):
-                return list(places.values())
+            placements = self._results(calls)
+            if len(placements) == len(self.group):
+                return list(placements.values())
 
     def _results(self, calls: CallFutures) -> dict[int, Any]:
         """Return the results of calls by engine, in their order. Engines that have failed are lost."""

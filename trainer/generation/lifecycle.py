@@ -14,7 +14,8 @@ The memory of GPUs that engines and ranks share:
 
 Engines get weights only while they are ASLEEP, because the ranks need the memory to send them. A new engine measures
 the free memory and takes its share: it starts only while the ranks have left the GPUs (STARTING or AWAKE), and sleeps
-before the ranks return. AWAKE never turns into STARTING: an engine that is replaced meanwhile starts beside the others.
+before the ranks return. AWAKE never turns into STARTING: an engine that is replaced meanwhile starts while the others
+are awake.
 """
 
 from __future__ import annotations

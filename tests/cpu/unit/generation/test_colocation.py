@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import WorkerError
-from trainer.generation.colocation import Place, assign_gpus, colocated_ranks, gpus_of
+from trainer.generation.colocation import Placement, assign_gpus, colocated_ranks, gpus_of
 
 
-def ranks(**gpus: str) -> list[Place]:
+def ranks(**gpus: str) -> list[Placement]:
     """Return where ranks are that have these GPUs: `a="01"` are GPUs 0 and 1 of node a."""
     return [{"host": node, "node": node, "gpus": [gpu]} for node, ids in gpus.items() for gpu in ids]
 
