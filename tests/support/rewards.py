@@ -15,7 +15,7 @@ from trainer.rewards.terms import RewardInput
 def reward_pool(
     name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardCache | None = None, **more: Any
 ) -> RewardPool:
-    """A pool that goes on whatever fails. `kept` stores its results; `more` are further keys of `reward`."""
+    """A pool that continues whatever fails. `kept` is its cache; `more` are further keys of `reward`."""
     settings = {"max_error_rate": 1.0, **more}
     return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **settings), kept)
 

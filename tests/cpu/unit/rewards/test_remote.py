@@ -39,7 +39,7 @@ def judged(
         return pool.score(attempts(*completions), step=step)
 
 
-def test_a_server_judges_in_batches_at_the_same_time():
+def test_a_server_scores_in_batches_at_the_same_time():
     def together(server: Server, document):
         while server.most_at_once < 3:
             server.closing.wait(0.01)
@@ -54,7 +54,7 @@ def test_a_server_judges_in_batches_at_the_same_time():
     assert all(set(item) == names for request in server.requests for item in request["completions"])
 
 
-def test_a_server_may_return_parts():
+def test_a_server_may_return_terms():
     with serving(lambda *_: rewards([{"style": 0.5, "facts": 1}])) as server:
         scores = judged(server, "x")
     assert scores.terms == [{"style": 0.5, "facts": 1.0}] and scores.rewards == [1.5]
@@ -178,7 +178,7 @@ def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monk
         assert not [form[i : i + 4] for i in range(len(form) - 3) if form.lower()[i : i + 4] in shown]
 
 
-def test_stored_rewards_are_private(tmp_path):
+def test_cached_rewards_are_private(tmp_path):
     file = tmp_path / CACHE_FILE
     file.touch(0o644)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_stored_rewards_are_private(tmp_path):
         file.unlink()
 
 
-def test_credentials_in_the_address_have_no_part_in_the_key_of_a_stored_reward():
+def test_credentials_in_the_address_are_not_in_the_key_of_a_cached_reward():
     assert key_of("http://judge/score?v=1&key=a", {}) == key_of("http://judge/score?v=1&key=b", {})
     assert key_of("http://judge/score?v=1&key=a", {}) != key_of("http://judge/score?v=2&key=a", {})
 
@@ -209,7 +209,7 @@ def test_a_replay_gets_the_same_rewards_without_a_request(tmp_path):
         assert asked == [["x", "y"], ["z"]]
 
 
-def test_a_failure_is_stored_for_its_own_step(tmp_path):
+def test_a_failure_is_cached_for_its_own_step(tmp_path):
     def recovering(server: Server, document):
         return by_length(server, document) if len(server.requests) > 1 else (403, {}, b"")
 
@@ -223,7 +223,7 @@ def test_a_failure_is_stored_for_its_own_step(tmp_path):
         assert replay.failures.count == 1, "as it was logged, although a later step has a reward since"
 
 
-def test_failures_that_end_the_run_are_not_stored(tmp_path):
+def test_failures_that_end_the_run_are_not_cached(tmp_path):
     def half(server: Server, document):
         return rewards([None if item["completion"] == "bad" else 1.0 for item in document["completions"]])
 
@@ -248,7 +248,7 @@ def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
     assert [json.loads(line)["key"] for line in file.read_text(errors="replace").splitlines()[3:]] == ["a", "b", "d"]
 
 
-def test_a_store_changes_nothing_once_the_run_directory_is_another_s(tmp_path):
+def test_a_cache_changes_nothing_once_another_process_has_the_run_directory(tmp_path):
     def lost() -> None:
         raise UserError("another process holds it")
 
@@ -268,7 +268,7 @@ def test_a_store_changes_nothing_once_the_run_directory_is_another_s(tmp_path):
     assert file.read_bytes() == before and not list((tmp_path / "other").iterdir())
 
 
-def test_functions_are_stored_on_request(tmp_path, monkeypatch):
+def test_functions_are_cached_on_request(tmp_path, monkeypatch):
     calls, name = tmp_path / "calls", "tests.support.named_rewards:counted"
     monkeypatch.setenv("COUNTED_CALLS", str(calls))
     for store in (False, False, True, True):

@@ -62,14 +62,14 @@ def test_several_rewards_are_weighed_and_added():
     assert scores.rewards == [0.5 + 4.0 + 1.0, 2.0]
 
 
-def test_a_part_that_fails_counts_as_0_and_the_others_as_they_are():
+def test_a_term_that_fails_counts_as_0_and_the_others_as_they_are():
     scores = judged(["length", "broken"], "abc", "de")
     assert scores.rewards == [3.0, 2.0] and scores.terms == [{"length": 3.0}, {"length": 2.0}]
     assert scores.failures.count == 2
     assert re.fullmatch(r"broken: raised RuntimeError: no such model in \w+\.py:\d+", scores.failures.first)
 
 
-def test_a_group_is_judged_in_one_call():
+def test_a_group_is_scored_in_one_call():
     scores = judged("rank", "aaa", "b", "cc", "d", "eeee", "ff", n=3)
     assert scores.rewards == [2.0, 0.0, 1.0, 0.0, 2.0, 1.0]
 
@@ -124,7 +124,7 @@ def test_a_bad_async_call_costs_one_completion(name, reason):
         ("nan", "term a is nan"),
     ],
 )
-def test_parts_must_have_names_and_be_numbers(completion, reason):
+def test_terms_must_have_names_and_be_numbers(completion, reason):
     scores = judged("odd_parts", completion)
     assert scores.rewards == [0.0] and scores.failures.first.startswith(reason)
 
@@ -146,7 +146,7 @@ def test_too_many_failures_end_the_run_and_fewer_do_not():
 
 
 # --------------------------------------------------------------------------------------------------------
-# The trial before the start
+# The preflight
 
 
 def tried(name: str | list[str], *completions: str, **settings) -> None:
@@ -161,7 +161,7 @@ def test_a_reward_that_fails_for_all_rows_is_refused():
     tried("odd_group", "one bad", "x")
 
 
-def test_two_rewards_with_the_same_part_are_refused():
+def test_two_rewards_with_the_same_term_are_refused():
     with pytest.raises(UserError, match="clashing: returned a term length, as another reward does"):
         tried(["length", "clashing"], "1")
 
@@ -171,7 +171,7 @@ def test_a_slow_reward_is_no_reason_not_to_start(caplog):
     assert "took longer than reward.timeout_s=0.5" in caplog.text
 
 
-def test_with_no_limit_of_failures_the_trial_warns(caplog):
+def test_with_no_limit_of_failures_the_preflight_warns(caplog):
     tried("broken", "1", max_error_rate=1.0)
     assert "fails for the first 1 rows of the data" in caplog.text
 

@@ -1,4 +1,4 @@
-"""The pool of reward processes, in which a bad reward costs one completion."""
+"""Scoring in processes of their own, where a bad reward costs one completion."""
 
 from __future__ import annotations
 
