@@ -477,7 +477,8 @@ class Trainer:
 
     def _open_progress(self) -> Progress:
         state, history = self.state, read_metrics(self.directory.metrics_file)
-        return Progress(self.cfg.total_steps, self.cfg.logger.progress, state.step, history, self.timer)
+        cfg = self.cfg
+        return Progress(cfg.total_steps, cfg.logger.progress, state.step, history, self.timer, cfg.task.watched)
 
     def _begin_checks(self) -> None:
         """Let the checks of the metrics begin with the steps that are logged."""

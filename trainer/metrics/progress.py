@@ -16,7 +16,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.config import TASKS
 from trainer.metrics.names import PHASES, pass_at
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
@@ -31,7 +30,6 @@ _STEPS_FOR_ETA = 20
 # Label, metric, format with the width it has in a line. The most important come first: lines are read from the left.
 _CELLS = (
     ("reward", "reward/mean", "6,.3f"),
-    *(("loss", name, "6,.3f") for task in TASKS.values() for name in task.watched),
     ("length", "response_length/mean", "5,.1f"),
     ("kl", "policy/kl", "7.1e"),
     ("grad", "policy/grad_norm", "5,.3f"),
@@ -54,6 +52,7 @@ class Progress:
         completed: steps done by earlier processes of this run.
         history: their lines of `metrics.jsonl`; the best validation so far is found there.
         timer: the timer of the run's phases, whose running phase is shown.
+        watched: metrics of the run's own task that are shown, too.
     """
 
     def __init__(
@@ -63,7 +62,10 @@ class Progress:
         completed: int = 0,
         history: Iterable[Mapping[str, Any]] = (),
         timer: Timer | None = None,
+        watched: Sequence[str] = (),
     ) -> None:
+        of_task = [(name.rpartition("/")[2], name, "6,.3f") for name in watched]
+        self._cells = (*_CELLS[:1], *of_task, *_CELLS[1:])
         self._total = total_steps
         self._enabled = enabled
         self._completed = completed
@@ -141,7 +143,7 @@ class Progress:
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._completed:>{len(str(self._total))}}/{self._total}"]
-        parts += [f"{label} {metrics[name]:{spec}}" for label, name, spec in _CELLS if name in metrics]
+        parts += [f"{label} {metrics[name]:{spec}}" for label, name, spec in self._cells if name in metrics]
         parts += [f"val {val}" if (val := self._val()) else "", self._left("left ")]
         return "  ".join(part for part in parts if part)
 
@@ -171,7 +173,7 @@ class Progress:
     def _below(self) -> Iterable[RenderableType]:
         """The main metrics, and each phase's share of the step: `rollout 45%  update 38%  …`, largest first."""
         metrics = self._metrics
-        cells = [(label, f"{metrics[name]:{spec}}".strip()) for label, name, spec in _CELLS if name in metrics]
+        cells = [(label, f"{metrics[name]:{spec}}".strip()) for label, name, spec in self._cells if name in metrics]
         if self._vals:
             cells.insert(1, ("validation", self._val()))
         table = Table.grid(padding=(0, 2))

@@ -81,7 +81,7 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
     is_refused = good == 0 and any(": DAMAGED" in line for line in checkpoints)
     if not running and good != total:
         lines += ["restart    " + ("is refused: no checkpoint is valid" if is_refused else _restart(good, step, total))]
-    if incidents and (since := compare_since(rows, incidents[-1].step)):
+    if incidents and (since := compare_since(rows, incidents[-1].step, task.watched)):
         lines += [f"since      {since[0]}", *(f"           {line}" for line in since[1:])]
     suspects = bad_nodes(incidents)
     if suspects:

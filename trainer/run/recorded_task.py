@@ -41,6 +41,11 @@ class RecordedTask:
     metrics: Mapping[str, Metric]
     """The task's own metrics."""
 
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Its own metrics that are watched after a resume."""
+        return tuple(name for name, metric in self.metrics.items() if metric.watched)
+
 
 def last_start(run_dir: str) -> dict[str, Any] | None:
     """Return the last line of `starts.jsonl` that can be read; None if there is none."""

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import TASKS
 from trainer.errors import FailureSource
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import values_of
@@ -22,7 +21,6 @@ _SLOWER = 1.25
 
 _WATCHED = (
     "policy/loss",
-    *(name for task in TASKS.values() for name in task.watched),
     "policy/grad_norm",
     "reward/mean",
     "time/step",
@@ -31,12 +29,13 @@ _WATCHED = (
 _COUNTERS = ("progress/prompts", "progress/samples")
 
 
-def compare_since(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+def compare_since(rows: Sequence[Mapping[str, Any]], step: int, watched: Sequence[str] = ()) -> list[str]:
     """Return lines for people: metrics and counters from `step` on, beside those of the steps before it.
 
     Args:
         rows: lines of `metrics.jsonl`.
         step: the first step after an incident.
+        watched: metrics of the run's own task that are compared, too.
 
     Returns:
         Empty if there is no step on one of the two sides.
@@ -46,7 +45,7 @@ def compare_since(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     if not before or not after:
         return []
     lines = [f"steps {after[0]['step']} to {after[-1]['step']}, beside the {len(before)} before"]
-    for name in _WATCHED:
+    for name in (*watched, *_WATCHED):
         new, old = values_of(after, name), values_of(before, name)
         if new and old:
             mean = statistics.fmean(new)

@@ -191,6 +191,8 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     altered, by = compatibility.altered_metrics(changes, rules)
     if by and not fork:
         LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(by))
+    if altered == compatibility.OF_UPDATE:
+        altered = tuple(dict.fromkeys([*altered, *cfg.task.families]))
     added_steps = compatibility.added_steps(changes, cfg, checkpoint.step)
     return Resume(
         checkpoint,

@@ -47,6 +47,15 @@ def test_ranks_and_engines_must_fit_on_the_gpus(share, gpus, fits):
             check_gpus(cfg, gpus)
 
 
+def test_a_task_without_engines_needs_gpus_for_its_ranks_alone():
+    cfg = Config()
+    cfg.trainer.task, cfg.trainer.num_workers = "sft", 2
+    check_gpus(cfg, 2)
+    cfg.trainer.task = "rl"
+    with pytest.raises(UserError, match="need 3 GPUs, and there are 2"):
+        check_gpus(cfg, 2)
+
+
 def test_ranks_of_a_node_are_neighbours():
     assert by_node({0: "a", 1: "b", 2: "a", 3: "b", 4: "a"}) == [0, 2, 4, 1, 3]
     assert by_node({2: "b", 1: "a", 0: "b"}) == [0, 2, 1]

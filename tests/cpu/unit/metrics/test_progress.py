@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.support.jobs import wait_until
 from tests.support.metrics import step_metrics
+from trainer.config import TASKS
 from trainer.metrics.progress import Progress, seconds_left
 from trainer.metrics.timing import Timer
 
@@ -49,7 +50,7 @@ def test_start_weights_are_no_result_of_training(capsys):
 
 
 def test_a_supervised_run_shows_its_loss(capsys):
-    with Progress(3) as progress:
+    with Progress(3, watched=TASKS["sft"].watched) as progress:
         progress.update(1, {"sft/loss": 1.25})
         progress.update(2, {"sft/loss": 1.0, "val/loss": 1.5})
         progress.update(3, {"sft/loss": 0.5, "val/loss": 2.0})
