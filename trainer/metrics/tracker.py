@@ -126,7 +126,7 @@ class Tracker:
         rows = read_metrics(self._path)
         kept = [row for row in rows if row["step"] <= step]
         self._keep_cut([row for row in rows if row["step"] > step])
-        self._file.rewrite("".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._file.rewrite(as_lines(kept).encode())
         self._last_step = step
         self.first_step = kept[0]["step"] if kept else None
         if self._wandb is not None and self._wandb.step > step + 1:
@@ -140,7 +140,7 @@ class Tracker:
         seen = {_identity(row) for row in kept}
         new = [row for row in cut if _identity(row) not in seen]
         if new:
-            write_file(path, "".join(json.dumps(row) + "\n" for row in [*kept, *new]))
+            write_file(path, as_lines([*kept, *new]))
 
     def flush(self) -> None:
         """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it."""
@@ -218,6 +218,11 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
         if row is None:
             raise UserError(f"{path}:{number} has no JSON object with a step; repair or remove the file")
     return rows
+
+
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return objects as the content of a `metrics.jsonl`."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:

@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import read_file, write_file
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
-from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, as_lines, read_metrics
 from trainer.run.run_files import RunFiles
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def copy_metrics(run_dir: str, parent: Checkpoint, parent_run_dir: str) -> None:
                 if own:
                     rows = [row for row in earlier if row["step"] < own[0]["step"]]
                     rows += [row for row in own if row["step"] <= parent.step]
-                    write_file(os.path.join(run_dir, PARENT_FILE), "".join(json.dumps(row) + "\n" for row in rows))
+                    write_file(os.path.join(run_dir, PARENT_FILE), as_lines(rows))
                     return
         except (OSError, UserError) as error:
             LOG.warning("the report will not show the parent of this fork: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -13,7 +12,7 @@ from typing import Any
 from trainer.config import TrainerConfig
 from trainer.config.tasks import find_task
 from trainer.files.atomic_io import write_file
-from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
+from trainer.metrics.tracker import METRICS_FILE, as_lines, read_metrics, values_of
 from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
 
 LOG = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ class ReplayAudit:
             self._expected = {}
             self._discard()
         elif merged:
-            write_file(self._path, "".join(json.dumps(merged[n]) + "\n" for n in sorted(merged)))
+            write_file(self._path, as_lines(merged[n] for n in sorted(merged)))
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Compare the metrics of a new step with its logged line; returns a sentence if they differ, else None."""
