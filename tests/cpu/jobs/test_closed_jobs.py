@@ -170,7 +170,7 @@ def test_a_request_to_stop_is_heard_while_a_rank_stands_still(tmp_path, marker):
     assert left_running(marker) == []
 
 
-def test_the_death_of_ray_ends_the_job_with_one_sentence(tmp_path, marker):
+def test_the_death_of_ray_ends_the_job_with_one_message(tmp_path, marker):
     """That of its raylet: test_runtime.py."""
     job = start_job(*BASE, cwd=tmp_path)
     output = reach(job, "step 1/500")
@@ -216,7 +216,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_while_the_job_starts_exits_75_with_one_sentence(moment, tmp_path, marker):
+def test_a_signal_while_the_job_starts_exits_75_with_one_message(moment, tmp_path, marker):
     number, has_come = MOMENTS[moment]
     job = start_job(*BASE, cwd=tmp_path)
     try:

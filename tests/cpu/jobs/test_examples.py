@@ -69,7 +69,7 @@ def test_a_smoke_run_of_the_example_with_a_judge_learns_from_its_grades(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ON_CPU, ids=lambda command: re.split(r"[ /]", command)[-1])
-def test_a_smoke_run_of_an_example_has_rewards_that_differ_in_a_directory_of_its_own(command, tmp_path, marker):
+def test_a_smoke_run_of_an_example_has_different_rewards_and_a_separate_directory(command, tmp_path, marker):
     supervised_steps = 120 if "rejection" in command else 60  # there, some completions must be right
     directory, runs = run_smoke(command, tmp_path, marker, supervised_steps)
     if "lora" in command:
@@ -81,7 +81,7 @@ def test_a_smoke_run_of_an_example_has_rewards_that_differ_in_a_directory_of_its
 
 
 @pytest.mark.parametrize("command", ON_GPUS, ids=lambda command: command.split()[-2])
-def test_without_a_gpu_a_preset_for_gpus_ends_with_a_sentence_that_says_so(command, tmp_path):
+def test_without_a_gpu_a_preset_for_gpus_is_refused(command, tmp_path):
     arguments = [sys.executable, "-m", *command.split()]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout + done.stderr

@@ -114,7 +114,7 @@ def starts_with_a_vowel(completion: str, answer: str) -> float:
     return float(completion[:1] in "aeiou")
 
 
-def test_a_fork_goes_on_from_another_run_on_another_number_of_ranks(tmp_path):
+def test_a_fork_continues_another_run_on_another_number_of_ranks(tmp_path):
     """The same prompts and, to rounding, the same losses; and it comes back as itself."""
     base = [
         "trainer.total_steps=4",

@@ -109,7 +109,7 @@ def hosts(node: Node, kind: str) -> list[psutil.Process]:
     return [member for member in members if ("VLLM_LOGGING_LEVEL" in member.environ()) == (kind == "engine")]
 
 
-def test_a_job_goes_on_without_lost_nodes_and_takes_new_ones_in(tmp_path):
+def test_a_job_continues_without_failed_nodes_and_uses_new_ones(tmp_path):
     """The engine's node is cut off, and a spare one takes over. A rank's node loses its power: one rank is left. A node
     with a new address joins.
     """

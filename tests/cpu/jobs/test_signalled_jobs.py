@@ -31,7 +31,7 @@ MOMENTS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_signal_at_any_moment_ends_with_75_one_sentence_and_nothing_left(tmp_path):
+def test_a_signal_at_any_moment_exits_75_with_one_message_and_no_processes(tmp_path):
     jobs = ForkedJobs(tmp_path)
     for (moment, delay_s), way in zip(MOMENTS, itertools.cycle(WAYS)):
         status, output = jobs.run(moment, delay_s, way)

@@ -41,7 +41,9 @@ def whole(tmp_path_factory):
     ("failpoint", "tiers"),
     [(f"save:{name}", False) for name in _STRAIGHT] + [("upload:published", True)],
 )
-def test_a_killed_run_continues_elsewhere_as_if_undisturbed(server, whole, tmp_path, monkeypatch, failpoint, tiers):
+def test_a_killed_run_continues_on_another_machine_as_if_uninterrupted(
+    server, whole, tmp_path, monkeypatch, failpoint, tiers
+):
     number, expected, model = whole
     use_s3(monkeypatch, server)
     root = make_bucket(f"killed-{next(_names)}") + "/run"

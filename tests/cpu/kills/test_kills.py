@@ -73,7 +73,7 @@ def uninterrupted(overrides, tmp_path_factory) -> Uninterrupted:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_job_killed_in_a_phase_of_a_save_ends_as_if_never_killed(overrides, uninterrupted, place, tmp_path):
+def test_a_job_killed_in_a_phase_of_a_save_ends_like_an_uninterrupted_one(overrides, uninterrupted, place, tmp_path):
     """Killed there early in the job, and again late in the restarted job."""
     job = Job(tmp_path / "job", overrides)
     kills = 0

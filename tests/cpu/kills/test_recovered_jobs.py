@@ -55,7 +55,9 @@ def undisturbed(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
     return outcome(directory / "run")
 
 
-def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_as_if_they_had_not(overrides, undisturbed, tmp_path):
+def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterrupted_one(
+    overrides, undisturbed, tmp_path
+):
     """A step calls the loss twice. The first two faults come before the first commit, the last ones after it. No
     completion is judged again in a step that is trained again.
     """
@@ -91,7 +93,7 @@ def members(job: int) -> list[psutil.Process]:
     return children(launcher)
 
 
-def test_a_job_whose_only_engine_dies_and_hangs_ends_as_if_it_had_not(overrides, undisturbed, tmp_path):
+def test_a_job_whose_only_engine_dies_and_hangs_ends_like_an_uninterrupted_one(overrides, undisturbed, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     faults = [(2, signal.SIGKILL), (4, signal.SIGSTOP)]  # once so many lines are logged
 
@@ -151,7 +153,7 @@ def kill_at(place: str, log: Path, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_a_job_killed_in_a_save_to_an_object_store_ends_elsewhere_as_if_undisturbed(
+def test_a_job_killed_in_a_save_to_an_object_store_continues_on_another_machine(
     overrides, undisturbed, kind, tmp_path, monkeypatch
 ):
     log = tmp_path / "log"
@@ -165,7 +167,7 @@ def test_a_job_killed_in_a_save_to_an_object_store_ends_elsewhere_as_if_undistur
     assert outcome(tmp_path / "second") == undisturbed
 
 
-def test_a_job_with_two_tiers_loses_its_life_and_then_its_disk(overrides, undisturbed, tmp_path, monkeypatch):
+def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides, undisturbed, tmp_path, monkeypatch):
     """Killed before its first upload is complete, it continues from the disk, which is in memory; killed again in the
     next upload, and without its disk, it continues from the object store."""
     log, first = tmp_path / "log", tmp_path / "first"

@@ -63,7 +63,7 @@ HELD_BACK = {
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_losses_of_ratios_beyond_both_bounds(name, aggregation):
+def test_losses_of_ratios_outside_both_clips(name, aggregation):
     tokens = torch.tensor([len(row) for row in GAINS])
     mask = ((torch.arange(8) > 0) & (torch.arange(8) <= tokens[:, None])).double()
     new = [[-1.0 - 0.3 * t - 0.1 * i for t in range(n)] for i, n in enumerate(tokens.tolist())]
@@ -94,7 +94,7 @@ def test_losses_of_ratios_beyond_both_bounds(name, aggregation):
     aggregation=st.sampled_from(AGGREGATIONS),
     pieces=st.integers(1, 6),
 )
-def test_pieces_of_a_batch_add_up_to_its_loss_and_gradient(name, shape, aggregation, pieces):
+def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_batch(name, shape, aggregation, pieces):
     mask, _, tensor = case(*shape)
     logprobs, old, advantages = tensor(0.3), tensor(0.3), tensor()
     totals = Totals.of(mask)
@@ -160,14 +160,14 @@ def test_only_the_new_log_probs_get_a_gradient(name):
     assert torch.equal(*gradients) and gradients[0].any()
 
 
-def test_clip_frac_counts_ratios_beyond_the_limit():
+def test_clip_frac_counts_clamped_ratios():
     new, old, bad = torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.tensor([[-1.0, 0.0]])
     for name in ("clip", "clip_cov", "kl_cov"):
         options = {"cov_frac": 0.0} if "cov" in name else {}
         assert POLICY_LOSSES[name](new, old, bad, torch.ones(1, 2), **options)[1]["clip_frac"] == 0.5
 
 
-def test_clip_frac_counts_tokens_that_the_dual_clip_holds_back():
+def test_clip_frac_counts_tokens_that_the_dual_clip_changes():
     """Ratios of 5 and 2 with a negative advantage: beyond the bound of 3, and below it."""
     new, bad = torch.tensor([[5.0, 2.0]]).log(), torch.tensor([[-1.0, -1.0]])
     found = POLICY_LOSSES["clip"](new, torch.zeros(1, 2), bad, torch.ones(1, 2), dual_clip=3.0)

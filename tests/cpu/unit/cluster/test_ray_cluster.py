@@ -160,7 +160,7 @@ with RayCluster(Config(), "cpu") as cluster:
 """
 
 
-def test_a_driver_that_ray_ends_leaves_a_sentence(marker):
+def test_a_driver_that_ray_ends_leaves_a_message(marker):
     """Ray ends the process in C++ when it stores a batch and the store has gone with the raylet."""
     done = subprocess.run([sys.executable, "-c", LOSES_RAY, "raylet"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -185,7 +185,7 @@ except WorkerError as error:
 """
 
 
-def test_no_place_is_asked_of_a_ray_that_has_died():
+def test_no_placement_group_is_created_after_the_death_of_ray():
     """Ray would wait for a minute, and then end this process."""
     done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], capture_output=True, text=True, timeout=180)
     # Ray itself may write about its loss to stderr.
@@ -205,7 +205,7 @@ with RayCluster(Config(), "cpu") as cluster:
 """
 
 
-def test_a_rank_that_ray_ends_because_memory_runs_low_is_one_sentence(monkeypatch):
+def test_a_rank_that_ray_kills_for_memory_is_reported_in_one_line(monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
     done = subprocess.run([sys.executable, "-c", MEMORY_RUNS_LOW], capture_output=True, text=True, timeout=120)
@@ -288,7 +288,7 @@ time.sleep(60)
 """
 
 
-def test_the_death_of_the_supervisor_ends_the_job_with_one_sentence(marker, tmp_path):
+def test_the_death_of_the_supervisor_ends_the_job_with_one_message(marker, tmp_path):
     command = [sys.executable, "-c", LOSES_SUPERVISOR]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
     assert done.returncode == 1

@@ -38,11 +38,11 @@ def start_cluster(cwd: Path, mounts: list[str] | None = None, **env: str) -> str
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
-def test_a_temporary_directory_that_cannot_be_written(tmp_path, read_only, variable):
+def test_an_unwritable_temporary_directory_is_refused(tmp_path, read_only, variable):
     assert f"{variable}={read_only}" in start_cluster(tmp_path, **{variable: str(read_only)})
 
 
-def test_a_temporary_directory_whose_path_is_too_long_for_sockets(tmp_path):
+def test_a_temporary_directory_with_a_path_too_long_for_sockets_is_refused(tmp_path):
     long = tmp_path / ("d" * 100)
     long.mkdir()
     sentence = start_cluster(tmp_path, TMPDIR=str(long))
@@ -50,7 +50,7 @@ def test_a_temporary_directory_whose_path_is_too_long_for_sockets(tmp_path):
     assert 0 < excess <= len(str(long))
 
 
-def test_no_place_has_room_for_rays_objects(tmp_path):
+def test_too_little_space_for_rays_objects_is_refused(tmp_path):
     """Ray would start, and fail at the first large batch."""
     mounts = [f"-t tmpfs -o size=1m tmpfs {place}" for place in ("/dev/shm", "/mnt")]
     sentence = start_cluster(tmp_path, mounts, TMPDIR="/mnt")

@@ -43,7 +43,7 @@ def tokenizer_with(model: Path, tmp_path: Path, template: str, own: bool) -> Any
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "key"])
 @pytest.mark.parametrize("template", [*ESCAPES, *FAILURES], ids=range(len(ESCAPES) + len(FAILURES)))
-def test_a_template_reaches_nothing_of_the_process(model, tmp_path, template, own):
+def test_a_template_has_no_access_to_the_process(model, tmp_path, template, own):
     executed = tmp_path / "executed"
     template = template.format(executed=executed) if template in ESCAPES else template
     tokenizer = tokenizer_with(model, tmp_path, template, own)
@@ -56,7 +56,7 @@ def test_a_template_reaches_nothing_of_the_process(model, tmp_path, template, ow
     assert not executed.exists()
 
 
-def test_a_template_without_end_is_stopped(model, tmp_path, monkeypatch):
+def test_an_endless_template_is_stopped(model, tmp_path, monkeypatch):
     monkeypatch.setattr(time_limits, "RENDER_S", 0.2)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     tokenizer = tokenizer_with(model, tmp_path, loops, own=True)

@@ -276,7 +276,7 @@ def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):
         load_prompts(data, "train", strict, 9)
 
 
-def test_files_are_looked_into_before_they_are_needed(tmp_path):
+def test_files_are_checked_before_anything_starts(tmp_path):
     file = tmp_path / "few.jsonl"
     file.write_text('{"prompt": "a", "answer": "b"}\n' * 3 + "{\n")
     data = DataConfig(train_files=[str(file)], val_files=[str(tmp_path / "none.jsonl")], val_size=4)
@@ -292,7 +292,7 @@ def test_files_are_looked_into_before_they_are_needed(tmp_path):
     check_files(data, examples=False, validation=False)
 
 
-def test_a_line_without_end_is_refused_without_reading_it(tmp_path):
+def test_a_very_long_line_is_refused_without_reading_it(tmp_path):
     path = tmp_path / "data.jsonl"
     with open(path, "wb") as file:
         file.write(b'{"prompt": "a", "answer": "b"}\n')
@@ -303,7 +303,7 @@ def test_a_line_without_end_is_refused_without_reading_it(tmp_path):
         next(rows)
 
 
-def test_a_deep_line_is_refused(tmp_path):
+def test_a_deeply_nested_line_is_refused(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
     with pytest.raises(UserError, match="data.train_files: .*data.jsonl:1 is not JSON .*nested too deeply"):

@@ -12,7 +12,7 @@ from trainer.errors import UserError
 
 @settings(max_examples=20, deadline=None)
 @given(name=st.sampled_from(["arithmetic", "reverse_text"]), train=st.integers(1, 300), val=st.integers(1, 100))
-def test_generated_splits_never_meet(name, train, val):
+def test_generated_splits_do_not_overlap(name, train, val):
     ours, theirs = generate(name, {}, train, "train"), generate(name, {}, val, "val")
     prompts = {e["prompt"] for e in ours}
     assert len(ours) == len(prompts) == train
@@ -48,6 +48,6 @@ def test_generated_examples_do_not_change():
         ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.synthetic_args: min_letters=5 and max_letters=4"),
     ],
 )
-def test_generators_refuse_what_they_cannot_make(name, args, message):
+def test_generators_refuse_impossible_options(name, args, message):
     with pytest.raises(UserError, match=message):
         generate(name, args, 100, "train")

@@ -34,7 +34,7 @@ rows = st.lists(st.dictionaries(st.text(), values, max_size=4), max_size=4)
 
 
 @given(rows, rows)
-def test_rows_have_the_same_digest_if_and_only_if_they_say_the_same(left, right):
+def test_rows_have_the_same_digest_if_and_only_if_they_are_equal(left, right):
     def text(found: Any) -> str:
         return json.dumps(found, sort_keys=True)
 
@@ -79,7 +79,7 @@ class Image:
         return self.data
 
 
-def test_values_that_json_does_not_have_are_read_by_content_in_every_process():
+def test_values_without_json_form_are_digested_by_content():
     def row(pixel: int = 0, **other: Any) -> dict[str, Any]:
         array = np.zeros(3000)
         array[1500] = pixel  # `str` leaves it out

@@ -94,7 +94,7 @@ def test_messages_that_a_template_changes_are_found_without_their_reasoning_or_r
     encode({"prompt": "one message is fine", "answer": "x"}, changed, None, sft())
 
 
-def test_a_message_is_not_taken_for_text_of_the_template(tokenizer):
+def test_a_message_is_not_confused_with_text_of_the_template(tokenizer):
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = (
         "You are an assistant of the user."
@@ -117,7 +117,7 @@ def test_the_end_is_that_of_the_chat_template(tokenizer):
     assert encode({"prompt": "abc", "answer": "cba"}, tokenizer, None, sft()).token_ids.tolist() == whole
 
 
-def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
+def test_examples_whose_answer_is_cut_off_are_dropped(tokenizer):
     data = DataConfig(synthetic="reverse_text", train_size=50, val_size=20)
     assert [len(part) for part in load_train(data, sft(), tokenizer)] == [50]
     [short] = load_train(data, sft(max_length=9), tokenizer)
@@ -128,7 +128,7 @@ def test_examples_without_room_for_an_answer_are_left_out(tokenizer):
         load_val(data, sft(max_length=3), tokenizer)
 
 
-def test_files_are_data_sets_of_their_own_when_they_have_weights(tokenizer, tmp_path):
+def test_with_weights_each_file_is_a_data_set(tokenizer, tmp_path):
     files = []
     for name, count in (("a", 3), ("b", 5)):
         chats = [

@@ -12,7 +12,7 @@ def found(check: DivergenceCheck, *values: float | None, first: int = 1) -> list
     return [str(one) for one in said if one is not None]
 
 
-def test_a_metric_above_its_limit_for_some_steps_in_a_row_has_run_away():
+def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
     check = DivergenceCheck({"policy/kl": 1.0}, 3)
     assert found(check, 2.0, 2.0, 1.0, 2.0, None, 2.0) == [], "a step at the limit is not above it"
     assert found(check, 3.0, first=7) == [

@@ -27,7 +27,7 @@ def warned(health: TrainingWarnings, rows: list[dict], first: int = 1) -> list[t
         (BLIND, SEEING, 10, ("explained nothing", "critic/explained_variance", "trainer.critic.optimizer.lr")),
     ],
 )
-def test_a_cause_is_named_once_and_again_only_after_it_was_over(bad, good, steps, names):
+def test_a_symptom_is_reported_once_and_again_only_after_it_was_absent(bad, good, steps, names):
     health = TrainingWarnings(compares_completions=True)
     assert warned(health, [good] * 20 + [bad] * (steps - 1) + [good] + [bad] * (steps - 1) + [good] * steps) == []
     ((step, text),) = warned(health, [bad] * 30, first=100)
@@ -46,20 +46,20 @@ def test_groups_of_equal_rewards_teach_an_estimator_that_does_not_compare_comple
     assert step == 3 and "reward/std" in text and "rollout.temperature" in text
 
 
-def test_steps_without_a_metric_neither_show_nor_end_a_cause():
+def test_steps_without_a_metric_do_not_count():
     health = TrainingWarnings(compares_completions=True)
     assert warned(health, [CUT, {"val/accuracy": 1.0}, CUT, {}]) == []
     assert [step for step, _ in warned(health, [CUT], first=5)] == [5]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_number_that_is_not_finite_shows_no_cause(value):
+def test_a_metric_that_is_not_finite_is_no_symptom(value):
     rows = [BLIND] * 9 + [{"critic/explained_variance": value}] + [BLIND] * 9
     assert warned(TrainingWarnings(compares_completions=True), rows) == []
 
 
 @pytest.mark.parametrize("kept", range(41))
-def test_a_resumed_run_warns_as_the_undisturbed_one(kept):
+def test_a_resumed_run_warns_like_the_uninterrupted_one(kept):
     odd = {"critic/explained_variance": float("-inf")}
     rows = [EQUAL | CUT | BLIND] * 12 + [MIXED | CUT | odd] * 4 + [EQUAL | SHORT | BLIND] * 12 + [EQUAL | CUT] * 12
     expected = warned(TrainingWarnings(True), rows)

@@ -37,7 +37,7 @@ with startup.StartUp():
 """
 
 
-def test_elsewhere_a_long_stage_is_one_line():
+def test_outside_a_terminal_a_long_stage_is_logged_in_one_line():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     shown = done.stdout.splitlines()

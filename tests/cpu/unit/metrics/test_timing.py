@@ -9,7 +9,7 @@ import pytest
 from trainer.metrics.timing import Timer
 
 
-def test_timer_adds_up_phases_until_they_are_taken():
+def test_timer_adds_up_phases_until_pop():
     timer = Timer()
     with timer("step"):
         for _ in range(2):

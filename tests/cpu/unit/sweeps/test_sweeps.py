@@ -101,7 +101,7 @@ def test_a_sweep_whose_failed_jobs_were_all_refused_ends_with_status_2(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_optuna_looks_for_the_best_metric_in_the_direction_of_best_mode(mode, tmp_path):
+def test_optuna_optimizes_the_best_metric_in_the_direction_of_best_mode(mode, tmp_path):
     done = sweep(tmp_path, *OPTUNA, f"trainer.best_mode={mode}", "trainer.run_name=found")
     assert done.returncode == 0, done.stderr
     distances = {abs(lr - 0.3): lr for lr, _ in jobs(tmp_path)}
@@ -124,7 +124,7 @@ SUPERVISED = [
 ]
 
 
-def test_optuna_looks_for_the_lowest_held_out_loss_of_supervised_jobs(tmp_path):
+def test_optuna_minimizes_the_validation_loss_of_supervised_jobs(tmp_path):
     done = sweep(tmp_path, *SUPERVISED, "trainer.run_name=found", script=SUPERVISED_JOB)
     assert done.returncode == 0, done.stdout + done.stderr
     distances = {abs(lr - 0.3): lr for lr, _ in jobs(tmp_path)}
@@ -149,13 +149,13 @@ def test_optuna_looks_for_the_lowest_held_out_loss_of_supervised_jobs(tmp_path):
         ),
     ],
 )
-def test_a_sweep_that_would_look_for_the_worst_job_is_refused_before_the_first(override, sentence, tmp_path):
+def test_a_sweep_that_would_search_for_the_worst_job_is_refused_before_its_first_job(override, sentence, tmp_path):
     done = sweep(tmp_path, *SUPERVISED, override, script=SUPERVISED_JOB)
     assert (done.returncode, done.stderr) == (2, sentence), done.stdout
     assert not (tmp_path / "jobs").exists() and not (tmp_path / "outputs/default/optuna.db").exists()
 
 
-def test_a_killed_optuna_sweep_continues_as_if_nobody_had_killed_it(tmp_path):
+def test_a_killed_optuna_sweep_continues_like_an_uninterrupted_one(tmp_path):
     """SIGKILL in trial 3 and, after a restart, in trial 6; each is run again with the same values."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     command = [*OPTUNA, "trainer.resume_mode=latest", "hydra.sweeper.sampler.n_startup_trials=3"]
@@ -175,7 +175,7 @@ def test_a_killed_optuna_sweep_continues_as_if_nobody_had_killed_it(tmp_path):
     assert again.returncode == 0 and len(jobs(killed)) == 10, "a finished sweep has nothing left to do"
 
 
-def test_a_directory_that_holds_an_optuna_sweep_is_not_continued_by_accident(tmp_path):
+def test_an_optuna_sweep_is_not_continued_by_accident(tmp_path):
     assert sweep(tmp_path, *OPTUNA[:1], *OPTUNA[2:], "hydra.sweeper.n_trials=1").returncode == 0
     done = sweep(tmp_path, *OPTUNA)
     assert done.returncode == 2 and len(jobs(tmp_path)) == 1
