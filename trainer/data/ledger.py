@@ -48,7 +48,7 @@ class Ledger:
     on them is done. So a row in flight when a run dies comes again, and none is skipped or trained twice.
 
     Args:
-        parts: the data sets.
+        datasets: the data sets.
         seed: of the run.
         kind: `prompts` or `examples`: keys the permutations, and names the rows in messages.
         fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load.
@@ -60,7 +60,7 @@ class Ledger:
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Any]],
+        datasets: Sequence[Sequence[Any]],
         seed: int,
         kind: str,
         fingerprint: Callable[[], str],
@@ -69,10 +69,10 @@ class Ledger:
         curriculum_name: str = "",
         row_fingerprint: Callable[[], str] | None = None,
     ):
-        assert parts and all(parts) and len(weights) in (0, len(parts)), (len(parts), weights)
-        assert len(parts) == 1 or (weights and curriculum is None)
+        assert datasets and all(datasets) and len(weights) in (0, len(datasets)), (len(datasets), weights)
+        assert len(datasets) == 1 or (weights and curriculum is None)
         total = sum(weights)
-        self._parts = parts
+        self._datasets = datasets
         self._seed = seed
         self._kind = kind
         self._compute_fingerprint = fingerprint
@@ -80,7 +80,7 @@ class Ledger:
         self._shares = [weight / total for weight in weights] or [1.0]
         self._curriculum = curriculum
         self._name = curriculum_name
-        self._positions = [(0, 0)] * len(parts)  # epoch, and index in its order, of each data set's next row
+        self._positions = [(0, 0)] * len(datasets)  # epoch, and index in its order, of each data set's next row
         self._trained_ahead: set[SampleIndex] = set()  # rows behind a gap
         self._orders: dict[tuple[int, int], list[int]] = {}
         self._rewards: dict[int, float] = {}
@@ -92,7 +92,7 @@ class Ledger:
         if self._kind == "prompts":
             epoch, position = self._positions[0]
             return epoch + ((position + ahead) / len(self._order(0, epoch)) if position + ahead else 0)
-        return (sum(self._counts(self._positions)) + ahead) / sum(len(part) for part in self._parts)
+        return (sum(self._counts(self._positions)) + ahead) / sum(len(dataset) for dataset in self._datasets)
 
     def ahead(self, in_flight: Collection[SampleIndex] = ()) -> Iterator[SampleIndex]:
         """Yield the rows to train on next, without end. Changes nothing.
@@ -129,7 +129,7 @@ class Ledger:
             self._rewards |= {index.index: reward for index, reward in known if reward is not None}
         # An epoch that has begun keeps its order; the curriculum may order those ahead in another way now.
         has_gap = bool(self._trained_ahead)
-        begun = {(part, epoch) for part, (epoch, position) in enumerate(self._positions) if position or has_gap}
+        begun = {(dataset, epoch) for dataset, (epoch, position) in enumerate(self._positions) if position or has_gap}
         self._orders = {name: order for name, order in self._orders.items() if name in begun}
 
     def _advance(self) -> None:
@@ -146,15 +146,15 @@ class Ledger:
         """Yield each row from the position on, and the position after it."""
         positions = list(self._positions)
         while True:
-            part = self._next_part(positions)
-            epoch, position = positions[part]
-            order = self._order(part, epoch)
+            dataset = self._next_dataset(positions)
+            epoch, position = positions[dataset]
+            order = self._order(dataset, epoch)
             end = position + 1 == len(order)
             after = (epoch + 1, 0) if end else (epoch, position + 1)
-            positions = [*positions[:part], after, *positions[part + 1 :]]
-            yield SampleIndex(part, epoch, order[position]), positions
+            positions = [*positions[:dataset], after, *positions[dataset + 1 :]]
+            yield SampleIndex(dataset, epoch, order[position]), positions
 
-    def _next_part(self, positions: Sequence[tuple[int, int]]) -> int:
+    def _next_dataset(self, positions: Sequence[tuple[int, int]]) -> int:
         if len(positions) == 1:
             return 0
         counts = self._counts(positions)
@@ -164,23 +164,23 @@ class Ledger:
 
     def _counts(self, positions: Sequence[tuple[int, int]]) -> list[int]:
         """Return the rows of each data set that come before `positions`, without a curriculum."""
-        return [epoch * len(part) + at for (epoch, at), part in zip(positions, self._parts, strict=True)]
+        return [epoch * len(dataset) + at for (epoch, at), dataset in zip(positions, self._datasets, strict=True)]
 
-    def _order(self, part: int, epoch: int) -> list[int]:
-        if (part, epoch) not in self._orders:
-            count = len(self._parts[part])
+    def _order(self, dataset: int, epoch: int) -> list[int]:
+        if (dataset, epoch) not in self._orders:
+            count = len(self._datasets[dataset])
             if self._curriculum is not None:
                 order = self._ask_curriculum(epoch)
             elif self._kind == "prompts":
                 order = permutation(count, self._seed, "epoch", epoch).tolist()
             else:
-                order = permutation(count, self._seed, "sft", part, epoch).tolist()
-            self._orders[part, epoch] = order
-        return self._orders[part, epoch]
+                order = permutation(count, self._seed, "sft", dataset, epoch).tolist()
+            self._orders[dataset, epoch] = order
+        return self._orders[dataset, epoch]
 
     def _ask_curriculum(self, epoch: int) -> list[int]:
         assert self._curriculum is not None
-        rows = self._parts[0]
+        rows = self._datasets[0]
         with user_code(f"data.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
             order = [int(row) for row in self._curriculum(rows, epoch, dict(self._rewards))]
         if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(rows):
@@ -197,7 +197,7 @@ class Ledger:
         state: dict[str, Any] = {
             "format": _FORMAT_WITH_GAPS if self._trained_ahead else _FORMAT,
             "seed": self._seed,
-            "rows": [len(part) for part in self._parts],
+            "rows": [len(dataset) for dataset in self._datasets],
             "fingerprint": self._fingerprint,
             "places": [{"epoch": epoch, "position": position} for epoch, position in self._positions],
         }
@@ -211,7 +211,7 @@ class Ledger:
             state["curriculum"] = {
                 "name": self._name,
                 "order": self._order(0, epoch) if position or self._trained_ahead else None,
-                "rewards": [self._rewards.get(row) for row in range(len(self._parts[0]))],
+                "rewards": [self._rewards.get(row) for row in range(len(self._datasets[0]))],
             }
         return state
 
@@ -256,13 +256,13 @@ class Ledger:
         if self._kind == "prompts":
             places = [{"epoch": state["epoch"], "position": state["position"]}]
             return {**state, "format": _FORMAT, "rows": [state.get("num_prompts")], "places": places}
-        if len(state["consumed"]) != len(self._parts):
+        if len(state["consumed"]) != len(self._datasets):
             found = len(state["consumed"])
             raise UserError(
                 f"data: the checkpoint's position in the data is corrupt (it has {found} data sets instead of "
-                f"{len(self._parts)}); use another checkpoint"
+                f"{len(self._datasets)}); use another checkpoint"
             )
-        rows = [len(part) for part in self._parts]
+        rows = [len(dataset) for dataset in self._datasets]
         places = [
             dict(zip(("epoch", "position"), divmod(consumed, count), strict=True))
             for consumed, count in zip(state["consumed"], rows, strict=True)
@@ -278,7 +278,7 @@ class Ledger:
             )
         compared = [
             ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
-            ("rows", "data", f"the number of {self._kind}", [len(part) for part in self._parts]),
+            ("rows", "data", f"the number of {self._kind}", [len(dataset) for dataset in self._datasets]),
             ("fingerprint", "data", f"the {self._kind}' content", self._fingerprint),
         ]
         if "row_fingerprint" in state and self._row_fingerprint is not None:  # earlier versions saved none
@@ -297,12 +297,12 @@ class Ledger:
         problem = mismatch({"curriculum": None, "trained_ahead": [], **state}, _STATE)
         if problem is not None:
             return problem
-        if len(state["places"]) != len(self._parts):
-            return f"it has {len(state['places'])} data sets instead of {len(self._parts)}"
+        if len(state["places"]) != len(self._datasets):
+            return f"it has {len(state['places'])} data sets instead of {len(self._datasets)}"
         saved = state.get("curriculum")
-        orders = [range(len(part)) for part in self._parts]
+        orders = [range(len(dataset)) for dataset in self._datasets]
         if saved is not None:
-            count = len(self._parts[0])
+            count = len(self._datasets[0])
             if len(saved["rewards"]) != count:
                 return f"curriculum.rewards has {len(saved['rewards'])} entries"
             order = saved["order"] if saved["order"] is not None else range(count)
@@ -314,7 +314,7 @@ class Ledger:
                 return f"position is {place['position']}"
         ahead = _saved_indices(state)
         for index in ahead:
-            if index.dataset >= len(self._parts) or index.index >= len(self._parts[index.dataset]):
+            if index.dataset >= len(self._datasets) or index.index >= len(self._datasets[index.dataset]):
                 return f"trained_ahead has {index}"
             if index.epoch < state["places"][index.dataset]["epoch"]:
                 return f"trained_ahead has {index} of an epoch that is over"
