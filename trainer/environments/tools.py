@@ -13,10 +13,9 @@ from typing import Any
 from trainer.environments.base import Message, StepResult
 from trainer.errors import describe_error
 from trainer.files.documents import nests_deeply
+from trainer.sandbox.limits import MAX_TOOL_CALLS
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_MOST_CALLS = 64
-"""Calls of one reply that are made."""
 _SYSTEM = """\
 # Tools
 
@@ -68,10 +67,10 @@ class ToolEnvironment:
             score = self.score(reply["content"].strip(), self._row)
             given: dict[str, Any] = {"rewards": score} if isinstance(score, Mapping) else {"reward": score}
             return StepResult(done=True, metrics=count, **given)
-        answers = [await self._call(call, count) for call in calls[:_MOST_CALLS]]
-        if len(calls) > _MOST_CALLS:
-            answers.append(f"Error: {len(calls)} calls; only the first {_MOST_CALLS} of a reply are made")
-            count["tool_errors"] += len(calls) - _MOST_CALLS
+        answers = [await self._call(call, count) for call in calls[:MAX_TOOL_CALLS]]
+        if len(calls) > MAX_TOOL_CALLS:
+            answers.append(f"Error: {len(calls)} calls; only the first {MAX_TOOL_CALLS} of a reply are made")
+            count["tool_errors"] += len(calls) - MAX_TOOL_CALLS
         return StepResult([{"role": "tool", "content": answer} for answer in answers], metrics=count)
 
     async def close(self) -> None:
