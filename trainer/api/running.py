@@ -25,6 +25,7 @@ from trainer.api.results import RunResult, describe_result
 from trainer.config.tasks import TaskSpec
 from trainer.errors import UserError
 from trainer.process.signals import EXIT_STATUS, HANDLED, killed
+from trainer.run.next_command import PYTHON_RUN
 from trainer.run.run_metadata import LOG_NAME
 
 Function = Callable[..., Any] | str
@@ -164,7 +165,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
     with _signals_to_child() as send_to, open(reading, "rb") as reports:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.api.worker_main"],  # all users of the machine can read this line
+                [sys.executable, "-m", PYTHON_RUN],  # all users of the machine can read this line
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if replaced else None,
                 stderr=subprocess.STDOUT if replaced else None,

@@ -14,8 +14,9 @@ from trainer.config import with_new_words
 from trainer.files.redaction import HIDDEN, redact_command
 
 _MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
-_PYTHON_RUNS = ("trainer.api.worker_main", "trainer.api.child")
-"""The module of the process that `trainer.train` starts, and its name in earlier versions."""
+PYTHON_RUN = "trainer.api.worker_main"
+"""The module of the process that `trainer.train` starts."""
+_PYTHON_RUNS = (PYTHON_RUN, "trainer.api.child")  # its name in earlier versions
 PASSED_FUNCTIONS = "passed_functions"
 """The package of the functions that were passed to `trainer.train` by value."""
 _PASSED = re.compile(rf"{PASSED_FUNCTIONS}\.(\w+?)(?:_\d+)?:(\w+)")
