@@ -97,3 +97,11 @@ def test_an_unwritable_incident_file_does_not_disturb_training(tmp_path):
     INCIDENTS.record(describe(ValueError(), 1, "ended the run", 0.0))
     INCIDENTS.close(before)
     assert read_incidents(str(tmp_path / "missing")) == []
+
+
+def test_incidents_with_the_causes_of_earlier_versions_are_read(tmp_path):
+    line = {"time": "2026-01-01T00:00:00+0000", "step": 4, "role": "rank", "name": "rank 1", "node": "10.0.0.7"}
+    line |= {"class": INFRASTRUCTURE, "cause": "silent process", "action": "restarted the ranks", "cost_s": 1.5}
+    (tmp_path / INCIDENTS_FILE).write_text(json.dumps({**line, "text": "rank 1 has not answered"}) + "\n")
+    (incident,) = read_incidents(str(tmp_path))
+    assert (incident.cause, incident.kind, incident.step) == ("silent process", INFRASTRUCTURE, 4)
