@@ -54,7 +54,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["--total_steps", "5"], "--total_steps: keys have no dashes before them; write total_steps=VALUE$"),
         (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
         (["trainer.colocate=false"], "trainer.colocate: this key is now trainer.colocate_roles"),
-        (["++rollout.colocate=true"], "rollout.colocate: this key is now rollout.colocate"),
+        (["++rollout.share_gpus=true"], "rollout.share_gpus: this key is now rollout.colocate"),
         (["+trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers"),
         (
             ["+lr=1e-5"],
