@@ -18,14 +18,14 @@ from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainer.cluster.stacks import local_stacks, py_spy_stacks
+from trainer.cluster.stacks import PY_SPY_S, local_stacks, py_spy_stacks
 from trainer.cluster.timeouts import Timeouts
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.cluster.worker_setup import failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
+from trainer.process import time_limits
 
-_END_S = 10.0
-_POLL_INTERVAL_S = 20.0  # longer than py-spy may take on a node where a Ray process has just started
+_NODE_STACKS_S = 2 * PY_SPY_S  # a node starts a process of Ray for py-spy first
 
 
 class _Host:
@@ -95,7 +95,7 @@ class _Actors:
         pids = defaultdict[str, list[int]](list)
         for pid, address in process_ids:
             pids[address].append(pid)
-        local, tickets, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _POLL_INTERVAL_S
+        local, tickets, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _NODE_STACKS_S
         py_spy = ray.remote(num_cpus=0, max_retries=0)(py_spy_stacks)
         for node in ray.nodes():
             address, at = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -110,7 +110,7 @@ class _Actors:
             with contextlib.suppress(RayError):
                 stacks.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
         return [
-            stacks.get(process_id, f"Neither the process nor its node answers within {_POLL_INTERVAL_S:g} s.\n")
+            stacks.get(process_id, f"Neither the process nor its node answers within {_NODE_STACKS_S:g} s.\n")
             for process_id in process_ids
         ]
 
@@ -179,4 +179,4 @@ def _kill_stopped(pid: int) -> None:
         process = psutil.Process(pid)
         if "ray::" in "".join(process.cmdline()):  # the pid may belong to another process by now
             process.kill()
-            process.wait(_END_S)  # the next process may need its memory, above all on a GPU
+            process.wait(time_limits.PROCESS_EXIT_S)  # the next process may need its memory, above all on a GPU

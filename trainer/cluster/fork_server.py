@@ -29,14 +29,12 @@ from trainer.cluster.stacks import local_stacks
 from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, is_running, signal_on_death_of_parent
 from trainer.cluster.worker_setup import prepare_process
 from trainer.errors import describe_error
+from trainer.process import time_limits
 from trainer.process.signals import HANDLED
 
 HOST = "127.0.0.1"
 BUILD = 0
 """Number of the answer that reports that the object of a worker could not be built."""
-_CLOSE_S = 20.0
-_END_S = 120.0
-"""Longest time for the fork server to kill a worker. The kernel may need long to free the memory of a GPU."""
 
 
 class ForkServer:
@@ -83,10 +81,10 @@ class ForkServer:
         """
         with contextlib.suppress(OSError, EOFError):  # the fork server and its workers have died
             self._connection.send(("end", name))
-            if not self._connection.poll(_END_S):
+            if not self._connection.poll(time_limits.WORKER_EXIT_S):
                 processes = [*self._process.children(recursive=True), self._process]
                 end_all(processes)
-                psutil.wait_procs(processes, _CLOSE_S)
+                psutil.wait_procs(processes, time_limits.PROCESS_EXIT_S)
             self._connection.recv()
 
     @property
@@ -97,7 +95,7 @@ class ForkServer:
         """Kill the fork server, all workers and all processes that they have started. Wait until they have exited."""
         self._connection.close()
         try:
-            self._process.wait(_CLOSE_S)
+            self._process.wait(time_limits.PROCESS_EXIT_S)
         except psutil.TimeoutExpired:
             end_all([*self._process.children(recursive=True), self._process])
             self._process.wait()

@@ -15,9 +15,8 @@ from trainer.errors import (
     one_line,
     set_failure_source,
 )
+from trainer.process import time_limits
 from trainer.process.xid import gpu_error_in
-
-_LONGEST_S = 3600.0  # a hang is detected long after the kernel has logged it
 
 
 class GpuHealthCheck:
@@ -42,7 +41,7 @@ class GpuHealthCheck:
         source, now = failure_source_of(error), time.monotonic()
         if source is None or isinstance(error, UserError):
             return error
-        seconds, self._since = min(now - self._since, _LONGEST_S), now
+        seconds, self._since = min(now - self._since, time_limits.KERNEL_LOG_AGE_S), now
         logged = [
             (gpu_error, node, line)
             for node, lines in self._kernel_logs(seconds).items()

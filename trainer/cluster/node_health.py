@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
-_POLL_INTERVAL_S = 1.0  # between two rounds of connections
 _MAX_REFUSALS = 3  # refused connections in a row after which the node counts as failed
 
 
@@ -83,7 +83,7 @@ class NodeHealth:
             for node, record in list(records.items())
         ):
             SIGNALS.check()
-            time.sleep(_POLL_INTERVAL_S / 5)
+            time.sleep(time_limits.NODE_CHECK_INTERVAL_S / 5)
         return self.failed()
 
     def failures(self, address: str) -> int:
@@ -103,7 +103,7 @@ class NodeHealth:
                 self._judge(node, record)
                 record.judged_at = began
             self._uncount_failures_if_cut_off(records)
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            await asyncio.sleep(time_limits.NODE_CHECK_INTERVAL_S)
 
     async def _connect(self, node: Node, record: _Record) -> None:
         try:

@@ -12,11 +12,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from trainer.cluster.node_health import Node
 from trainer.cluster.resources import by_node
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 NODE_ID = "ray.io/node-id"
 """The node label that contains the id of the node."""
-_SETTLE_S = 10.0  # how long to wait until Ray has scheduled a placement group that is to be removed
 
 
 def create_placement_group(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
@@ -29,7 +29,7 @@ def remove(groups: Sequence[PlacementGroup]) -> None:
 
     Ray leaks a group that is removed while it is being scheduled (ray-project/ray#64693).
     """
-    end = time.monotonic() + _SETTLE_S
+    end = time.monotonic() + time_limits.PLACEMENT_REMOVAL_S
     while not all(map(is_settled, groups)) and time.monotonic() < end:
         time.sleep(0.025)
     for group in groups:

@@ -32,6 +32,7 @@ from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup, stacks_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import stage
@@ -39,12 +40,7 @@ from trainer.process.xid import gpu_lines
 
 LOG = logging.getLogger(__name__)
 
-_PLACEMENT_TIMEOUT_S = 60.0
-_POLL_INTERVAL_S = 0.5  # between two checks of signals while Ray places processes
-_CAPACITY_WAIT_S = 10.0  # how long to wait for capacity for all ranks before fewer are started
-_KERNEL_LOGS_S = 20.0  # how long to wait for the kernel logs of the nodes
 _MAX_FAILURES = 2  # a node that has failed this often is not used again
-_SHUTDOWN_S = 30.0  # how long to wait for `ray.shutdown`, which may hang after its processes have died
 _DRAINED = "trainer.excluded_nodes contains it"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory with Ray's logs of a job that failed."""
@@ -122,8 +118,10 @@ class RayCluster:
                 # their memory, above all on a GPU.
                 self._head.close()
             with SIGNALS.blocked():
-                if not ends_within(ray.shutdown, _SHUTDOWN_S):
-                    LOG.warning("Ray has not shut down within %g s; the job exits without waiting", _SHUTDOWN_S)
+                if not ends_within(ray.shutdown, time_limits.RAY_SHUTDOWN_S):
+                    LOG.warning(
+                        "Ray has not shut down within %g s; the job exits without waiting", time_limits.RAY_SHUTDOWN_S
+                    )
                 SIGNALS.reinstall()  # Ray has reset SIGTERM to its default, which ends the process
 
     def _failed_process(self) -> str | None:
@@ -168,7 +166,7 @@ class RayCluster:
                 free = [free for node, free in available_resources_per_node().items() if node not in excluded]
             unplaced = self.cfg.num_engines if engines is None else placement.count_pending(engines)
             count, waited_s = max_world_size(self.cfg, self.device, free, unplaced), time.monotonic() - started
-            if count == t.num_workers or count >= t.min_world_size and waited_s > _CAPACITY_WAIT_S:
+            if count == t.num_workers or count >= t.min_world_size and waited_s > time_limits.CAPACITY_WAIT_S:
                 break
             if waited_s > self._placement_timeout_s:
                 raise UserError(
@@ -176,7 +174,7 @@ class RayCluster:
                     f"has capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
                 )
             SIGNALS.check()
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(time_limits.POLL_INTERVAL_S)
         if count < t.num_workers:
             LOG.warning("the cluster has capacity for %d of %d ranks", count, t.num_workers)
         return count
@@ -228,7 +226,7 @@ class RayCluster:
                 if node.address not in failed:
                     on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
                     tickets[read.options(scheduling_strategy=on_node).remote(seconds)] = node.address
-            done, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=_KERNEL_LOGS_S)
+            done, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=time_limits.KERNEL_LOGS_S)
         lines = {}
         for ticket in done:
             with SIGNALS.deferred(), contextlib.suppress(RayError):
@@ -333,7 +331,7 @@ class RayCluster:
                             for bundles, label in zip(groups, allowed, strict=True)
                         ]
                         requested = allowed
-                    if allowed == requested and all(group.wait(_POLL_INTERVAL_S) for group in placed):
+                    if allowed == requested and all(group.wait(time_limits.POLL_INTERVAL_S) for group in placed):
                         return placed
                 self._timeouts.check_cluster()
         except BaseException:
@@ -387,7 +385,7 @@ class RayCluster:
 
     @property
     def _placement_timeout_s(self) -> float:
-        return self.cfg.trainer.placement_timeout_s or _PLACEMENT_TIMEOUT_S
+        return self.cfg.trainer.placement_timeout_s or time_limits.PLACEMENT_S
 
     def _slots_needed(self) -> int:
         return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.num_engines

@@ -28,11 +28,10 @@ from trainer.cluster import supervisor
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address for this node
-_START_S = 180.0
-_CLOSE_S = 20.0
 
 
 class RayHead:
@@ -106,7 +105,7 @@ class RayHead:
         if not self._daemons:
             self._supervisor.send_signal(supervisor.END_SIGNAL)  # it is still starting Ray and does not read the pipe
         try:
-            self._supervisor.wait(_CLOSE_S)
+            self._supervisor.wait(time_limits.PROCESS_EXIT_S)
         except subprocess.TimeoutExpired:
             end_all(psutil.Process(self._supervisor.pid).children(recursive=True))
             self._supervisor.kill()
@@ -128,11 +127,11 @@ class RayHead:
 
     def _answer(self) -> dict[str, Any]:
         assert self._supervisor.stdout is not None
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + time_limits.RAY_START_S
         while not select.select([self._supervisor.stdout], [], [], 0.2)[0]:
             SIGNALS.check()
             if time.monotonic() > deadline:
-                return {"error": f"no answer within {_START_S:g} s"}
+                return {"error": f"no answer within {time_limits.RAY_START_S:g} s"}
         line = self._supervisor.stdout.readline()
         return json.loads(line) if line else {"error": "its supervisor ended; the reason is in the output above"}
 

@@ -18,7 +18,8 @@ DIRECTORY = "stacks"
 """Directory below the run directory."""
 SCRIPT = os.path.abspath(__file__)
 """`python SCRIPT PID RUN_DIR REASON` writes the stack of a driver that can no longer run Python code."""
-_PY_SPY_S = 10.0
+PY_SPY_S = 10.0
+"""Longest time for py-spy. It stands here because this file also runs as a script."""
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -48,7 +49,7 @@ def _stacks_of(pid: int) -> str:
     try:
         # Without a pause, because py-spy would wait for a stopped process.
         command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S)
     except (OSError, subprocess.SubprocessError) as error:
         return f"The process does not answer, and py-spy failed: {error}\n"
     return result.stdout or f"The process does not answer, and py-spy failed: {result.stderr}\n"

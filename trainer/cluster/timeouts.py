@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
 from trainer.errors import WorkerError
-
-_IMPORTS_S = 60.0  # a process may not answer for this long while it imports modules
+from trainer.process import time_limits
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Timeouts:
         Args:
             is_starting: the object of the process is not built yet.
         """
-        return max(self.heartbeat_s, _IMPORTS_S) if is_starting else self.heartbeat_s
+        return max(self.heartbeat_s, time_limits.IMPORTS_S) if is_starting else self.heartbeat_s
 
     def check_cluster(self) -> None:
         """Check that all processes of the cluster run. Otherwise a call of Ray could hang or end this process.

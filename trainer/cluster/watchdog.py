@@ -10,17 +10,17 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from trainer.cluster.stacks import SCRIPT, allow_stacks, local_stacks, write_stacks
+from trainer.cluster.stacks import PY_SPY_S, SCRIPT, allow_stacks, local_stacks, write_stacks
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import TrainerConfig
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, killed
 
-_POLL_INTERVAL_S = 0.1  # short enough to observe the first steps, however fast they are
 _KNOWN_STEPS = 3  # number of steps after which the usual time between two safe points is known
 _HANG_FACTOR = 10.0
-_STACKS_S = 40.0
+_STACKS_S = 4 * PY_SPY_S  # of this node and others, each with a process of Ray that starts first
 _FINAL_ACTION_S = _STACKS_S + 5.0
 _HINT = (
     f"the job ends; its stacks are in `stacks` of the run directory, the last checkpoint is unchanged, and {CONTINUES}"
@@ -106,7 +106,7 @@ class Watchdog:
 
     def _run(self) -> None:
         hang_s, rpc_s = self._config.hang_timeout_s, self._config.rpc_timeout_s
-        detector, interval_s = StallDetector(hang_s, rpc_s), min(_POLL_INTERVAL_S, hang_s / 4)
+        detector, interval_s = StallDetector(hang_s, rpc_s), min(time_limits.STALL_CHECK_INTERVAL_S, hang_s / 4)
         while not self._end.wait(interval_s):
             if not SIGNALS.in_steps:
                 self._send_heartbeat(None)

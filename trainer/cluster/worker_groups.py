@@ -16,22 +16,16 @@ from trainer.cluster.resources import FindGpus
 from trainer.cluster.stacks import local_stacks, write_stacks
 from trainer.cluster.timeouts import Timeouts
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_failure_source
+from trainer.process import time_limits
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
 # When a rank dies, its connections close, so the other ranks fail too. Their errors may arrive first. The user should
 # read the cause and not its effects.
-_ECHO_S = 2.0  # how long to wait for errors of other workers after one worker has failed
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
-_POLL_INTERVAL_S = 0.5  # between two checks of signals, cluster and heartbeats while a call runs
-_HEARTBEAT_INTERVAL_S = 2.0
-_WARN_S = 20.0  # age of a heartbeat after which a warning is logged
-_WARN_START_S = 300.0  # start-up time after which a warning is logged; an engine may compile for minutes
 _HANG_FACTOR = 10.0
 _KNOWN_CALLS = 3  # number of calls after which their usual duration is known
-_STACKS_S = 3.0  # time for a process to return its stacks
-_STOP_WAIT_S = 10.0  # age of a heartbeat after which a stop request no longer waits for the worker
 
 
 class Cluster(Protocol):
@@ -171,7 +165,7 @@ class _Worker:
             now = time.monotonic()
             if self._heartbeat is not None and self._backend.wait([self._heartbeat], 0):
                 self._receive_heartbeat()
-            if self._heartbeat is None and now - self._sent_at > _HEARTBEAT_INTERVAL_S:
+            if self._heartbeat is None and now - self._sent_at > time_limits.HEARTBEAT_INTERVAL_S:
                 self._heartbeat, self._sent_at = self._send_heartbeat(), now
             if self.process_id is None and not self._backend.has_started(self.process):
                 self._sent_at = now
@@ -282,7 +276,7 @@ class WorkerGroup:
         failed = self.timeouts.failed_nodes()
         workers = [worker for worker in self.workers if worker.source.node not in failed]
         tickets = {worker: self.backend.begin(worker.process, "stacks", "", (), {}) for worker in workers}
-        end = time.monotonic() + _STACKS_S
+        end = time.monotonic() + time_limits.WORKER_STACKS_S
         stacks, unresponsive = {}, {}
         for worker, ticket in tickets.items():
             stacks[worker.name] = ""
@@ -389,7 +383,7 @@ class CallFutures:
             for index, value, error in self.poll(check_health=not failures):
                 if error is not None:
                     failures.append(error)
-                    deadline = min(deadline, time.monotonic() + _ECHO_S)
+                    deadline = min(deadline, time.monotonic() + time_limits.ECHO_S)
                 elif not failures:
                     yield index, value
         if failures:
@@ -403,7 +397,7 @@ class CallFutures:
         A call whose worker does not answer, or that takes too long, ends with a failure.
 
         Args:
-            timeout_s: how long to wait. None: half a second.
+            timeout_s: how long to wait. None: `POLL_INTERVAL_S`.
             check_health: check that workers answer.
 
         Raises:
@@ -414,8 +408,10 @@ class CallFutures:
             return []
         outcomes: list[tuple[int, Any, Exception | None]] = []
         with SIGNALS.deferred():
-            done = self._group.backend.wait(list(self._calls), _POLL_INTERVAL_S if timeout_s is None else timeout_s)
-        if check_health and (not done or time.monotonic() > self._health_checked_at + _POLL_INTERVAL_S):
+            done = self._group.backend.wait(
+                list(self._calls), time_limits.POLL_INTERVAL_S if timeout_s is None else timeout_s
+            )
+        if check_health and (not done or time.monotonic() > self._health_checked_at + time_limits.POLL_INTERVAL_S):
             overdue = dict(self._find_overdue({t: c for t, c in self._calls.items() if t not in done}))
             if overdue:
                 with SIGNALS.deferred():
@@ -453,7 +449,7 @@ class CallFutures:
             if worker.process_id and (reason := failed.get(worker.process_id[1])):
                 yield ticket, _worker_error(worker, f"{worker} failed with its node: {reason}", RESTART_HINT, "node")
                 continue
-            if heartbeat_age_s > _STOP_WAIT_S and SIGNALS.first and self._channel != "background":
+            if heartbeat_age_s > time_limits.STOP_WAIT_S and SIGNALS.first and self._channel != "background":
                 raise Stopped(
                     f"stopped by {SIGNALS.first} while {worker} did not answer: this step is not saved, the last "
                     f"checkpoint is unchanged; {CONTINUES}"
@@ -468,9 +464,9 @@ class CallFutures:
                 limit = "rpc" if elapsed_s > timeouts.rpc_s else "hang"
                 message = f"{worker}: no result after {elapsed_s:.0f} s (trainer.{limit}_timeout_s)"
                 yield ticket, _worker_error(worker, message, f"{RESTART_HINT}, or raise the limit", "rpc_timeout")
-            elif heartbeat_age_s > _WARN_S and not worker.is_starting:
+            elif heartbeat_age_s > time_limits.HEARTBEAT_WARNING_S and not worker.is_starting:
                 worker.warn_unresponsive(heartbeat_age_s, timeouts.heartbeat_s)
-            elif worker.is_starting and elapsed_s > _WARN_START_S:
+            elif worker.is_starting and elapsed_s > time_limits.START_WARNING_S:
                 worker.warn_slow_start(elapsed_s, timeouts.rpc_s)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.errors import NonFiniteError, NonRetryableError, UserError, WorkerError, failure_source_of
+from trainer.process import time_limits
 from trainer.process.failure_log import JOB, classify
 
-_FIRST_DELAY_S = 2.0
-_LONGEST_DELAY_S = 300.0
 _NOT_RECOVERABLE = ("cluster", "restart_limit")
 
 
@@ -57,10 +56,10 @@ class Restarts:
             return Decision(refusal=f"{len(self._times)} restarts within {self._window_s / 60:g} minutes are the limit")
         if failure_class == JOB:
             self._faults.add((step, cause))
-        delay = _FIRST_DELAY_S * 2 ** (len(self._times) - 1) if self._times else 0.0
+        delay = time_limits.RESTART_FIRST_DELAY_S * 2 ** (len(self._times) - 1) if self._times else 0.0
         self._times.append(now)
         self.count += 1
-        return Decision(min(delay, _LONGEST_DELAY_S))
+        return Decision(min(delay, time_limits.RESTART_LONGEST_DELAY_S))
 
 
 def can_recover(error: Exception) -> bool:

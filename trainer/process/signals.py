@@ -9,7 +9,7 @@ process also kills a job whose heartbeats stop.
 
 A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
 swallow or replace an exception that a handler raises. A download or an import has no safe point: after
-`_GRACE_PERIOD_S` seconds the exception is raised at any point of the main thread.
+`SIGNAL_GRACE_S` seconds the exception is raised at any point of the main thread.
 
 This module imports very little, because the handlers are installed before any other import.
 """
@@ -26,15 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainer.errors import WorkerError
+from trainer.process import time_limits
 
 EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
-_GRACE_PERIOD_S = 3.0
-_THIRD_SIGNAL_GRACE_PERIOD_S = 3.0
-"""Time after the third signal until the watching process kills a process that still runs."""
-_SAME_REQUEST_S = 1.0
-"""`timeout` and schedulers send a signal to the process and to its group: signals within this time count as one."""
 
 
 def killed(pid: int) -> str:
@@ -242,7 +238,7 @@ class Signals:
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
-        repeated = self._count > 0 and now - self._last_s < _SAME_REQUEST_S
+        repeated = self._count > 0 and now - self._last_s < time_limits.SAME_REQUEST_S
         self._last_s = now
         if repeated:
             return
@@ -254,7 +250,7 @@ class Signals:
         if self._count == 1 and self._steps == "inside":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
         elif self._is_listening:
-            signal.setitimer(signal.ITIMER_REAL, _GRACE_PERIOD_S, 1.0)
+            signal.setitimer(signal.ITIMER_REAL, time_limits.SIGNAL_GRACE_S, 1.0)
 
     def send_heartbeat(self, limit_s: float | None, text: str = "", command: Sequence[str] = ()) -> None:
         """Tell the watching process that this process can still run Python.
@@ -278,7 +274,7 @@ class Signals:
         text = f"stopped by a third signal, which the process could not handle: {killed(os.getpid())}"
         script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
-        limits = [str(_SAME_REQUEST_S), str(_THIRD_SIGNAL_GRACE_PERIOD_S)]
+        limits = [str(time_limits.SAME_REQUEST_S), str(time_limits.SIGNAL_GRACE_S)]
         try:
             for reading in (signals[0], heartbeats[0]):
                 os.set_blocking(reading, True)

@@ -8,6 +8,57 @@ from __future__ import annotations
 POLL_INTERVAL_S = 0.2
 """Between two looks at what sends no notice: the end of a process, an upload, a request to stop."""
 
+# Signals
+SIGNAL_GRACE_S = 3.0
+"""Time from a signal to the exception in the main thread if it passes no safe point; and time from the third signal
+until the watching process kills a process that still runs."""
+SAME_REQUEST_S = 1.0
+"""`timeout` and schedulers send a signal to the process and to its group: signals within this time count as one."""
+
+# Processes of the job
+IMPORTS_S = 60.0
+"""Least age of a heartbeat after which a starting process counts as dead: imports may keep it from answering."""
+HEARTBEAT_INTERVAL_S = 2.0
+HEARTBEAT_WARNING_S = 20.0
+"""Age of a heartbeat after which a warning is logged."""
+START_WARNING_S = 300.0
+"""Start-up time after which a warning is logged. An engine may compile for minutes."""
+STOP_WAIT_S = 10.0
+"""Age of a heartbeat after which a stop request no longer waits for the process."""
+ECHO_S = 2.0
+"""Longest wait for errors of other workers after one worker has failed. They may name the cause."""
+STALL_CHECK_INTERVAL_S = 0.1
+"""Between two looks at the progress of the driver: short enough to observe the first steps, however fast they are."""
+PROCESS_EXIT_S = 20.0
+"""Longest wait for killed processes, and for a process that kills its own before it exits."""
+WORKER_EXIT_S = 120.0
+"""Longest wait until the fork server has killed a worker with its processes."""
+WORKER_STACKS_S = 3.0
+"""Longest wait for workers to return their stacks by themselves."""
+RESTART_FIRST_DELAY_S = 2.0
+"""Wait before the second restart in a row. Each further restart doubles it."""
+RESTART_LONGEST_DELAY_S = 300.0
+
+# The cluster
+RAY_START_S = 180.0
+RAY_SHUTDOWN_S = 30.0
+"""Longest wait for `ray.shutdown`, which may hang after its processes have died."""
+PLACEMENT_S = 60.0
+"""Longest wait for capacity, unless `trainer.placement_timeout_s` says otherwise."""
+PLACEMENT_REMOVAL_S = 10.0
+"""Longest wait until Ray has scheduled a placement group that is to be removed."""
+CAPACITY_WAIT_S = 10.0
+"""Longest wait for capacity for all processes before the job makes do with less: it starts fewer ranks, or ranks free
+GPU memory for an engine."""
+NODE_CHECK_INTERVAL_S = 1.0
+"""Between two rounds of connections to the nodes."""
+KERNEL_LOGS_S = 20.0
+"""Longest wait for the kernel logs of the nodes."""
+KERNEL_LOG_AGE_S = 3600.0
+"""Age of the oldest message of a kernel log that may explain a failure: a hang is detected long after it."""
+KERNEL_CLOCK_ERROR_S = 5.0
+"""Largest difference of the clocks of a kernel log and of this process."""
+
 # Saves and storage
 SAVE_END_S = 60.0
 """Longest wait, after a failure, for the save under way. It completes if its ranks live."""
@@ -18,11 +69,6 @@ STORAGE_LONGEST_BACKOFF_S = 10.0
 UPLOAD_FIRST_BACKOFF_S = 1.0
 """Wait after the first failed upload of a checkpoint. Each further failure doubles it."""
 UPLOAD_LONGEST_BACKOFF_S = 60.0
-
-# Placement
-CAPACITY_WAIT_S = 10.0
-"""Longest wait for capacity for all processes before the job makes do with less: it starts fewer ranks, or ranks free
-GPU memory for an engine."""
 
 # Weights
 IPC_RETRY_S = 0.01

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.process import time_limits
+
 _XID = re.compile(r"\bXid\b(?: \([^)]*\))?:?\s*(\d{1,3})\b")
 
 # NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors) gives an action for each code. Other codes: restart.
@@ -34,7 +36,6 @@ _PROGRAM_TEXTS = re.compile(r"illegal memory access|device-side assert", re.IGNO
 KERNEL_LOGS = ["/dev/kmsg", "/var/log/kern.log", "/var/log/messages", "/var/log/syslog"]
 """Where the kernel's messages are. The first readable file is used."""
 _TAIL_BYTES = 2**20
-_SLACK_S = 5.0  # between the clocks of the kernel's log and of this process
 _LONGEST_RECORD = 8192
 _UPTIME = re.compile(r"\[\s*(\d+\.\d+)\]")
 
@@ -76,7 +77,11 @@ def gpu_lines(seconds: float) -> list[str]:
     for path in KERNEL_LOGS:
         with contextlib.suppress(OSError, ValueError):
             lines = _records(path) if path == "/dev/kmsg" else _tail(path)
-            return [text for uptime, text in lines if "NVRM" in text and -_SLACK_S < now - uptime <= seconds]
+            return [
+                text
+                for uptime, text in lines
+                if "NVRM" in text and -time_limits.KERNEL_CLOCK_ERROR_S < now - uptime <= seconds
+            ]
     return []
 
 

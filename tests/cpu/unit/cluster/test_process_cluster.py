@@ -13,12 +13,12 @@ import pytest
 
 from tests.cpu.unit.cluster.hosted import Host
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster import fork_server, worker_groups
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.supervisor import is_running
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError
+from trainer.process import time_limits
 
 
 def settings(**trainer) -> Config:
@@ -160,7 +160,7 @@ def test_too_few_gpus_are_refused(monkeypatch, fork_server_process):
 @pytest.mark.parametrize("hang", ["waits", "stops"])
 def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(fork_server_process, tmp_path, monkeypatch, hang):
     """A call that is usually fast has a shorter limit than a first call."""
-    monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.1)
     cfg = settings()
     cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
     cfg.trainer.hang_timeout_s, cfg.trainer.heartbeat_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
@@ -184,7 +184,7 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(fork_server
 
 
 def test_a_stopped_fork_server_does_not_block_the_driver(monkeypatch):
-    monkeypatch.setattr(fork_server, "_END_S", 0.5)
+    monkeypatch.setattr(time_limits, "WORKER_EXIT_S", 0.5)
     with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         pid = group.call("pid")[0]

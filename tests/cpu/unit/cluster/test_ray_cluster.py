@@ -92,10 +92,11 @@ DRAINS = """
 import sys
 import ray
 from trainer.cluster import ray_cluster
+from trainer.process import time_limits
 from trainer.config import compose
 from trainer.errors import FailureSource, UserError, set_failure_source
 
-ray_cluster._PLACEMENT_TIMEOUT_S, ray_cluster._KERNEL_S = 0.5, 100.0
+time_limits.PLACEMENT_S, time_limits.KERNEL_LOGS_S = 0.5, 100.0
 address, own = sys.argv[1:]
 cfg = compose([f"trainer.ray_address={address}", "trainer.min_world_size=1", "trainer.excluded_nodes=[10.0.0.7]"])
 error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
@@ -215,12 +216,12 @@ def test_a_rank_that_ray_kills_for_memory_is_reported_in_one_line(monkeypatch):
 
 SIGNALLED = """
 import os, signal, threading, time
-from trainer.process import signals
+from trainer.process import time_limits
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.process.signals import SIGNALS, Stopped
 
-signals._SAME_REQUEST_S = 1000.0
+time_limits.SAME_REQUEST_S = 1000.0
 
 cluster = RayCluster(Config(), "cpu")
 

@@ -16,13 +16,14 @@ import pytest
 
 from tests.cpu.unit.cluster.hosted import FailsToLoad, Host, LoadsAfterEngine, OpensRanks, SlowToLoad
 from tests.support.jobs import wait_until
-from trainer.cluster import timeouts, worker_groups
+from trainer.cluster import timeouts
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.cluster.supervisor import is_running
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError, failure_source_of
+from trainer.process import time_limits
 
 
 def settings() -> Config:
@@ -151,8 +152,8 @@ def test_background_calls_run_during_other_calls(shared_group):
 
 def test_two_threads_can_wait_for_one_worker(shared_group, monkeypatch):
     """The saving thread and the training loop do this."""
-    monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(worker_groups, "_HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(time_limits, "HEARTBEAT_INTERVAL_S", 0.0)
     calls = [shared_group.start("waits", 3.0), *(shared_group.start_background("waits_a_little") for _ in range(3))]
     with ThreadPoolExecutor() as threads:
         assert list(threads.map(lambda call: call.result(), calls)) == [["waited"] * 2] * 4
@@ -177,7 +178,7 @@ def test_a_rank_that_cannot_load_is_named_with_its_reason(cluster):
 
 
 def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(worker_groups, "_WARN_START_S", 1.0)
+    monkeypatch.setattr(time_limits, "START_WARNING_S", 1.0)
     group = cluster.launch_ranks("slow rank", SlowToLoad, {})
     group.call("waits", 0.0)
     cluster.release(group)
@@ -193,7 +194,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
     late = next(worker for worker in group.workers if worker.is_starting)
     stopped = psutil.Process(late.process_id[0])
     stopped.suspend()
-    monkeypatch.setattr(timeouts, "_IMPORTS_S", 0.0)
+    monkeypatch.setattr(time_limits, "IMPORTS_S", 0.0)
     group.timeouts = dataclasses.replace(group.timeouts, heartbeat_s=4.0)
     with pytest.raises(
         WorkerError, match=rf"^{late.name} .process {stopped.pid} on .* not answered .*heartbeat_timeout_s"

@@ -12,13 +12,11 @@ from tests.support import plain_engine
 from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.plain_pool import answers, fault, streaming
-from trainer.cluster import worker_groups
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import NonRetryableError, UserError, WorkerError
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
-from trainer.process import restart_policy
 from trainer.process.failure_log import read_incidents
 from trainer.process.restart_policy import can_recover
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from trainer.errors import NotSavedError, WorkerError
-from trainer.process import signals
+from trainer.process import time_limits
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 from trainer.run.stopping import StopRequest
 
@@ -22,7 +22,7 @@ from trainer.run.stopping import StopRequest
 @pytest.fixture(autouse=True)
 def every_signal_counts(monkeypatch):
     """Signals count one by one, however close they are."""
-    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(time_limits, "SAME_REQUEST_S", 0.0)
 
 
 def send(number: int) -> None:
@@ -63,7 +63,7 @@ def test_signals_are_handled_without_the_watching_process(monkeypatch):
 
 def test_signals_that_arrive_together_count_as_one(monkeypatch):
     """As `timeout` sends them: to the process, then to its group."""
-    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 60.0)
+    monkeypatch.setattr(time_limits, "SAME_REQUEST_S", 60.0)
     with SIGNALS.listening(), SIGNALS.in_training_loop():
         for _ in range(3):
             send(signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_outside_the_training_loop_a_signal_stops_at_the_next_safe_point(number)
 
 
 def test_without_a_safe_point_a_signal_stops_after_a_while(monkeypatch):
-    monkeypatch.setattr(signals, "_GRACE_PERIOD_S", 0.01)
+    monkeypatch.setattr(time_limits, "SIGNAL_GRACE_S", 0.01)
     with SIGNALS.listening(), pytest.raises(Stopped):
         send(signal.SIGTERM)
         while True:
@@ -173,8 +173,8 @@ def test_other_threads_neither_defer_nor_raise_signals():
 def test_a_third_signal_ends_a_process_that_does_not_respond():
     code = (
         "import time\n"
-        "from trainer.process import signals\n"
-        "signals._SAME_REQUEST_S = 0\n"
+        "from trainer.process import signals, time_limits\n"
+        "time_limits.SAME_REQUEST_S = 0\n"
         "with signals.SIGNALS.listening(), signals.SIGNALS.deferred():\n"
         "    print('up', flush=True)\n"
         "    while signals.SIGNALS._count < 2: time.sleep(0.01)\n"
@@ -195,8 +195,8 @@ LONG_CALL = "sum(range(10**15))"  # holds the interpreter's lock for days
 FULL_PIPE = "\nwhile True: os.write(writing, bytes(1 << 20))"
 BEGINNING = """
 import os
-from trainer.process import signals
-signals._SAME_REQUEST_S, signals._THIRD_SIGNAL_GRACE_PERIOD_S = 0.2, 0.2
+from trainer.process import signals, time_limits
+time_limits.SAME_REQUEST_S, time_limits.SIGNAL_GRACE_S = 0.2, 0.2
 reading, writing = os.pipe()
 signals.SIGNALS.listen()
 """
