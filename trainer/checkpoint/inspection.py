@@ -13,6 +13,7 @@ from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from trainer.checkpoint.store import CheckpointStore
+from trainer.config.renamed import METRICS
 from trainer.errors import UserError
 
 CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked"}
@@ -29,6 +30,7 @@ def describe(store: CheckpointStore, step: int, level: str) -> dict[str, Any]:
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
         row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
+        row["score_metric"] = METRICS.get(row["score_metric"], row["score_metric"])
         row["age"] = age(manifest["saved_at"])
         manifests.check_files(checkpoint, level)
     except CorruptCheckpointError as error:

@@ -27,6 +27,7 @@ from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, File
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
+from trainer.config.renamed import METRICS
 from trainer.errors import UserError, as_list
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
@@ -213,6 +214,7 @@ class CheckpointManager:
         except CorruptCheckpointError:
             return None
         saved = manifest.get("score_metric", self.retention.best_metric)
+        saved = METRICS.get(saved, saved)  # what an earlier version called it
         return manifest.get("score") if saved == metric else None
 
     # ---------------------------------------------------------------------------------------------------

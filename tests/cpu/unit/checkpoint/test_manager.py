@@ -265,6 +265,15 @@ def test_retention_uses_the_other_metric_until_a_checkpoint_has_the_best_metric(
     assert checkpoints.steps() == [5, 6]
 
 
+def test_retention_knows_the_metric_of_an_earlier_version(tmp_path):
+    metric = "rollout/logprob_corr"
+    checkpoints = manager(tmp_path, Retention(newest=1, best=1, best_metric=metric))
+    save(checkpoints, 1, score=0.9, score_metric="rollout/pearson")
+    for step in (2, 3):
+        save(checkpoints, step, score=0.1 * step, score_metric=metric)
+    assert checkpoints.steps() == [1, 3]
+
+
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
     root = tmp_path / "checkpoints"
     checkpoints = manager(root, Retention(newest=1))
