@@ -17,6 +17,7 @@ from trainer.errors import NonRetryableError, UserError, WorkerError
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
+from trainer.process import time_limits
 from trainer.process.failure_log import read_incidents
 from trainer.process.restart_policy import can_recover
 
@@ -76,7 +77,7 @@ def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatc
 
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", streaming())
-    monkeypatch.setattr(worker_groups, "_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.1)
     pool, _ = start(num_engines=2, rpc_timeout_s=2.0)
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], seed=i) for i in range(3)] + [Request([plain_engine.WAITS, 99], seed=0)]
@@ -265,7 +266,7 @@ def shared(start, monkeypatch, incidents) -> tuple[EnginePool, PlainRanks]:
     """Two engines on the GPUs of two ranks, both at the weights of version 1."""
     spec = dataclasses.replace(streaming("FaultyStreamingEngine"), transports=("shared_memory", "ipc"))
     monkeypatch.setitem(ENGINES, "plain", spec)
-    monkeypatch.setattr(restart_policy, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(time_limits, "RESTART_FIRST_DELAY_S", 0.0)
     pool, ranks = start("cuda", colocate=True, num_workers=2, num_engines=2, max_restarts=5, max_num_seqs=64)
     ranks.policy.call("compute")
     pool.start(version=1, is_initial=False)
