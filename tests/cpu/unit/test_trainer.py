@@ -84,6 +84,35 @@ def test_a_run_can_be_extended(tmp_path, model, whole):
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
+def test_a_resume_reads_the_place_in_the_data_once_and_a_restart_of_ranks_again(tmp_path, model, whole):
+    """A job reads it before it loads models, so that other data is refused at once."""
+    run_until(tmp_path, model, 4)
+    for deaths in (0, 1):
+        loaded: list[int] = []
+        with RunDirectory(toy_config(tmp_path)).open() as directory:
+            trainer = toy_trainer(toy_config(tmp_path), directory, model)
+            load, update = trainer.source.load_state_dict, trainer.learner.update
+            trainer.source.load_state_dict = lambda state, load=load, seen=loaded: (load(state), seen.append(1))
+            left = [lost()] * deaths
+
+            def die(experience, step, update=update, left=left):
+                if left:
+                    raise left.pop()
+                return update(experience, step)
+
+            trainer.learner.update, trainer.recovery.wait = die, lambda: None
+            trainer.load_data()
+            if not deaths:
+                stop_after = trainer.cfg.trainer.total_steps
+                trainer.cfg.trainer.total_steps = 4
+                trainer.fit()
+                trainer.cfg.trainer.total_steps = stop_after
+            else:
+                trainer.fit()
+        assert len(loaded) == 1 + 2 * deaths, "a restart goes back to the beginning, and loads the last commit"
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+
+
 def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, model, caplog):
     def warnings(total_steps: int) -> list[str]:
         caplog.clear()
