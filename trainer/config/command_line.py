@@ -336,7 +336,7 @@ def _outcome(error: BaseException) -> Outcome:
         return error.outcome
     stop = error if isinstance(error, (Stopped, KeyboardInterrupt)) else SIGNALS.stop_behind(error)
     if stop is not None:
-        return Outcome(EXIT_STATUS, str(stop) or "stopped by an interrupt; the last checkpoint is as it was")
+        return Outcome(EXIT_STATUS, str(stop) or "stopped by an interrupt; the last checkpoint is unchanged")
     if isinstance(error, SystemExit):
         return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
     if isinstance(error, NonRetryableError):

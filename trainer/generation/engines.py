@@ -117,7 +117,7 @@ class Engines:
         while not self.lifecycle.loaded:
             self.poll()
             if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
-                error = WorkerError("no engine is left, and the cluster has no room for one", RESTART_HINT, "node")
+                error = WorkerError("no engine is left, and the cluster has no capacity for one", RESTART_HINT, "node")
                 set_failure_source(error, FailureSource("engine"))
                 raise error
         self._paused_s += time.monotonic() - began
