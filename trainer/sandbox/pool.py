@@ -143,7 +143,7 @@ class _Batch:
         self.is_async = tasks[0].is_async
         self.limit_s = limit_s * -(-len(tasks) // concurrency) + limits.ASYNC_GRACE_S if self.is_async else limit_s
         self.since = time.monotonic()
-        """When it was sent, then when it was begun; of plain calls, when the last one was answered."""
+        """When it was sent or begun; of plain calls, when the last one was answered."""
         self.is_begun = False
 
 

@@ -47,9 +47,10 @@ def send(pipe: Connection, message: Any) -> None:
 def serve(pipe: Connection, handler: str, arguments: Sequence[Any], concurrency: int) -> NoReturn:
     """Answer messages `[number, calls]` until the pipe closes.
 
-    The first answer is `{"begun": number}`. Then `{"number": number, "results": [of the next calls], "last": whether
-    this process answers no more}` follows for each plain call, or for all `async` calls together, which run at the same
-    time. `{"left": a process}` stands for the latter if one of several has left that process running.
+    Where calls of several messages may be under way, the first answer is `{"begun": number}`. Then follows `{"number":
+    number, "results": [of the next calls], "last": whether this process answers no more}`, for each plain call, or for
+    all `async` calls together, which run at the same time. `{"left": a process}` stands for the latter if one of
+    several has left that process running.
 
     Args:
         handler: import path of a `Handler`.
@@ -83,7 +84,8 @@ class _Server:
                 number, calls = json.loads(self._pipe.recv_bytes())
             except EOFError:
                 os._exit(0)
-            send(self._pipe, {"begun": number})
+            if self._handler.is_concurrent:
+                send(self._pipe, {"begun": number})
             if self._handler.is_async(calls[0]):
                 task = self._loop.create_task(self._answer_together(number, calls))
                 self._under_way.add(task)  # the loop itself holds no strong reference
