@@ -13,7 +13,7 @@ from tests.support.config import set_value
 from tests.support.ranks import local_cluster
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, TinyConfig
-from trainer.config.fields import value_of
+from trainer.config.fields import value_of, walk_keys
 from trainer.process.signals import Stopped
 from trainer.run.stopping import StopRequest
 from trainer.tasks import warm_start
@@ -47,6 +47,11 @@ def test_a_new_key_with_its_default_leaves_the_name_of_the_model_as_it_is(tmp_pa
         monkeypatch.setattr(warm_start, "walk_keys", lambda cfg, value=value: [*walk(cfg), (key, value, None)])
         monkeypatch.setattr(warm_start, "value_of", lambda cfg, name: 1 if name == key else value_of(cfg, name))
         assert (cached_model(cfg) == before) == same
+
+
+def test_the_name_is_made_of_keys_that_there_are():
+    keys = {key for key, *_ in walk_keys(Config())}
+    assert {*warm_start._NAMED, *warm_start._WITHOUT_EFFECT} <= keys
 
 
 @pytest.mark.parametrize("key, value", [("sft.optimizer.lr", 0.5), ("model.tiny.seed", 7), ("data.system_prompt", "x")])
