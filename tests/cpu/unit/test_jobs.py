@@ -30,7 +30,7 @@ def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
     assert headline == "the run cannot start:"
     assert reward.startswith("reward.name=no_such:function: cannot be imported")
     assert data.startswith("data.prompt_key=prompt: ")
-    assert data.endswith("if chat holds whole chats, set data.messages_key=chat")
+    assert data.endswith("if chat contains complete chats, set data.messages_key=chat")
     assert model.startswith(f"model.path={tmp_path}: ")
 
 
