@@ -19,7 +19,7 @@ from trainer.algorithms import (
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
-from trainer.import_utils import options_of
+from trainer.import_utils import parameter_names
 from trainer.parallel.batching import Batch, select
 from trainer.rewards.parsing import LARGEST
 
@@ -79,7 +79,7 @@ def _advantages(
     function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
     given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
     options = chosen_options(function, algorithm, ESTIMATOR) | {
-        name: value.float() for name, value in given.items() if value is not None and name in options_of(function)
+        name: value.float() for name, value in given.items() if value is not None and name in parameter_names(function)
     }
     advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
     return {"advantages": advantages.float().numpy(), "returns": returns.float().numpy()}

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster
+from trainer.algorithms import ADVANTAGES, aggregate
 from trainer.config import Config, TinyConfig
 from trainer.episodes import Episode, Sample
 from trainer.learner.learner import Learner
@@ -201,6 +202,46 @@ def test_a_kl_in_the_reward_reads_the_old_log_probs_of_all_rows(model):
         moved = learner.score(episodes(), 2)
         assert not np.allclose(moved.batch["old_logprobs"], moved.batch["ref_logprobs"])
         assert not np.allclose(moved.batch["advantages"], plain.batch["advantages"]), "the KL is paid"
+
+
+def half_of_gae(rewards, mask, group_ids, values):
+    """An estimator of a user, which reads the values of a critic."""
+    advantages, returns = ADVANTAGES["gae"](rewards, mask, group_ids, values=values)
+    return 0.5 * advantages, returns
+
+
+def pulled_to_reference(logprobs, old_logprobs, advantages, mask, ref_logprobs, *, group_ids, aggregation, totals):
+    """A loss of a user, which reads the reference and whole groups, and has a metric of its own."""
+    loss = aggregate((logprobs - ref_logprobs).square() - advantages * logprobs, mask, aggregation, totals)
+    groups = torch.tensor(float(len(group_ids[mask.any(dim=1)].unique())))
+    return loss, {"groups_seen": groups}
+
+
+def test_functions_of_a_user_get_the_models_and_the_groups_that_they_read(model):
+    """A critic for `values`, a reference for `ref_logprobs` without a KL, and no group in two micro-batches."""
+    functions = {
+        "advantage_estimator": f"{__name__}:half_of_gae",
+        "policy_loss": f"{__name__}:pulled_to_reference",
+    }
+    cfg = Config()
+    cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 2
+    cfg.trainer.max_tokens_per_micro_batch, cfg.trainer.share_prefixes = 6, False
+    cfg.algorithm = replace(cfg.algorithm, **functions)
+    found = []
+    for ranks in (1, 2):
+        with local_cluster(ranks, cfg) as cluster:
+            learner = Learner(cluster.cfg, cluster, Timer())
+            learner.build(model)
+            assert list(learner.objective.roles) == ["policy", "critic", "reference"]
+            experience = learner.score(episodes(), 1)
+            assert {"values", "ref_logprobs", "advantages"} <= experience.batch.keys()
+            found.append(learner.update(experience, 1))
+    for metrics in found:
+        assert {"critic/loss", "critic/explained_variance", "policy/loss"} <= metrics.keys()
+        assert metrics["policy/groups_seen"] == 2.0, "a group in two pieces would count twice"
+        assert "policy/clip_frac" not in metrics
+    for name in found[0]:
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4, abs=1e-5), name
 
 
 def test_an_adaptive_kl_weight_acts_on_the_next_step_s_rewards(model):

@@ -9,7 +9,9 @@ import torch
 from trainer.algorithms import Totals
 from trainer.config import AlgorithmConfig, Config, RoleSpec, TaskSpec, policy_gradient_roles
 from trainer.config.tasks import add_task
+from trainer.episodes import Episode, Sample
 from trainer.objectives import Outputs
+from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
 from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.parallel.batching import take_rows
@@ -32,6 +34,9 @@ def with_teacher(logprobs, old_logprobs, advantages, mask, *, teacher_logprobs, 
 
 def with_baselines(rewards, mask, group_ids, baselines):
     return rewards - baselines[:, None], rewards
+
+def with_values(rewards, mask, group_ids, values):
+    return rewards - values, rewards
 """
 
 
@@ -107,10 +112,16 @@ def test_the_roles_score_what_the_functions_read_before_the_update():
     assert [warming_up.updates(step) for step in (1, 2, 3)] == [["critic"], ["critic"], ["critic", "policy"]]
 
 
-def test_an_estimator_of_the_user_s_that_reads_baselines_gets_them():
-    made = objective(advantage_estimator="gradient_functions:with_baselines")
-    assert (
-        "baselines" in made.cfg.algorithm.reads
-        and "baselines" in objective(advantage_estimator="remax").cfg.algorithm.reads
-    )
-    assert "baselines" not in objective().cfg.algorithm.reads
+@pytest.mark.parametrize("estimator, subtracted", [("with_baselines", [0.25, 0.5]), ("with_values", [2.0, 2.0])])
+def test_an_estimator_of_the_user_s_gets_what_it_reads(estimator, subtracted):
+    """Whatever its name is, and whether or not its parameter is keyword-only."""
+    made = objective(advantage_estimator=f"gradient_functions:{estimator}")
+    assert ("baselines" in made.cfg.algorithm.reads) == (estimator == "with_baselines")
+    samples = [Sample(np.arange(3), np.array([0, 1, 1], np.float32), np.zeros(3, np.float32), (1, 1))] * 2
+    episodes = [
+        Episode(str(i), "0", [sample], reward=1.0, baseline=baseline)
+        for i, (sample, baseline) in enumerate(zip(samples, (0.25, 0.5), strict=True))
+    ]
+    rows = build_batch(samples, ["0", "0"]) | {"values": np.full((2, 3), 2.0, np.float32)}
+    found = made.experience(episodes, rows).batch["advantages"]
+    assert found[:, -1].tolist() == [1 - value for value in subtracted]
