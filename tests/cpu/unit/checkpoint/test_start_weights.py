@@ -125,7 +125,7 @@ def test_a_frozen_teacher_is_not_saved_so_a_resume_compares_its_weights(tmp_path
         frozen = RoleSpec("teacher", path=teacher, key="trainer.teacher", scores="teacher_logprobs")
         return policy_role(cfg), frozen
 
-    add_task("with:TEACHER", TaskSpec(build="with:build", roles=teach))
+    add_task("with:TEACHER", lambda: TaskSpec(build="with:build", roles=teach))
     save_run(tmp_path / "run", model, task="with:TEACHER")
     saved = tmp_path / "run/checkpoints/global_step_1"
     assert json.loads((saved / "manifest.json").read_text())["roles"] == ["policy"]

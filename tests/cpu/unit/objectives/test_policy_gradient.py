@@ -82,7 +82,7 @@ def test_a_loss_reads_what_a_further_role_of_the_task_scores():
     def roles(cfg: Config) -> tuple[RoleSpec, ...]:
         return *policy_gradient_roles(cfg), RoleSpec("teacher", path="/t", key="teacher", scores="teacher_logprobs")
 
-    add_task("distilled:TASK", TaskSpec("distilled:build", roles=roles))
+    add_task("distilled:TASK", lambda: TaskSpec("distilled:build", roles=roles))
     cfg = Config(algorithm=AlgorithmConfig(policy_loss="gradient_functions:with_teacher"))
     cfg.trainer.task = "distilled:TASK"
     check_functions(cfg)
