@@ -200,18 +200,18 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(
             parameter.mul_(0.8)
     changed.save_pretrained(tmp_path)
     requests = make_requests(6)
-    endless = dataclasses.replace(SAMPLED, max_tokens=60)
+    endless = dataclasses.replace(SAMPLED, max_tokens=280)  # the first report comes after some forty tokens
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
     expected = vllm_engine.generate(requests, endless)
     short = int(expected[0].token_ids[2])
     sampling = dataclasses.replace(endless, stop_token_ids=(short,))
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
     stopped = {i: one for i, one in enumerate(expected) if short in one.token_ids}
-    completions = vllm_engine.step(dict(enumerate(requests * 8)), sampling)
-    under_way = set(range(48)) - set(completions)
-    assert under_way and set(completions) <= {i for i in range(48) if i % 6 in stopped}
+    completions = vllm_engine.step(dict(enumerate(requests * 2)), sampling)
+    under_way = set(range(12)) - set(completions)
+    assert under_way and set(completions) <= {i for i in range(12) if i % 6 in stopped}
     vllm_engine.sync_weights(SharedMemory(str(tmp_path)), 2, running)
-    while len(completions) < 48:
+    while len(completions) < 12:
         completions |= vllm_engine.step({}, sampling)
     versions = (1, 2) if running == "keep" else (1, 1)
     assert {completions[i].weight_versions for i in under_way} == {versions}
