@@ -52,6 +52,15 @@ def forget_connections() -> None:
 
 
 def make_bucket(name: str) -> str:
-    """Make a bucket on the server of `use_s3`; returns its URL."""
-    client_of("s3").api.create_bucket(Bucket=name)
+    """Make a bucket on the server of `use_s3`; returns its URL.
+
+    Raises:
+        OSError: the server does not answer.
+    """
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        client_of("s3").api.create_bucket(Bucket=name)
+    except BotoCoreError as error:
+        raise OSError(str(error)) from error
     return f"s3://{name}"

@@ -128,7 +128,7 @@ def test_a_job_continues_without_failed_nodes_and_uses_new_ones(tmp_path):
         output = reach(job, "step 3/1000", output)
         lost = next(node for node in others if node is not cut and hosts(node, "rank"))
         lost.lose()
-        output = reach(job, "room for 1 of 2 ranks", output)
+        output = reach(job, "capacity for 1 of 2 ranks", output)
         added = nodes.add()
         added.start_ray(head)
         output = reach(job, "step 4/1000", output)

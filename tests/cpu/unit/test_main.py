@@ -57,7 +57,7 @@ def test_a_driver_without_gpus_is_perhaps_too_old():
     [
         (
             ["data=files", "data.train_files=[no.jsonl]", "trainer.val_interval=-1"],
-            r"data.train_files=no.jsonl: no such file in /.*; correct the path, or give hf://",
+            r"data.train_files=no.jsonl: no such file in /.*; correct the path, or set hf://",
         ),
         (["model.path=no/such-model"], "model.path=no/such-model"),
         (["reward.name=no.such.module:f"], "reward.name=no.such.module:f"),

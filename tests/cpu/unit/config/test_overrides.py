@@ -114,7 +114,7 @@ def refusal(*words: str) -> str | None:
         ("trainer.deadline=[1]", "trainer.deadline=[1]: must be a text, or null"),
         ("reward.weights=[a]", "reward.weights[0]: must be a number"),
         ("data.train_files={a:1}", "data.train_files={a:1}: must be a list [VALUE, VALUE]"),
-        ("trainer=null", "trainer=null: trainer is a section; its keys are trainer.run_name, "),
+        ("trainer=null", "trainer=null: trainer is a section; its keys are trainer.task, trainer.run_name, "),
         ("trainer=3", ", … (docs/config.md lists all)"),
         ("trainer.policy={optimizer:{lrr:1}}", "trainer.policy.optimizer.lrr: no such key; did you mean "),
         # interpolations

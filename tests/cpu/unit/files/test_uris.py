@@ -29,8 +29,8 @@ def test_a_bucket_and_a_prefix_are_accepted(url):
         ("s3:///run", "must be a bucket and a prefix"),
         ("s3://bucket/run?versionId=1", "must be a bucket and a prefix"),
         ("s3://bucket/a\nb", "must be a bucket and a prefix"),
-        ("s3://bucket/a/../b", "must not contain empty parts"),
-        ("s3://bucket/a//b", "must not contain empty parts"),
+        ("s3://bucket/a/../b", "must not contain . or .. or an empty name"),
+        ("s3://bucket/a//b", "must not contain . or .. or an empty name"),
     ],
 )
 def test_an_invalid_url_is_refused_without_repeating_it(url, problem):

@@ -139,8 +139,8 @@ def test_optuna_minimizes_the_validation_loss_of_supervised_jobs(tmp_path):
     [
         (
             "hydra.sweeper.direction=maximize",
-            "error: hydra.sweeper.direction=maximize: trainer.best_metric=val/accuracy with trainer.best_mode=max says "
-            "minimize here; leave hydra.sweeper.direction out\n",
+            "error: hydra.sweeper.direction=maximize: trainer.best_metric=val/accuracy with trainer.best_mode=max "
+            "requires minimize; remove hydra.sweeper.direction\n",
         ),
         (
             "trainer.best_metric=val/loss",
