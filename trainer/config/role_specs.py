@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainer.config.roles import LoraConfig, OptimizerConfig, ShardingConfig
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
 
 LM, VALUE, SCORE = "lm", "value", "score"
+POLICY_KEY = "model.path"
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class RoleSpec:
     """Adapters of a trained role."""
     scores: str = ""
     """Name of the array that the role computes for each step before the update, such as `ref_logprobs`. Empty: none."""
-    key: str = "model.path"
-    """Config key that names `path`."""
+    key: str = POLICY_KEY
+    """Names `path`: a config key, or a name of its own. Resumes compare its weights with those of the first start under
+    this name, and `trainer.allow_config_change` takes it."""
     skipped_steps: int = 0
     """First steps of the run in which the role is not trained."""
     updates_per_step: int = 1
@@ -43,6 +46,13 @@ class RoleSpec:
     """Copy the policy's weights into this role every this many steps. None: never."""
     is_policy_base: bool = False
     """The role is the policy without its adapters, and needs no module of its own."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.key == POLICY_KEY:  # a resume would compare the policy's weights instead
+            raise UserError(
+                f"the role {self.name} has a path of its own, so it needs a key of its own: RoleSpec({self.name!r}, "
+                f"path=..., key={self.name!r})"
+            )
 
     def optimizer_steps(self, steps: int) -> int:
         """Return the number of optimizer steps in the first `steps` steps of a run."""
@@ -97,7 +107,7 @@ def critic_role(config: Config) -> RoleSpec:
         lora=critic.lora,
         scores="values",
         updates_per_step=_updates_per_step(config),
-        key="model.path" if critic.path is None else "trainer.critic.path",
+        key=POLICY_KEY if critic.path is None else "trainer.critic.path",
     )
 
 

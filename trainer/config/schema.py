@@ -100,7 +100,7 @@ class Config(Section):
         return setting == "adapter" or rank <= ENGINES[self.rollout.engine].max_lora_rank
 
     def check(self, config: Config, name: str) -> None:
-        keys = [key for key, *_ in walk_keys(self)]
+        keys = [*(key for key, *_ in walk_keys(self)), *(role.key for role in config.roles)]
         for allowed in self.trainer.allow_config_change:
             if allowed not in keys and not any(key.startswith(f"{allowed}.") for key in keys):
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"

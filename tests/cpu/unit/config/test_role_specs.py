@@ -8,6 +8,8 @@ import pytest
 
 from trainer.cluster.resources import rank_groups
 from trainer.config import AlgorithmConfig, Config, CriticConfig, OptimizerConfig, RoleSpec
+from trainer.config.role_specs import policy_role
+from trainer.config.tasks import TASKS, find_task
 from trainer.errors import UserError
 
 
@@ -72,3 +74,21 @@ def test_a_resume_needs_the_initial_weights_below_adapters():
     cfg = config()
     cfg.trainer.policy.lora.rank = 4
     assert cfg.roles[0].needs_initial_weights and cfg.roles[0].saved
+
+
+def test_a_role_with_a_path_of_its_own_needs_a_key_of_its_own():
+    with pytest.raises(UserError, match="the role teacher has a path of its own, so it needs a key"):
+        RoleSpec("teacher", path="/models/teacher")
+
+
+def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
+    teacher = RoleSpec("teacher", path="/models/teacher", key="teacher")
+    cfg = config()
+    cfg.trainer.allow_config_change = ["teacher"]
+    with pytest.raises(UserError, match="no key or section teacher"):
+        cfg.check(cfg, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "rl", dataclasses.replace(TASKS["rl"], roles=lambda cfg: (policy_role(cfg), teacher)))
+        find_task.cache_clear()
+        cfg.check(cfg, "")
+    find_task.cache_clear()
