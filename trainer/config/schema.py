@@ -100,9 +100,10 @@ class Config(Section):
         return setting == "adapter" or rank <= ENGINES[self.rollout.engine].max_lora_rank
 
     def check(self, config: Config, name: str) -> None:
-        keys = [*(key for key, *_ in walk_keys(self)), *(role.key for role in config.roles)]
+        keys = [key for key, *_ in walk_keys(self)]
         for allowed in self.trainer.allow_config_change:
-            if allowed not in keys and not any(key.startswith(f"{allowed}.") for key in keys):
+            is_known = allowed in keys or any(key.startswith(f"{allowed}.") for key in keys)
+            if not is_known and allowed not in [role.key for role in config.roles]:
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
                 raise config_error(config, "trainer.allow_config_change", problem)
 
