@@ -93,6 +93,15 @@ def configured(root: Any, *changes: Settings, **trainer: Any) -> Config:
     return cfg
 
 
+def on_files(root: Path) -> Config:
+    """A config whose training file has a column with chats."""
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    (root / "train.jsonl").write_text(json.dumps({"chat": chat}) + "\n")
+    cfg = Config()
+    cfg.data.train_files = cfg.data.val_files = [str(root / "train.jsonl")]
+    return cfg
+
+
 def _merged(changes: tuple[Settings, ...]) -> Settings:
     return {key: value for change in changes for key, value in change.items()}
 

@@ -47,7 +47,6 @@ class PolicyWorker(TrainedWorker):
         before_weights_change: Callable[[], None],
     ):
         super().__init__(spec, module, layout, objective, before_weights_change)
-        self.temperature = objective.temperature
         self._shared: SharedDirectory | None = None
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
 
@@ -56,7 +55,7 @@ class PolicyWorker(TrainedWorker):
         return self.map_rows(batch, self._logprobs)
 
     def _logprobs(self, mb: MicroBatch) -> Tensor:
-        return _token_logprobs(self.module, mb, self.temperature)
+        return _token_logprobs(self.module, mb, self.objective.temperature)
 
     def outputs(self, mb: MicroBatch, mini_batch: Batch) -> Outputs:
         needed, entropy = self.objective.entropy(mini_batch), None
@@ -65,7 +64,7 @@ class PolicyWorker(TrainedWorker):
         else:
             scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
             logprobs, entropy = logprobs_and_entropy(
-                self.module, mb.input_ids, mb.packing, self.temperature, scored, entropy_grad=has_gradient
+                self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, entropy_grad=has_gradient
             )
         if self.objective.reads_old_logprobs and not mini_batch["has_old_logprobs"].all():
             mb.arrays["old_logprobs"] = logprobs.detach()
@@ -195,7 +194,6 @@ class FrozenWorker(ModelWorker):
         policy: nn.Module | None = None,
     ):
         super().__init__(spec, module, layout, objective, before_weights_change)
-        self.temperature = objective.temperature
         self.policy = policy
         if not spec.is_policy_base:
             self.module.requires_grad_(False)
@@ -204,7 +202,7 @@ class FrozenWorker(ModelWorker):
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
         with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
-            return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.temperature))
+            return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of this rank's rows of `batch`, if the head is `value` (see `ModelWorker.map_rows`)."""

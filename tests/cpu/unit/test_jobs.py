@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.support.runs import configured, save_steps
-from trainer.config import Config
+from tests.support.runs import configured, on_files, save_steps
 from trainer.errors import UserError
 from trainer.jobs import open_run
-
-
-def on_files(tmp_path) -> Config:
-    """A config whose training file has a column with chats."""
-    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
-    (tmp_path / "train.jsonl").write_text(json.dumps({"chat": chat}) + "\n")
-    cfg = Config()
-    cfg.data.train_files = cfg.data.val_files = [str(tmp_path / "train.jsonl")]
-    return cfg
 
 
 def test_reward_data_and_model_are_refused_in_one_message(tmp_path):

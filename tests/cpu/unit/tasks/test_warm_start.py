@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -11,22 +10,13 @@ import pytest
 
 from tests.support.config import set_value
 from tests.support.ranks import local_cluster
-from tests.support.runs import configured
+from tests.support.runs import configured, on_files
 from trainer.config import Config, DataConfig, TinyConfig
 from trainer.config.fields import value_of, walk_keys
 from trainer.process.signals import Stopped
 from trainer.run.stopping import StopRequest
 from trainer.tasks import warm_start
 from trainer.tasks.warm_start import cached_model, prepare_model
-
-
-def on_files(tmp_path) -> Config:
-    """A config whose training file has a column with chats."""
-    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
-    (tmp_path / "train.jsonl").write_text(json.dumps({"chat": chat}) + "\n")
-    cfg = Config()
-    cfg.data.train_files = cfg.data.val_files = [str(tmp_path / "train.jsonl")]
-    return cfg
 
 
 def test_what_is_held_out_of_files_makes_no_other_built_in_model(tmp_path):

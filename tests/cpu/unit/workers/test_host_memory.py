@@ -9,19 +9,10 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
 from trainer.workers import host_memory
 from trainer.workers.host_memory import HostBuffer, HostMemory, buffer_bytes, copy_bytes, host_bytes, storages_of
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
-    return path
 
 
 def test_a_copy_has_the_values_views_and_plain_values_of_a_state():

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.training import config, load_then_step, train_with_parking
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
 from trainer.workers.host_memory import HostMemory
 from trainer.workers.offload import OffloadBuffer
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
-    return path
 
 
 def test_parked_tensors_lose_their_memory_and_get_their_values_back():
