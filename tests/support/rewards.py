@@ -7,9 +7,32 @@ from typing import Any
 
 from trainer.config import RewardConfig
 from trainer.rewards.cache import RewardCache
+from trainer.rewards.functions import REWARDS
 from trainer.rewards.scores import RewardFailures
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
+
+HOME = "tests.support.named_rewards"
+
+
+def attempts(*completions: str) -> list[RewardInput]:
+    """Inputs with all that a reward can name, a row each."""
+    return [
+        RewardInput(
+            completion,
+            answer="5",
+            prompt="why?",
+            messages=[{"role": "user", "content": "why?"}, {"role": "assistant", "content": completion}],
+            row={"points": 3},
+            status="length" if completion == "cut" else "stop",
+        )
+        for completion in completions
+    ]
+
+
+def full(name: str) -> str:
+    """The import path of a function of `named_rewards`, or the name of a built-in reward."""
+    return name if name in REWARDS else f"{HOME}:{name}"
 
 
 def reward_pool(

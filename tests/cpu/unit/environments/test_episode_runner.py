@@ -12,7 +12,6 @@ from tests.support.bad_rewards import BAD, NUMBERS
 from trainer.config import Config, EnvironmentConfig, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner, report_failures
-from trainer.environments.retry import RetryEnv
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
@@ -228,15 +227,6 @@ def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokeniz
         assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)
         (worse,) = run(runner, Policy(tokenizer, "cb", ""), requests_of(rows[0]))
         assert (worse.turns, worse.reward) == (2, pytest.approx(0.8))
-
-
-def test_progress_is_paid_once():
-    """An answer that is as good as an earlier one earns nothing, whatever came between."""
-    environment = RetryEnv(tries=4)
-    environment.reset({"prompt": "abc", "answer": "cba"}, seed=0)
-    steps = [environment.step({"role": "assistant", "content": text}) for text in ("cb", "", "cb", "cba")]
-    assert [step.reward for step in steps] == pytest.approx([0.8, 0.0, 0.0, 0.2])
-    assert [step.done for step in steps] == [False, False, False, True]
 
 
 def valued(tokenizer: Any, *rows: list[dict[str, Any]], **config: Any) -> list[Episode]:

@@ -5,14 +5,8 @@ from __future__ import annotations
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
-
-import pytest
-
-from trainer.process.signals import SIGNALS, Stopped
-from trainer.process.startup import running_stage, stage
 
 CODE = """
 import logging, time
@@ -60,13 +54,3 @@ def test_a_terminal_shows_the_stage_and_its_clock():
     assert re.search(r"joining it 0:00", text) and re.search(r"drawing 0:00", text), text
     assert re.search(r"\x1b\[2Ka message\r\n", text), text
     assert "…" not in text
-
-
-def test_a_stage_is_a_safe_point_for_signals():
-    with SIGNALS.listening():
-        with pytest.raises(Stopped), stage("outer"):
-            with stage("inner"):
-                assert running_stage()[0] == "inner"
-                signal.raise_signal(signal.SIGTERM)
-                reached = True
-        assert reached and running_stage() is None

@@ -6,32 +6,10 @@ import re
 
 import pytest
 
-from tests.support.rewards import reward_pool
+from tests.support.rewards import HOME, attempts, full, reward_pool
 from trainer.config import RewardConfig
 from trainer.errors import UserError
-from trainer.rewards.functions import REWARDS
-from trainer.rewards.preflight import try_rewards
-from trainer.rewards.terms import RewardInput, reward_functions
-
-HOME = "tests.support.named_rewards"
-
-
-def attempts(*completions: str) -> list[RewardInput]:
-    return [
-        RewardInput(
-            completion,
-            answer="5",
-            prompt="why?",
-            messages=[{"role": "user", "content": "why?"}, {"role": "assistant", "content": completion}],
-            row={"points": 3},
-            status="length" if completion == "cut" else "stop",
-        )
-        for completion in completions
-    ]
-
-
-def full(name: str) -> str:
-    return name if name in REWARDS else f"{HOME}:{name}"
+from trainer.rewards.terms import reward_functions
 
 
 def judged(name: str | list[str], *completions: str, n: int = 1, **settings):
@@ -143,52 +121,3 @@ def test_too_many_failures_end_the_run_and_fewer_do_not():
     )
     with pytest.raises(UserError, match=sentence):
         judged("broken", "a", "b", max_error_rate=0.9)
-
-
-# --------------------------------------------------------------------------------------------------------
-# The preflight
-
-
-def tried(name: str | list[str], *completions: str, **settings) -> None:
-    names = full(name) if isinstance(name, str) else list(map(full, name))
-    try_rewards(RewardConfig(name=names, **settings), attempts(*completions), n=2)
-
-
-def test_a_reward_that_fails_for_all_rows_is_refused():
-    with pytest.raises(UserError, match=f"reward.name={HOME}:broken: fails for the first 3 rows") as refusal:
-        tried(["length", "broken"], "1", "2", "3")
-    assert "raised RuntimeError: no such model" in str(refusal.value)
-    tried("odd_group", "one bad", "x")
-
-
-def test_two_rewards_with_the_same_term_are_refused():
-    with pytest.raises(UserError, match="clashing: returned a term length, as another reward does"):
-        tried(["length", "clashing"], "1")
-
-
-def test_a_slow_reward_is_no_reason_not_to_start(caplog):
-    tried("meeting", "hang", timeout_s=0.5)
-    assert "took longer than reward.timeout_s=0.5" in caplog.text
-
-
-def test_with_no_limit_of_failures_the_preflight_warns(caplog):
-    tried("broken", "1", max_error_rate=1.0)
-    assert "fails for the first 1 rows of the data" in caplog.text
-
-
-def tried_with_answers(*names: str, **settings) -> None:
-    answers = [RewardInput(answer, answer) for answer in ("1234", "x", "2345")]
-    try_rewards(RewardConfig(name=[full(name) for name in names], **settings), answers, n=2)
-
-
-def test_a_reward_that_takes_the_answer_of_a_group_for_a_list_is_refused():
-    with pytest.raises(UserError, match=f"reward.name={HOME}:zipped: the function takes `answer` for a list with one"):
-        tried_with_answers("length", "zipped")
-
-
-def test_a_reward_that_gives_right_answers_nothing_is_named_in_a_warning(caplog):
-    tried_with_answers("stern", "arithmetic", "formatted", "length")
-    tried_with_answers("arithmetic", "stern", weights=[1.0, -0.5])
-    for name, value in (("stern", -1), ("formatted", 0)):
-        assert caplog.text.count(f"reward.name={HOME}:{name}: gives {value} to each of the first 3 reference") == 1
-    assert len(caplog.records) == 2

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PhiConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PhiConfig, Qwen3Config
 
 from tests.support.architectures import ARCHITECTURES, SHAPE, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
@@ -36,7 +36,6 @@ from tests.support.training import (
 )
 from trainer.config import Config, FSDPConfig, TinyConfig, compose
 from trainer.errors import UserError
-from trainer.models.parallel_checks import check_model_axes
 from trainer.models.tiny import build_tiny
 from trainer.tasks.base import make_trainer
 from trainer.workers.base import SHARDING_FILE
@@ -235,48 +234,6 @@ def draws(rank: Rank) -> float:
 def test_ranks_with_the_same_share_of_the_data_draw_the_same_numbers():
     first, second, third, fourth = run_ranks(4, draws, cfg=config(context_parallel_size=2))
     assert first == second != third == fourth
-
-
-@pytest.mark.parametrize(
-    "axes, model, problem",
-    [
-        (
-            {"context_parallel_size": 3},
-            ARCHITECTURES["llama"],
-            "trainer.context_parallel_size=3: must divide the number of attention heads of the model, 4",
-        ),
-        (
-            {"context_parallel_size": 4, "tensor_parallel_size": 2},
-            ARCHITECTURES["llama"],
-            "trainer.context_parallel_size=4: must divide the number of attention heads of the model on each rank of "
-            "trainer.tensor_parallel_size, 2",
-        ),
-        (
-            {"tensor_parallel_size": 4},
-            ARCHITECTURES["llama"],
-            "trainer.tensor_parallel_size=4: must divide the number of key and value heads of the model, 2",
-        ),
-        (
-            {"tensor_parallel_size": 2},
-            LlamaConfig(vocab_size=49),
-            "trainer.tensor_parallel_size=2: must divide the number of tokens in the vocabulary of the model, 49",
-        ),
-        (
-            {"tensor_parallel_size": 2},
-            GPT2Config(),
-            "trainer.tensor_parallel_size=2: models of the type gpt2 have no tensor parallel plan in transformers",
-        ),
-        (
-            {"tensor_parallel_size": 2},
-            Qwen3MoeConfig(),
-            "trainer.tensor_parallel_size=2: models of the type qwen3_moe need the parallel style moe_tp_experts, "
-            "which is not supported",
-        ),
-    ],
-)
-def test_what_a_model_cannot_do_is_refused_by_its_config(axes, model, problem):
-    with pytest.raises(UserError, match=f"^{re.escape(problem)}$"):
-        check_model_axes(of_layout(Config(), **axes), model)
 
 
 @pytest.mark.parametrize("task", ["rl", "sft"])

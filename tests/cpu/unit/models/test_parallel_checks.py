@@ -1,0 +1,94 @@
+"""Models that cannot be split over ranks are refused before they are loaded, with the key and the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+from tests.support.architectures import ARCHITECTURES
+from trainer.config import Config, TinyConfig
+from trainer.errors import UserError
+from trainer.models.parallel_checks import check_axes, check_model_axes
+from trainer.models.tiny import build_tiny
+
+LLAMA = ARCHITECTURES["llama"]  # 4 heads, 2 of keys and values
+
+
+def config(tensor: int = 1, context: int = 1) -> Config:
+    trainer = dataclasses.replace(Config().trainer, tensor_parallel_size=tensor, context_parallel_size=context)
+    return dataclasses.replace(Config(), trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "model", "problem"),
+    [
+        (
+            config(context=3),
+            LLAMA,
+            "context_parallel_size=3: must divide the number of attention heads of the model, 4",
+        ),
+        (
+            config(tensor=2, context=4),
+            LLAMA,
+            "context_parallel_size=4: must divide the number of attention heads of the model on each rank of "
+            "trainer.tensor_parallel_size, 2",
+        ),
+        (
+            config(tensor=3),
+            LLAMA,
+            "tensor_parallel_size=3: must divide the number of attention heads of the model, 4",
+        ),
+        (
+            config(tensor=4),
+            LLAMA,
+            "tensor_parallel_size=4: must divide the number of key and value heads of the model, 2",
+        ),
+        (
+            config(tensor=2),
+            LlamaConfig(vocab_size=49),
+            "tensor_parallel_size=2: must divide the number of tokens in the vocabulary of the model, 49",
+        ),
+        (
+            config(tensor=2),
+            GPT2Config(),
+            "tensor_parallel_size=2: models of the type gpt2 have no tensor parallel plan in transformers",
+        ),
+        (
+            config(tensor=2),
+            Qwen3MoeConfig(),
+            "tensor_parallel_size=2: models of the type qwen3_moe need the parallel style moe_tp_experts, which is not "
+            "supported",
+        ),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_by_its_config(cfg, model, problem):
+    with pytest.raises(UserError) as raised:
+        check_model_axes(cfg, model)
+    assert str(raised.value) == f"trainer.{problem}"
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)], ids="{0[0]} x {0[1]}".format)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_axes_that_divide_the_heads_are_accepted(name, axes):
+    check_model_axes(config(*axes), ARCHITECTURES[name])
+
+
+def test_context_parallelism_needs_no_plan():
+    check_model_axes(config(context=2), GPT2Config())
+
+
+def test_the_policy_and_a_critic_with_a_path_of_its_own_are_checked(tmp_path):
+    policy, critic = str(tmp_path / "policy"), str(tmp_path / "critic")
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4), policy)
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2), critic)
+    cfg = config(context=4)
+    check_axes(cfg, policy)
+    cfg.trainer.critic.path = critic
+    with pytest.raises(UserError, match="^trainer.context_parallel_size=4: .* of the model, 2$"):
+        check_axes(cfg, policy)
+
+
+def test_nothing_is_read_for_a_run_without_axes(tmp_path):
+    check_axes(config(), str(tmp_path / "missing"))

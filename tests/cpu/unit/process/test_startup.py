@@ -1,0 +1,39 @@
+"""The stages of the start-up: which one runs, and since when; and that each is a safe point."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from trainer.process.signals import SIGNALS, Stopped
+from trainer.process.startup import running_stage, stage
+
+
+def test_the_innermost_stage_runs_and_has_its_own_clock():
+    assert running_stage() is None
+    before = time.monotonic()
+    with stage("outer"):
+        outer = running_stage()
+        with stage("inner"):
+            inner = running_stage()
+        assert running_stage() == outer, "it has run all the time"
+    assert running_stage() is None
+    assert (outer[0], inner[0]) == ("outer", "inner") and before <= outer[1] <= inner[1] <= time.monotonic()
+
+
+def test_a_stage_that_fails_ends():
+    with pytest.raises(OSError), stage("loading"):
+        raise OSError
+    assert running_stage() is None
+
+
+def test_a_stage_is_a_safe_point_for_signals():
+    with SIGNALS.listening():
+        with pytest.raises(Stopped), stage("outer"):
+            with stage("inner"):
+                assert running_stage()[0] == "inner"
+                signal.raise_signal(signal.SIGTERM)
+                reached = True
+        assert reached and running_stage() is None
