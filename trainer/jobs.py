@@ -28,12 +28,11 @@ from trainer.trainer import Trainer
 LOG = logging.getLogger(__name__)
 
 
-def run_task(task: Task, device: str, cluster: Cluster | None = None) -> None:
+def run_task(task: Task, device: str) -> None:
     """Run a task to its end.
 
     Args:
         device: `cuda` or `cpu`.
-        cluster: not started yet. None: as `trainer.ray_address` says.
     """
     cfg, t = task.cfg, task.cfg.trainer
     stop = StopRequest(t.deadline)
@@ -44,7 +43,7 @@ def run_task(task: Task, device: str, cluster: Cluster | None = None) -> None:
         if _is_finished(directory, total, task.exports_last or t.hf_save_interval > 0):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
-        with cluster or _cluster(cfg, device) as cluster, directory.settling(), Watchdog(t, cluster):
+        with _cluster(cfg, device) as cluster, directory.settling(), Watchdog(t, cluster):
             trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
             trainer.fit()
             model = f"; model: {trainer.export_last()}" if task.exports_last else ""

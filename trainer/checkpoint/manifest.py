@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import posixpath
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,7 +19,6 @@ from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 from trainer.files.atomic_io import access_problem, digest_bytes, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
-from trainer.files.uris import below
 
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
@@ -45,7 +45,7 @@ class Checkpoint:
     @property
     def files(self) -> CheckpointFiles:
         """The files of the checkpoint."""
-        return files_at(below(self.path, self.manifest.get("folder", "")))
+        return files_at(posixpath.join(self.path, self.manifest.get("folder", "")))
 
     @property
     def entries(self) -> list[FileEntry]:
@@ -288,7 +288,7 @@ def _size_or_none(checkpoint: Checkpoint, entry: FileEntry) -> int | None:
 
 def _path(checkpoint: Checkpoint, entry: FileEntry) -> str:
     """Return the path of a file below the checkpoint."""
-    return below(checkpoint.manifest.get("folder", ""), entry.path)
+    return posixpath.join(checkpoint.manifest.get("folder", ""), entry.path)
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -22,8 +22,7 @@ from trainer.files.atomic_io import (
     file_problem,
     naming,
     read_inside,
-    sync_directory,
-    sync_file,
+    sync_path,
     sync_tree,
     write_file,
 )
@@ -209,15 +208,15 @@ class LocalStorage:
     def rename(self, source: str, target: str) -> None:
         """Rename a directory atomically and durably."""
         os.rename(self.path(source), self.path(target))
-        sync_directory(self.root)
+        sync_path(self.root)
 
     def sync(self, prefix: str, names: list[str] | None = None) -> None:
         """Make files of a directory durable, first their content and then their names; None: everything below it."""
         if names is None:
             return sync_tree(self.path(prefix))
         for name in names:
-            sync_file(os.path.join(self.path(prefix), name))
-        sync_directory(self.path(prefix))
+            sync_path(os.path.join(self.path(prefix), name))
+        sync_path(self.path(prefix))
 
     def contains(self, key: str) -> bool:
         """Return whether a key stays below the directory, links included, and names a regular file or nothing."""

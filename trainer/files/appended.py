@@ -54,20 +54,6 @@ def repair_last_line(path: str) -> None:
         os.close(open_appended(path))
 
 
-def append_line(path: str, line: bytes) -> None:
-    """Append a line, given without its line break, to a file. The last line of the file is repaired first.
-
-    Raises:
-        OSError: the line could not be written. The file is unchanged.
-    """
-    handle = open_appended(path)
-    try:
-        with naming(path):
-            write_all_or_nothing(handle, line + b"\n")
-    finally:
-        os.close(handle)
-
-
 def write_all_or_nothing(handle: int, data: bytes) -> None:
     """Append `data` with one write call, so that a kill leaves all of it or nothing.
 

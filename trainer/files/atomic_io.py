@@ -32,7 +32,7 @@ def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda:
         os.fsync(file.fileno())
     fence()
     os.replace(staged, path)
-    sync_directory(os.path.dirname(path) or ".")
+    sync_path(os.path.dirname(path) or ".")
 
 
 @contextlib.contextmanager
@@ -155,18 +155,13 @@ def drop_from_page_cache(path: str) -> None:
         os.close(handle)
 
 
-def sync_file(path: str) -> None:
-    """Make a file's content durable."""
+def sync_path(path: str) -> None:
+    """Make the content of a file durable, or the creations, renames and deletions in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def sync_directory(path: str) -> None:
-    """Make the creations, renames and deletions in a directory durable."""
-    sync_file(path)
 
 
 def sync_tree(path: str) -> None:
@@ -181,8 +176,8 @@ def sync_tree(path: str) -> None:
 
     for folder, _, names in os.walk(path, onerror=fail):
         for name in names:
-            sync_file(os.path.join(folder, name))
-        sync_directory(folder)
+            sync_path(os.path.join(folder, name))
+        sync_path(folder)
 
 
 def digest_bytes(data: bytes) -> str:

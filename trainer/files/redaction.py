@@ -13,7 +13,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, quote, quote_plus, urlsplit
 
@@ -69,7 +69,15 @@ _PAIRS = frozenset(
     )
 )
 """Adjacent words that make a name a secret at any position: `api_key_prod`, `HF_TOKEN_READ`."""
-_PASS_OWNERS = _words("admin db ftp http login mail mysql pg postgres proxy redis root smtp ssh user")
+_OWNERS = {
+    "key": _KEY_OWNERS,
+    "keys": _KEY_OWNERS,
+    "tokens": _TOKEN_OWNERS,
+    "pass": _words("admin db ftp http login mail mysql pg postgres proxy redis root smtp ssh user") | {""},
+    "pat": _words("gh github gitlab"),
+    "session": {""},
+}
+"""Last words of names, and the words before that make it a secret; empty: there is none."""
 _ABOUT = _words(
     "bits bonus budget chance coef column count digits dir directory enabled env expiry field file files folder "
     "format fraction helper interval len length level limit manager max min mode name names path paths penalty policy "
@@ -97,17 +105,9 @@ def _is_secret_name(name: str) -> bool:
         return True
     if last == "id":
         return previous == "session" or words[-3:-1] == ["access", "key"]
-    if last in ("key", "keys"):
-        return previous in _KEY_OWNERS
     if last == "token":
         return previous not in _TEXT_WORDS
-    if last == "tokens":
-        return previous in _TOKEN_OWNERS
-    if last == "pass":
-        return previous in _PASS_OWNERS or words == ["pass"]
-    if last == "pat":
-        return previous in ("gh", "github", "gitlab")
-    return last in _LAST_WORDS or words == ["session"]
+    return last in _LAST_WORDS or previous in _OWNERS.get(last, ())
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -126,32 +126,29 @@ def remember(*secrets: str) -> None:
     _remembered.update(dict.fromkeys(secret for secret in secrets if len(secret) >= _MIN_SECRET))
 
 
-def secrets_of(value: Any, name: str = "") -> list[str]:
+def secrets_of(config: Any) -> list[str]:
     """Return the texts and numbers of a nested config that are secrets according to their names."""
-    secrets: list[str] = []
+    return [str(value) for _, hides, value in _leaves(config) if hides and _has_content(value)]
+
+
+def hidden_keys(config: Any) -> list[str]:
+    """Return the keys of a nested config whose secret has been hidden: the value is `***`."""
+    texts = ((key, value) for key, hides, value in _leaves(config) if hides and isinstance(value, str))
+    return [key for key, value in texts if HIDDEN in value.split()]
+
+
+def _leaves(value: Any, key: str = "", hides: bool = False) -> Iterator[tuple[str, bool, Any]]:
+    """Yield the dotted key of each value of a nested config, whether its names make it a secret, and the value."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key == "value" and _is_named_secret(value):
-                secrets += secrets_of(inner, "secret")
-            else:
-                secrets += secrets_of(inner, f"{name}.{key}" if is_secret(name) else str(key))
+        is_named = _is_named_secret(value)
+        for name, inner in value.items():
+            names_secret = is_secret(str(name)) or name == "value" and is_named
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name), hides or names_secret)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            secrets += secrets_of(inner, name)
-    elif _has_content(value) and is_secret(name):
-        secrets.append(str(value))
-    return secrets
-
-
-def hidden_keys(value: Any, name: str = "", hides: bool = False) -> list[str]:
-    """Return the keys of a nested config whose secret has been hidden: the value is `***`."""
-    if isinstance(value, Mapping):
-        items = [(f"{name}.{key}" if name else str(key), is_secret(str(key)), inner) for key, inner in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(name, False, inner) for inner in value]
+            yield from _leaves(inner, key, hides)
     else:
-        return [name] if hides and isinstance(value, str) and HIDDEN in value.split() else []
-    return [hidden for key, names_secret, inner in items for hidden in hidden_keys(inner, key, hides or names_secret)]
+        yield key, hides, value
 
 
 def forms_of(secret: str) -> set[str]:

@@ -99,11 +99,12 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
     free = space.f_bavail * space.f_frsize
     for_ray = reserved if free >= reserved else 0
     if needed + for_ray > free:
+        size_gib = -(-(needed + reserved) // 2**30)  # rounded up
         besides = f" in addition to {for_ray / 1e6:.1f} MB for Ray's objects" if for_ray else ""
         raise UserError(
             f"rollout.weight_sync=shared_memory: {base} has {free / 1e6:.1f} MB free, but the policy's weights need "
             f"{needed / 1e6:.1f} MB{besides}; make it larger (in a container: docker run --shm-size="
-            f"{_round_up_to_gib(needed + reserved)}g), or choose rollout=vllm with rollout.weight_sync=broadcast"
+            f"{size_gib}g), or choose rollout=vllm with rollout.weight_sync=broadcast"
         )
 
 
@@ -184,7 +185,3 @@ def _clear(path: str) -> bool:
         return False
     finally:
         os.close(handle)
-
-
-def _round_up_to_gib(size: int) -> int:
-    return -(-size // 2**30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import re
 
 SCHEMES = {
@@ -50,11 +49,6 @@ def absolute(path: str) -> str:
 def is_same(a: str, b: str) -> bool:
     """Return whether two paths or URLs are the same location. Links are followed."""
     return absolute(a) == absolute(b) if is_url(a) or is_url(b) else os.path.realpath(a) == os.path.realpath(b)
-
-
-def below(path: str, *names: str) -> str:
-    """Return the path of an entry below a directory or prefix."""
-    return posixpath.join(path, *(name for name in names if name))
 
 
 def inside(directory: str, path: str) -> str:

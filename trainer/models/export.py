@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.config import Config
-from trainer.files.atomic_io import sync_directory, sync_tree
+from trainer.files.atomic_io import sync_path, sync_tree
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_assets
 from trainer.process.failpoints import failpoint
 
@@ -103,7 +103,7 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    sync_directory(os.path.dirname(target))
+    sync_path(os.path.dirname(target))
 
 
 def _apply_umask(directory: str) -> None:

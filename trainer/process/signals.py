@@ -32,6 +32,12 @@ EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
 
+_MOMENTS = {
+    "before": "before the first step of this start, so nothing is lost",
+    "interrupted": "while the ranks restarted: the last checkpoint is unchanged",
+    "after": "after the last step",
+}
+
 
 def killed(pid: int) -> str:
     """Return the end of the final message of a process that its watching process has killed."""
@@ -227,14 +233,7 @@ class Signals:
                 "stopped by a second signal: the steps since the last checkpoint are not saved, and the checkpoint is "
                 f"unchanged; {CONTINUES}"
             )
-        if self._steps == "before":
-            message = f"stopped by {self.first} before the first step of this start, so nothing is lost"
-            return Stopped(f"{message}; {CONTINUES}")
-        if self._steps == "interrupted":
-            return Stopped(
-                f"stopped by {self.first} while the ranks restarted: the last checkpoint is unchanged; {CONTINUES}"
-            )
-        return Stopped(f"stopped by {self.first} after the last step; {CONTINUES}")
+        return Stopped(f"stopped by {self.first} {_MOMENTS[self._steps]}; {CONTINUES}")
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from trainer.checkpoint import manifest as manifests
@@ -54,21 +54,13 @@ class Piece:
     hash: str
 
 
-@dataclass
-class _SavedFile:
-    """A file at the last save."""
-
-    stamp: tuple[int, int, int]
-    pieces: list[Piece] = field(default_factory=list)
-
-
 class RunFiles:
     """The files of one run directory, and the pieces of them that the store has."""
 
     def __init__(self, run_dir: str, store: CheckpointStore):
         self._run_dir = run_dir
         self._store = store
-        self._saved: dict[str, _SavedFile] = {}
+        self._saved: dict[str, tuple[tuple[int, int, int], list[Piece]]] = {}  # the stamp at the last save, and pieces
 
     def part(self) -> Component:
         """Return the part of a checkpoint that lists the pieces."""
@@ -150,11 +142,11 @@ class RunFiles:
 
     def _pieces(self, path: str, stamp: tuple[int, int, int]) -> list[Piece]:
         """Return the pieces of a file up to the size in `stamp`, and keep in the store those that it lacks."""
-        saved = self._saved.get(path)
-        if saved is None or saved.stamp != stamp:
+        last_stamp, pieces = self._saved.get(path, (None, []))
+        if last_stamp != stamp:
             with open(os.path.join(self._run_dir, path), "rb") as file:
                 data = file.read(stamp[0])
-            pieces = _common(saved.pieces if saved else [], data)
+            pieces = _common(pieces, data)
             if len(pieces) >= _MOST_PIECES:
                 pieces = []
             start = sum(piece.bytes for piece in pieces)
@@ -162,8 +154,8 @@ class RunFiles:
                 piece = Piece(len(data) - start, digest_bytes(data[start:]))
                 self._store.keep_piece(piece.hash, data[start:])
                 pieces = [*pieces, piece]
-            saved = self._saved[path] = _SavedFile(stamp, pieces)
-        return saved.pieces
+            self._saved[path] = stamp, pieces
+        return pieces
 
     def _has(self, path: str, pieces: list[Piece]) -> bool:
         """Return whether the file in the run directory begins with these pieces."""

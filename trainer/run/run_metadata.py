@@ -20,7 +20,7 @@ import yaml
 
 from trainer import __version__
 from trainer.config import Config
-from trainer.files.appended import append_line
+from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.redaction import redact, redact_command
 from trainer.process import time_limits
@@ -79,7 +79,7 @@ def record_start(run_dir: str, cfg: Config) -> None:
         "config": config,
     }
     write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    append_line(os.path.join(run_dir, STARTS_FILE), json.dumps(start).encode())
+    AppendedFile(os.path.join(run_dir, STARTS_FILE)).append(json.dumps(start).encode() + b"\n")
 
 
 def describe_task(cfg: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.support.metrics import make_tracker
 from tests.support.toy import toy_config
 from trainer.errors import UserError
 from trainer.files import appended
-from trainer.files.appended import REPLACED, AppendedFile, append_line, open_appended, repair_last_line
+from trainer.files.appended import REPLACED, AppendedFile, open_appended, repair_last_line
 from trainer.metrics.tracker import read_metrics
 from trainer.process.failure_log import INCIDENTS, JOB, Incident, read_incidents
 from trainer.process.log_setup import LogFile
@@ -33,7 +33,7 @@ WHOLE = b"".join(line + b"\n" for line in LINES)
 def test_an_incomplete_line_is_repaired_before_the_next_append(tmp_path_factory, cut, tail):
     path = tmp_path_factory.mktemp("file") / "lines.jsonl"
     path.write_bytes(WHOLE[:cut] + tail)
-    append_line(str(path), b'{"last": 1}')
+    AppendedFile(str(path)).append(b'{"last": 1}\n')
     *lines, last = path.read_bytes().splitlines()
     assert last == b'{"last": 1}'
     complete = WHOLE[:cut].count(b"\n")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from trainer.files.uris import absolute, below, inside, is_same, is_url, problem_of
+from trainer.files.uris import absolute, inside, is_same, is_url, problem_of
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,6 @@ def test_paths_are_absolute_and_urls_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert absolute("runs/") == str(tmp_path / "runs") and absolute("s3://bucket/run/") == "s3://bucket/run"
     assert inside("/home", "runs") == "/home/runs" and inside("/home", "s3://b/r") == "s3://b/r"
-    assert below("s3://b/r", "", "x.json") == "s3://b/r/x.json"
 
 
 def test_links_are_followed_to_the_same_location(tmp_path):
