@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
 from trainer.checkpoint.components import read_config
+from trainer.checkpoint.inspection import find_store
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.names import step_in
-from trainer.checkpoint.store import is_there, open_store
+from trainer.checkpoint.store import is_there
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def _newest(path: str) -> Checkpoint:
-    for directory in (os.path.join(path, "checkpoints"), path, record.read(path)):
-        if directory and (newest := CheckpointManager(open_store(directory)).latest()) is not None:
-            return newest
+    store = find_store(path)
+    if store is not None and (newest := CheckpointManager(store).latest()) is not None:
+        return newest
     raise UserError(f"{path}: no checkpoint is there or in its checkpoints directory")

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import posixpath
 import shlex
 import sys
 from collections.abc import Iterator
@@ -19,36 +18,38 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.exports import is_exported, place_for
-from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, list_steps
+from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, find_store, list_steps
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import is_there, open_store
+from trainer.checkpoint.store import CheckpointStore, is_there, open_store
 from trainer.config import TrainerConfig
-from trainer.errors import UserError, sentence_of
+from trainer.errors import UserError
 from trainer.files.documents import flatten
 from trainer.files.uris import is_url, problem_of
-from trainer.process.log_setup import escape, guard_output
+from trainer.process.log_setup import escape, run_tool, show
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (see `_STATUS`)."""
-    guard_output()
-    args = _parser().parse_args(argv)
-    try:
-        for path in (getattr(args, name, None) for name in ("root", "path", "checkpoint", "a", "b", "out")):
-            if path is not None and is_url(path) and (problem := problem_of(path)) is not None:
-                raise UserError(f"{path}: {problem}")
-            if path is not None and path != getattr(args, "out", None) and not is_there(path):
-                what = "is a file" if os.path.exists(path) else "no such directory"
-                raise UserError(f"{path}: {what}; name a run, or a directory or URL with global_step_N in it")
-        result, lines, status = _COMMANDS[args.command](args)
-    except (UserError, OSError) as error:
-        print(f"error: {_printable(sentence_of(error))}", file=sys.stderr)
-        return 1 if isinstance(error, CorruptCheckpointError) and not isinstance(error, UnreadableError) else 2
-    print(json.dumps(result, indent=2) if args.json else "\n".join(map(_printable, lines)))
+    return run_tool(_parser(), _run, argv, _status_of)
+
+
+def _run(args: argparse.Namespace) -> int:
+    for path in (getattr(args, name, None) for name in ("root", "path", "checkpoint", "a", "b", "out")):
+        if path is not None and is_url(path) and (problem := problem_of(path)) is not None:
+            raise UserError(f"{path}: {problem}")
+        if path is not None and path != getattr(args, "out", None) and not is_there(path):
+            what = "is a file" if os.path.exists(path) else "no such directory"
+            raise UserError(f"{path}: {what}; name a run, or a directory or URL with global_step_N in it")
+    result, lines, status = _COMMANDS[args.command](args)
+    print(json.dumps(result, indent=2) if args.json else "\n".join(escape(line, lines=False) for line in lines))
     return status
+
+
+def _status_of(error: Exception) -> int:
+    return 1 if isinstance(error, CorruptCheckpointError) and not isinstance(error, UnreadableError) else 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--keep", type=int, required=True, help="number of newest checkpoints to keep, at least 1")
     prune.add_argument("--every", type=int, default=-1, help="also keep steps that are multiples of this number")
     prune.add_argument("--dry-run", action="store_true", help="print the checkpoints, but delete none")
-    back = command("rollback", "set newer checkpoints aside, so that resume_mode=latest uses an older one", root)
+    back = command("rollback", "archive newer checkpoints, so that resume_mode=latest uses an older one", root)
     back.add_argument("--to", type=int, required=True, help="step of the older checkpoint")
     return parser
 
@@ -103,7 +104,7 @@ _STATUS = (
 
 
 def _ls(args: argparse.Namespace) -> Result:
-    store = _open(args.root).store
+    store = _open(args.root)
     rows = describe_all(store, "hash" if args.verify else "size")
     lines = _table(rows)
     metrics = sorted({row["score_metric"] for row in rows if row["score"] is not None and row["score_metric"]})
@@ -133,39 +134,40 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _verify(args: argparse.Namespace) -> Result:
     path = args.path.rstrip("/")
-    if step_in(path) is not None:
-        paths = [path]
-    else:
-        checkpoints = _open(path)
-        paths = [checkpoints.store.path(step) for step in checkpoints.steps()]
-    rows, lines = [], []
-    for path in paths:
-        problem = None
-        try:
-            checkpoint = manifests.verify(path, "hash")
-            files, axes = checkpoint.entries, axes_of(checkpoint.manifest.get("axes"))
-            size = sum(entry.bytes for entry in files)
-            of_ranks = f"{len(files)} files of {checkpoint.manifest.get('ranks', '?')} ranks ({axes})"
-            lines.append(f"{path}: every byte is as it was saved; {of_ranks}, {size / 1e6:.1f} MB")
-        except CorruptCheckpointError as error:
-            problem = str(error).removeprefix(f"{path}: ")
-            lines.append(f"{path}: DAMAGED: {problem}")
-        rows.append({"path": path, "valid": problem is None, "problem": problem})
-    return rows, lines, 0 if all(row["valid"] for row in rows) else 1
+    rows = [describe(path, "hash")] if step_in(path) is not None else describe_all(_open(path), "hash")
+    return rows, [_finding(row) for row in rows], 0 if all(row["valid"] for row in rows) else 1
+
+
+def _finding(row: dict[str, Any]) -> str:
+    """Return what a check of all bytes has found, and what to do about damage."""
+    if row["valid"]:
+        of_ranks = f"{row['files']} files of {row['ranks'] or '?'} ranks ({axes_of(row['axes'])})"
+        return f"{row['path']}: every byte is as it was saved; {of_ranks}, {row['bytes'] / 1e6:.1f} MB"
+    if not row["readable"]:
+        return f"{row['path']}: NOT READ: {row['problem']}; make it readable: it may be undamaged"
+    return (
+        f"{row['path']}: DAMAGED: {row['problem']}; restore it from a copy, or delete it: trainer.resume_mode=latest "
+        "continues from the newest undamaged one"
+    )
 
 
 def _show(args: argparse.Namespace) -> Result:
     checkpoint = _one(args.checkpoint, "off")
     manifest = checkpoint.manifest
-    state = _json(checkpoint, "trainer_state.json")
+    state = _document(checkpoint, "state")
     state.pop("rng", None)
     shown = {"path": checkpoint.path}
     shown |= {name: value for name, value in manifest.items() if name not in ("files", "self")}
-    shown |= {"state": state, "data": _json(checkpoint, "data.json")}
+    shown |= {"state": state, "data": _document(checkpoint, "data")}
     files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
     lines = [f"{name}: {value}" for name, value in shown.items()]
     lines += ["files:", *(f"  {size:>12,}  {path}" for path, size in files)]
     return {**shown, "files": manifest["files"]}, lines, 0
+
+
+def _document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    file = {"state": "trainer_state.json", "data": "data.json"}[name]
+    return manifests.read_object(checkpoint, file, missing_ok=True)
 
 
 def _diff(args: argparse.Namespace) -> Result:
@@ -173,10 +175,7 @@ def _diff(args: argparse.Namespace) -> Result:
 
     checkpoints = [_one(path, "hash") for path in (args.a, args.b)]
     config = _differences(*(flatten(read_config(checkpoint)) for checkpoint in checkpoints))
-    states = (
-        flatten({"state": _json(checkpoint, "trainer_state.json"), "data": _json(checkpoint, "data.json")})
-        for checkpoint in checkpoints
-    )
+    states = (flatten({name: _document(one, name) for name in ("state", "data")}) for one in checkpoints)
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
     tensors = compare(*map(NamedFiles, checkpoints))
     changed = [row for row in tensors if row["note"] is not None or row["largest"] != 0]
@@ -243,7 +242,7 @@ def chosen(path: str, step: int | None, best: bool) -> tuple[Checkpoint, str]:
         return _one(path, "hash"), ""
     if _is_checkpoint(path):
         raise UserError(f"{path}: is one checkpoint, and --best and --step choose one of a run; name the run")
-    store = _open(path).store
+    store = _open(path)
     if step is not None:
         check_step(store, step, "--step")
         return manifests.verify(store.path(step), "hash"), ""
@@ -260,29 +259,30 @@ def chosen(path: str, step: int | None, best: bool) -> tuple[Checkpoint, str]:
 def _prune(args: argparse.Namespace) -> Result:
     if args.keep < 1:
         raise UserError(f"--keep={args.keep}: must be at least 1")
-    checkpoints = _open(args.root)
-    with contextlib.nullcontext() if args.dry_run else _locked(checkpoints):
-        steps = checkpoints.steps()
+    store = _open(args.root)
+    with contextlib.nullcontext() if args.dry_run else _locked(store):
+        steps = store.steps()
         # Every byte of the newest one is read, because older ones are about to be deleted.
-        valid = next((step for step in reversed(steps) if describe(checkpoints.store, step, "hash")["valid"]), None)
+        valid = next((step for step in reversed(steps) if describe(store.path(step), "hash")["valid"]), None)
         if valid is None:
-            raise UserError(f"{checkpoints.store.root}: no checkpoint is valid, so none is deleted")
+            raise UserError(f"{store.root}: no checkpoint is valid, so none is deleted")
         old = Retention(args.keep, args.every).disposable(dict.fromkeys(steps), protected=[valid])
         if not args.dry_run:
-            checkpoints.delete(old)
+            for step in old:
+                store.delete(step)
     verb = "would delete" if args.dry_run else "deleted"
-    lines = [f"{verb} {checkpoints.store.path(step)}" for step in old] or ["nothing to delete"]
+    lines = [f"{verb} {store.path(step)}" for step in old] or ["nothing to delete"]
     return {"deleted": old, "dry_run": args.dry_run}, lines, 0
 
 
 def _rollback(args: argparse.Namespace) -> Result:
-    checkpoints = _open(args.root)
-    check_step(checkpoints.store, args.to, "--to")
-    manifests.verify(checkpoints.store.path(args.to), "hash")
-    with _locked(checkpoints):
-        moved = checkpoints.archive(after=args.to)
-    lines = [f"set aside {name}" for name in moved] or ["no checkpoint is newer"]
-    return {"step": args.to, "set_aside": moved}, lines, 0
+    store = _open(args.root)
+    check_step(store, args.to, "--to")
+    manifests.verify(store.path(args.to), "hash")
+    with _locked(store):
+        archived = CheckpointManager(store).archive(after=args.to)
+    lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
+    return {"step": args.to, "archived": archived}, lines, 0
 
 
 _COMMANDS = {
@@ -296,22 +296,19 @@ _COMMANDS = {
 }
 
 
-def _open(root: str) -> CheckpointManager:
-    """Return the checkpoints of a run, or those in a directory or at a URL.
+def _open(root: str) -> CheckpointStore:
+    """Return the store of a run, or of a directory or URL.
 
     Raises:
         UserError: there are none.
     """
-    elsewhere = None if is_url(root) else record.read(root)
-    for directory in (posixpath.join(root, "checkpoints"), root, elsewhere):
-        if directory is not None and is_there(directory):
-            store = open_store(directory)
-            if any("global_step_" in name for name in store.names()):
-                return CheckpointManager(store)
+    if (store := find_store(root)) is not None:
+        return store
     if _is_checkpoint(root):
         raise UserError(f"{root}: is one checkpoint; name its run, or the directory that it is in")
-    searched = f"{root}, in its checkpoints directory, or in {elsewhere}" if elsewhere else f"{root} or its checkpoints"
-    raise UserError(f"{root}: no checkpoint is there; looked in {searched}")
+    raise UserError(
+        f"{root}: no checkpoint is there; looked in it, in its checkpoints directory, and where its {record.NAME} names"
+    )
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -328,34 +325,22 @@ def _one(path: str, level: str) -> Checkpoint:
     path = path.rstrip("/")
     if _is_checkpoint(path):
         return manifests.verify(path, level)
-    checkpoints = _open(path)
-    for step in reversed(checkpoints.steps()):
+    store = _open(path)
+    for step in reversed(store.steps()):
         try:
-            return manifests.verify(checkpoints.store.path(step), level if level != "off" else "size")
+            return manifests.verify(store.path(step), level if level != "off" else "size")
         except UnreadableError as error:
             raise UserError(f"{error}; give the command as its owner, or ask for access") from error
         except CorruptCheckpointError as error:
-            print(f"skipped a damaged checkpoint: {_printable(str(error))}", file=sys.stderr)
+            show(f"skipped a damaged checkpoint: {escape(str(error), lines=False)}", error=True)
     raise UserError(f"{path}: no checkpoint there is valid")
 
 
-def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    named = any(entry.path == name for entry in checkpoint.entries)
-    return manifests.read_object(checkpoint, name) if named else {}
-
-
-def _printable(text: str) -> str:
-    """Escape the characters that could control a terminal, or that the terminal cannot show."""
-    shown = escape(text, lines=False)
-    encoding = sys.stdout.encoding or "utf-8"
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
-
-
 @contextlib.contextmanager
-def _locked(checkpoints: CheckpointManager) -> Iterator[None]:
+def _locked(store: CheckpointStore) -> Iterator[None]:
     """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
     with contextlib.ExitStack() as held:
-        for lock in checkpoints.store.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first"):
+        for lock in store.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first"):
             held.enter_context(lock).acquire()
         yield
 

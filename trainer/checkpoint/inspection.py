@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import threading
 import time
 from collections.abc import Callable
@@ -9,22 +10,35 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import read_config
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.names import step_in
+from trainer.checkpoint.store import CheckpointStore, is_there, open_store
 from trainer.config.renamed import METRICS
 from trainer.errors import UserError
+from trainer.files.uris import is_url
 
 CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked"}
 """What is known of a checkpoint after a check of each level, in words."""
 
 
-def describe(store: CheckpointStore, step: int, level: str) -> dict[str, Any]:
-    """Return what is known about a checkpoint, after a check of `level`."""
-    path = store.path(step)
-    row: dict[str, Any] = {"step": step, "path": path, "saved_at": None, "age": None, "ranks": None, "axes": None}
-    row |= {"score": None, "score_metric": None, "bytes": 0, "valid": True, "checked": level, "problem": None}
+def find_store(path: str) -> CheckpointStore | None:
+    """Return the store with the checkpoints of a run, or of a directory or URL; None: there are none."""
+    for directory in (posixpath.join(path, "checkpoints"), path, None if is_url(path) else record.read(path)):
+        if directory is not None and is_there(directory):
+            store = open_store(directory)
+            if any("global_step_" in name for name in store.names()):
+                return store
+    return None
+
+
+def describe(path: str, level: str) -> dict[str, Any]:
+    """Return what is known about the checkpoint `global_step_N` at a path or URL, after a check of `level`."""
+    row: dict[str, Any] = {"step": step_in(path), "path": path, "saved_at": None, "age": None, "ranks": None}
+    row |= {"axes": None, "score": None, "score_metric": None, "bytes": 0, "files": 0}
+    row |= {"valid": True, "readable": True, "checked": level, "problem": None}
     try:
         row["bytes"] = sum(files_at(path).sizes().values())
         checkpoint = manifests.read(path)
@@ -32,15 +46,17 @@ def describe(store: CheckpointStore, step: int, level: str) -> dict[str, Any]:
         row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
         row["score_metric"] = METRICS.get(row["score_metric"], row["score_metric"])
         row["age"] = age(manifest["saved_at"])
+        row["files"] = len(manifest["files"])
         manifests.check_files(checkpoint, level)
     except CorruptCheckpointError as error:
-        row |= {"valid": False, "problem": str(error).removeprefix(f"{path}: ")}
+        row |= {"valid": False, "readable": not isinstance(error, UnreadableError)}
+        row["problem"] = str(error).removeprefix(f"{path}: ")
     return row
 
 
 def describe_all(store: CheckpointStore, level: str) -> list[dict[str, Any]]:
     """Return what is known about the checkpoints of a run, oldest first; `best` and `latest` mark one each."""
-    rows = [describe(store, step, level) for step in store.steps()]
+    rows = [describe(store.path(step), level) for step in store.steps()]
     valid = [row["step"] for row in rows if row["valid"]]
     best = find_best(rows)
     return [row | {"best": row["step"] == best, "latest": row["step"] == max(valid, default=None)} for row in rows]

@@ -198,12 +198,19 @@ def read(path: str) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest)
 
 
-def read_object(checkpoint: Checkpoint, name: str, shape: ObjectShape | None = None) -> dict[str, Any]:
+def read_object(
+    checkpoint: Checkpoint, name: str, shape: ObjectShape | None = None, missing_ok: bool = False
+) -> dict[str, Any]:
     """Return the JSON object in the file `name` of a checkpoint.
+
+    Args:
+        missing_ok: return an empty object if the manifest does not name the file, as in older checkpoints.
 
     Raises:
         CorruptCheckpointError: the file is missing, is not JSON, or does not have the `shape`.
     """
+    if missing_ok and all(entry.path != name for entry in checkpoint.entries):
+        return {}
     with reading(checkpoint.path, name):
         return parse_object(checkpoint.files.read(name), shape)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from typing import Any
 
 from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import read_file, write_file
@@ -27,8 +28,12 @@ def exists(run_dir: str) -> bool:
 
 def read(run_dir: str) -> str | None:
     """Return the checkpoint directory of this run; None if there is no record of a commit, or it is damaged."""
+    return (_read(run_dir) or {}).get("ckpt_path")
+
+
+def _read(run_dir: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
-        return parse_object(read_file(os.path.join(run_dir, NAME)), _SHAPE)["ckpt_path"]
+        return parse_object(read_file(os.path.join(run_dir, NAME)), _SHAPE)
     return None
 
 
@@ -46,12 +51,10 @@ def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
     """
     if not exists(run_dir):
         return
-    path = os.path.join(run_dir, NAME)
-    try:
-        record = parse_object(read_file(path), _SHAPE)
+    path, record = os.path.join(run_dir, NAME), _read(run_dir)
+    committed = "a checkpoint"  # the record may be damaged, but its existence proves a commit
+    if record is not None:
         committed = f"global_step_{record['step']} in {one_line(record['ckpt_path'])}"
-    except (OSError, ValueError):  # the record is damaged, but its existence proves a commit
-        committed = "a checkpoint"
     raise UserError(
         f"trainer.ckpt_path={ckpt_path}: no checkpoint is there, and {path} says that this run has committed "
         f"{committed}; mount or restore it, or, to start over, choose another trainer.run_name or remove {path}"

@@ -100,11 +100,8 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
     Raises:
         CorruptCheckpointError: a record of the checkpoint cannot be read.
     """
-    named = {entry.path for entry in checkpoint.entries}
-    if not {FILES_FILE, WEIGHTS_FILE} <= named:  # an earlier version saved it
-        return ()
-    files = read_object(checkpoint, FILES_FILE, _FILES)["files"]
-    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str})
+    files = _saved_files(checkpoint).get("files", {})
+    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
     compared = _compared_keys(cfg)
     return tuple(
         key
@@ -122,9 +119,11 @@ def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
     Raises:
         CorruptCheckpointError: the file cannot be read.
     """
-    if not any(entry.path == FILES_FILE for entry in checkpoint.entries):  # an earlier version saved it
-        return {}
-    return read_object(checkpoint, FILES_FILE, _FILES)["revisions"]
+    return _saved_files(checkpoint).get("revisions", {})
+
+
+def _saved_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    return read_object(checkpoint, FILES_FILE, _FILES, missing_ok=True)
 
 
 def _read(cfg: Config, name: str, path: str) -> Given:
@@ -144,10 +143,7 @@ def _refused_files(
     can_fork: bool,
 ) -> list[str]:
     """Return a sentence for each model directory whose files are not those that the run began with."""
-    if not any(entry.path == FILES_FILE for entry in checkpoint.entries):  # an earlier version saved it
-        return []
-    saved = read_object(checkpoint, FILES_FILE, _FILES)["files"]
-    refused = []
+    saved, refused = _saved_files(checkpoint).get("files", {}), []
     for name, found in given.items():
         before, now = saved.get(name), found.result()
         if before is None:

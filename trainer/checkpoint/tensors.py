@@ -119,28 +119,29 @@ class _Flat(SafePlanner):
 
 def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
     """Return the difference of each tensor of two checkpoints: `relative` is |b - a| / |a|, `largest` max |b - a|."""
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
     for role in sorted(a.roles | b.roles, key=lambda name: (name != "policy", name)):
         a_shapes, b_shapes = a.shapes(role), b.shapes(role)
+        common = []
         for name in sorted(set(a_shapes) | set(b_shapes)):
-            row = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": None}
+            note = None
             if name not in a_shapes or name not in b_shapes:
-                row["note"] = f"only in {'b' if name not in a_shapes else 'a'}"
+                note = f"only in {'b' if name not in a_shapes else 'a'}"
             elif a_shapes[name].size != b_shapes[name].size:
-                row["note"] = f"{tuple(a_shapes[name].size)} became {tuple(b_shapes[name].size)}"
-            rows.append(row)
-        common = [r["name"].partition("/")[2] for r in rows if r["note"] is None and r["name"].startswith(f"{role}/")]
-        by_name = {row["name"]: row for row in rows}
+                note = f"{tuple(a_shapes[name].size)} became {tuple(b_shapes[name].size)}"
+            else:
+                common.append(name)
+            rows[f"{role}/{name}"] = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": note}
         for names in _batches(common, a_shapes):
             before, after = a.tensors(role, names), b.tensors(role, names)
             for name in names:
                 delta = after[name].double() - before[name].double()
                 norm = float(before[name].double().norm())
-                by_name[f"{role}/{name}"] |= {
+                rows[f"{role}/{name}"] |= {
                     "relative": float(delta.norm()) / max(norm, 1e-30),
                     "largest": float(delta.abs().max()) if delta.numel() else 0.0,
                 }
-    return rows
+    return list(rows.values())
 
 
 def _batches(names: list[str], known: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 _MAX_DEPTH = 50
@@ -75,11 +75,17 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
     return _checked(value, shape or {})
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key."""
+def flatten(tree: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key.
+
+    Args:
+        whole: keys of mappings that stay values.
+    """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        key = f"{prefix}{name}"
+        is_section = isinstance(value, Mapping) and key not in whole
+        flat |= flatten(value, f"{key}.", whole) if is_section else {key: value}
     return flat
 
 

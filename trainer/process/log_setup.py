@@ -227,19 +227,21 @@ def guard_output() -> None:
 
 
 def run_tool(
-    parser: argparse.ArgumentParser, tool: Callable[[argparse.Namespace], object], argv: list[str] | None = None
+    parser: argparse.ArgumentParser,
+    tool: Callable[[argparse.Namespace], int | None],
+    argv: list[str] | None = None,
+    status_of: Callable[[Exception], int] = lambda error: 2,
 ) -> int:
     """Parse the command line and call a tool that prints its result.
 
-    Returns the exit status: 0, or 2 after printing what is wrong with the input.
+    Returns the exit status: that of the tool (None: 0), or `status_of` an error, after printing the error.
     """
     guard_output()
     try:
-        tool(parser.parse_args(argv))
+        return tool(parser.parse_args(argv)) or 0
     except (UserError, OSError) as error:
-        show(f"error: {sentence_of(error)}", error=True)
-        return 2
-    return 0
+        show(f"error: {escape(sentence_of(error), lines=False)}", error=True)
+        return status_of(error)
 
 
 def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:

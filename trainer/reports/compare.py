@@ -15,10 +15,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
 from trainer.checkpoint.components import CONFIG_FILE, read_config
+from trainer.checkpoint.inspection import find_store
 from trainer.checkpoint.manifest import CorruptCheckpointError
-from trainer.checkpoint.store import open_store
 from trainer.config import with_new_names, with_new_words
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
@@ -90,8 +89,8 @@ def _config_of(path: str) -> dict[str, Any]:
                 return redact(with_new_names(parse_yaml(handle.read(), {str: dict})))  # earlier versions saved secrets
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
-    store = open_store(record.read(path) or os.path.join(path, "checkpoints"))
-    for step in reversed(store.steps()):
+    store = find_store(path)
+    for step in reversed(store.steps() if store is not None else []):
         try:
             return read_config(manifests.read(store.path(step)))
         except CorruptCheckpointError:

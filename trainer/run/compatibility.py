@@ -14,6 +14,7 @@ from trainer.config import OPEN_SECTIONS, TASKS, Config, own_defaults
 from trainer.config.fields import HARMLESS, RESUME, ResumeRule, SavedRun
 from trainer.config.fields import resume_rules as config_rules
 from trainer.errors import UserError, as_list
+from trainer.files.documents import flatten
 from trainer.files.redaction import agree
 
 # The metrics that a change alters, by the beginning of their names.
@@ -63,8 +64,8 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     Args:
         defaults: values of keys that the saved config does not have, because an older version wrote it.
     """
-    fallback = _flatten(defaults)
-    old, new = (_with_schedules(fallback | _flatten(config)) for config in (saved, now))
+    fallback = flatten(defaults, whole=OPEN_SECTIONS)
+    old, new = (_with_schedules(fallback | flatten(config, whole=OPEN_SECTIONS)) for config in (saved, now))
     own_before, own_now = _defaults_of_functions(old), _defaults_of_functions(new)
     changes = []
     for name in sorted(new):
@@ -189,14 +190,3 @@ def _defaults_of_functions(flat: Mapping[str, Any]) -> dict[str, Any]:
     section = "algorithm."
     algorithm = {key.removeprefix(section): value for key, value in flat.items() if key.startswith(section)}
     return {section + name: value for name, value in own_defaults(algorithm, custom=True).items()}
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in OPEN_SECTIONS:
-            flat.update(_flatten(value, f"{key}."))
-        else:
-            flat[key] = value
-    return flat

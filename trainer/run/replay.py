@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,27 +31,20 @@ _RATE_ROUNDING = 1e-6
 _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in the last bits
 
 
-def repeats(device: str, deterministic: bool) -> bool:
-    """Return whether the same step computes the same bits again on `cpu` or `cuda`."""
-    return device == "cpu" or deterministic
-
-
-def tolerance_on(device: str, setting: float | None, deterministic: bool = False) -> float:
-    """Return the tolerance that `trainer.resume_tolerance` means on `cpu` or `cuda`."""
-    if setting is not None:
-        return setting
-    return 0.0 if repeats(device, deterministic) else _GPU_TOLERANCE
-
-
 def audit_of(
     trainer: TrainerConfig, device: str, step: int, same_layout: bool, altered: tuple[str, ...]
 ) -> ReplayAudit:
     """Return the audit of a run that resumed from `step` on `cpu` or `cuda` (see `ReplayAudit` for the rest)."""
-    exact = repeats(device, trainer.deterministic)
-    tolerance = tolerance_on(device, trainer.resume_tolerance, trainer.deterministic)
-    chance = not exact and trainer.resume_tolerance is None
+    exact, tolerance = device == "cpu" or trainer.deterministic, trainer.resume_tolerance
     return ReplayAudit(
-        trainer.run_dir, step, tolerance, same_layout, altered, exact, chance, find_task(trainer.task).watched
+        trainer.run_dir,
+        step,
+        tolerance if tolerance is not None else 0.0 if exact else _GPU_TOLERANCE,
+        same_layout,
+        altered,
+        exact,
+        chance=not exact and tolerance is None,
+        watched=find_task(trainer.task).watched,
     )
 
 
@@ -196,16 +190,11 @@ def jumps(
         if value is not None and len(past) >= _FEWEST and _is_far(value, mean := sum(past) / len(past), past):
             sentences.append(
                 f"{name} jumped to {value:.4g}; over the {len(past)} steps before it was {mean:.4g} ± "
-                f"{_deviation(past):.2g}"
+                f"{statistics.pstdev(past):.2g}"
             )
     return sentences
 
 
 def _is_far(value: float, centre: float, values: Sequence[float]) -> bool:
     """Return whether `value` is further from `centre` than chance explains. NaN is."""
-    return not abs(value - centre) <= 8 * _deviation(values) + 0.1 * abs(centre) + _SMALL
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((x - mean) ** 2 for x in values) / len(values))
+    return not abs(value - centre) <= 8 * statistics.pstdev(values) + 0.1 * abs(centre) + _SMALL
