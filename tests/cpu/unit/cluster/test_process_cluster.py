@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -33,17 +31,6 @@ def fork_server_process():
 
 def ended(*pids: int) -> bool:
     return not any(psutil.pid_exists(pid) and is_running(psutil.Process(pid)) for pid in pids)
-
-
-def test_workers_have_the_environment_and_directory_of_the_driver(fork_server_process, monkeypatch, tmp_path):
-    """The values count at the start of the worker, although the fork server may have started earlier."""
-    monkeypatch.setenv("WORD", "of now")
-    monkeypatch.chdir(tmp_path)
-    with ProcessCluster(settings(), "cpu", fork_server_process) as cluster:
-        group = cluster.launch_ranks("rank", Host, {"OTHER": "own"})
-        assert group.call("environment", "WORD") == ["of now"]
-        assert group.call("environment", "OTHER") == ["own"]
-        assert os.readlink(f"/proc/{group.call('pid')[0]}/cwd") == str(tmp_path)
 
 
 def test_an_error_that_cannot_be_unpickled_keeps_its_text(fork_server_process):
@@ -81,30 +68,6 @@ def test_closing_a_cluster_leaves_no_process_and_no_file(marker):
         group.start("waits")
     assert left_running(marker) == []
     assert not os.path.exists(os.path.dirname(store))
-
-
-DRIVER = """
-import os, signal, sys
-from tests.cpu.unit.cluster.hosted import Host
-from trainer.cluster.fork_server import InheritingForkServer, ForkServer
-from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config
-with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as server:
-    with ProcessCluster(Config(), "cpu", server) as cluster:
-        group = cluster.launch_ranks("rank", Host, {})
-        print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
-        group.call("waits")
-"""
-
-
-@pytest.mark.parametrize("kind", ["ForkServer", "InheritingForkServer"])
-def test_the_death_of_the_driver_leaves_no_process(kind, marker):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True)
-    shares_process_group, child = driver.stdout.readline().split()
-    assert shares_process_group == str(kind == "InheritingForkServer")
-    driver.kill()
-    driver.wait()
-    wait_until(lambda: left_running(marker) == [] and ended(int(child)))
 
 
 def test_the_death_of_the_fork_server_ends_the_job_with_a_message():

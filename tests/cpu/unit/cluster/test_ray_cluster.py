@@ -255,48 +255,6 @@ def test_signals_while_the_driver_joins_and_leaves_ray_stop_it_once(marker, tmp_
     assert left_running(marker) == []
 
 
-CLOSES_EARLY = """
-import sys, time
-import psutil
-from trainer.cluster.ray_head import RayHead
-
-for name in sys.argv[1:]:
-    local = RayHead("/tmp", 2, 2**27)
-    supervisor = psutil.Process(local._supervisor.pid)
-    while name != "nothing" and name not in [child.name() for child in supervisor.children()]:
-        time.sleep(0.002)
-    local.close()
-    print(name)
-"""
-
-
-def test_a_ray_that_is_closed_while_it_starts_ends_without_a_word(marker, tmp_path):
-    moments = ["nothing", "gcs_server", "raylet"]
-    command = [sys.executable, "-c", CLOSES_EARLY, *moments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, moments, ""), done
-    assert left_running(marker) == []
-
-
-LOSES_SUPERVISOR = """
-import time
-from trainer.cluster.ray_head import RayHead
-
-local = RayHead("/tmp", 2, 2**27)
-local.connect()
-local._supervisor.kill()
-time.sleep(60)
-"""
-
-
-def test_the_death_of_the_supervisor_ends_the_job_with_one_message(marker, tmp_path):
-    command = [sys.executable, "-c", LOSES_SUPERVISOR]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr == "error: Ray's supervisor died, and the job with it; restart it with the same command\n"
-    wait_until(lambda: left_running(marker) == [])  # workers of Ray end when they notice
-
-
 def test_a_shutdown_that_hangs_is_left_behind():
     """Ray's waits for ever for a reply of processes that are gone."""
     assert ends_within(lambda: None, 60)

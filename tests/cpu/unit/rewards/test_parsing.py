@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.rewards.parsing import LARGEST, read_number, read_terms, read_value, read_values
-from trainer.sandbox.limits import MAX_TERMS
+from trainer.rewards.parsing import read_number, read_terms, read_value, read_values
+from trainer.sandbox.limits import LARGEST_REWARD, MAX_TERMS
 
 
 class Hostile(dict):
@@ -43,7 +43,7 @@ def test_whatever_converts_to_a_float_is_a_number(value):
         ([1.0], "returned list, which is not a number"),
         (math.nan, "is nan"),
         (-math.inf, "is -inf"),
-        (2 * LARGEST, "is 2e+12, beyond 1e+12"),
+        (2 * LARGEST_REWARD, "is 2e+12, beyond 1e+12"),
         (10**400, "raised OverflowError: int too large to convert to float"),
     ],
 )
@@ -62,7 +62,7 @@ def test_whatever_user_code_raises_while_it_is_read_is_a_reason():
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_the_largest_rewards_are_numbers_and_all_beyond_are_not(value):
     found = read_number(value)
-    assert found == value if abs(value) <= LARGEST else isinstance(found, str)
+    assert found == value if abs(value) <= LARGEST_REWARD else isinstance(found, str)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""The process that forks workers: their environment, their messages, and the end of all of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cpu.unit.cluster.hosted import FailsToLoad, Host
+from tests.support.jobs import left_running, wait_until
+from trainer.cluster.fork_server import BUILD, ForkServer
+from trainer.cluster.supervisor import is_running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(["tests.cpu.unit.cluster.hosted"]) as server:
+        yield server
+
+
+def ended(*pids: int) -> bool:
+    return not any(psutil.pid_exists(pid) and is_running(psutil.Process(pid)) for pid in pids)
+
+
+def host(server: ForkServer, name: str, factory: Any = Host, env: dict[str, str] | None = None) -> Connection:
+    """Start a worker that hosts `factory()`."""
+    connection = server.start(name, env or {})
+    connection.send({"gpus": []})
+    connection.send_bytes(pickle.dumps((factory, ())))
+    return connection
+
+
+def call(connection: Connection, method: str, *args: Any, channel: str = "call", number: int = 1) -> Any:
+    connection.send((number, channel, pickle.dumps((method, args, {}))))
+    answered, has_failed, payload = connection.recv()
+    assert answered == number
+    return pickle.loads(payload)[0] if has_failed else pickle.loads(payload)
+
+
+def test_a_worker_has_the_environment_and_directory_at_its_start(server, monkeypatch, tmp_path):
+    """The fork server may have started earlier."""
+    monkeypatch.setenv("WORD", "of now")
+    monkeypatch.chdir(tmp_path)
+    with host(server, "one", env={"OTHER": "own"}) as connection:
+        assert call(connection, "environment", "WORD") == "of now"
+        assert call(connection, "environment", "OTHER") == "own"
+        assert os.readlink(f"/proc/{call(connection, 'pid')}/cwd") == str(tmp_path)
+
+
+def test_heartbeats_are_answered_during_a_call_and_say_that_the_object_is_built(server):
+    with host(server, "one") as connection:
+        pid = call(connection, "pid")
+        connection.send((2, "call", pickle.dumps(("wait_for_open", (), {}))))
+        assert call(connection, "heartbeat", channel="heartbeat", number=3) == (pid, "127.0.0.1", True)
+        assert call(connection, "placements", channel="heartbeat", number=4) == {"gpus": []}
+        assert call(connection, "open", channel="background", number=5) is None
+        number, has_failed, payload = connection.recv()
+        assert (number, has_failed, pickle.loads(payload)) == (2, False, True)
+
+
+def test_an_object_that_cannot_be_built_is_reported_and_ends_the_worker(server):
+    with host(server, "one", FailsToLoad) as connection:
+        number, has_failed, payload = connection.recv()
+        error, trace = pickle.loads(payload)
+        assert (number, has_failed, str(error)) == (BUILD, True, "cannot load") and "FailsToLoad" not in str(error)
+        assert "ValueError: cannot load" in trace
+        with pytest.raises(EOFError):
+            connection.recv()
+
+
+def test_an_error_that_cannot_be_unpickled_becomes_one_with_its_text(server):
+    with host(server, "one") as connection:
+        error = call(connection, "raise_odd_error")
+        assert type(error) is RuntimeError and str(error) == "OddError: 1 and 2"
+
+
+def test_a_worker_ends_when_its_driver_closes_the_connection(server):
+    connection = host(server, "one")
+    pid = call(connection, "pid")
+    connection.close()
+    wait_until(lambda: ended(pid))
+    server.end("one")  # it has ended already
+    server.end("no such worker")
+
+
+def test_the_end_of_a_worker_takes_its_processes_along_and_no_other_worker(server):
+    with host(server, "one") as first, host(server, "two") as second:
+        pids = [call(first, "pid"), call(first, "child")]
+        server.end("one")
+        assert ended(*pids) and call(second, "echo", 3) == ((3,), {})
+        server.end("two")
+
+
+def test_closing_ends_all_workers():
+    server = ForkServer()
+    with host(server, "one") as connection:
+        pids = [call(connection, "pid"), call(connection, "child")]
+        assert server.is_running
+        server.close()
+        assert ended(*pids) and not server.is_running
+
+
+DRIVER = """
+import os, signal, sys
+from tests.cpu.unit.cluster.hosted import Host
+from trainer.cluster.fork_server import InheritingForkServer, ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
+from trainer.config import Config
+with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as server:
+    with ProcessCluster(Config(), "cpu", server) as cluster:
+        group = cluster.launch_ranks("rank", Host, {})
+        print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
+        group.call("waits")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ForkServer", "InheritingForkServer"])
+def test_the_death_of_the_driver_leaves_no_process(kind, marker):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True)
+    shares_process_group, child = driver.stdout.readline().split()
+    assert shares_process_group == str(kind == "InheritingForkServer")
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: left_running(marker) == [] and ended(int(child)))

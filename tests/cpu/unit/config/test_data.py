@@ -1,0 +1,45 @@
+"""Keys of `data.*`: files or a generator, and what each needs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.config import refusal_of
+from trainer.config import compose
+from trainer.config.data import GENERATORS
+from trainer.data.generators import generate
+
+CONTRADICTIONS = [
+    (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.synthetic.*data=files"),
+    (["data=reverse_text", "data.val_files=[a.jsonl]"], "data.synthetic.*data=files"),
+    (["data=files"], r"data.train_files=\[\]: name at least one file"),
+    (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
+    (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
+    (["+data.synthetic_args.letters=3"], "data.synthetic_args.*min_letters"),
+    (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
+]
+AT_THE_BOUND = [
+    ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
+def test_what_is_at_a_bound_is_accepted(overrides):
+    """One step further it would be a contradiction, or the contradiction has no effect."""
+    compose(overrides)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_take_the_options_that_the_schema_names(name):
+    """The schema lists them itself, because it does not import numpy."""
+    (example,) = generate(name, dict.fromkeys(GENERATORS[name], 5), 1, "train")
+    assert set(example) == {"prompt", "answer"}
+    with pytest.raises(TypeError):
+        generate(name, {"letters": 5}, 1, "train")

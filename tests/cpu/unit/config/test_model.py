@@ -1,0 +1,31 @@
+"""Keys of `model.*`: the shape of the built-in model, and what must fit it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.config import refusal_of
+from trainer.config import compose
+
+CONTRADICTIONS = [
+    (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3: must divide"),
+    (["model.tiny.head_dim=3"], "model.tiny.head_dim=3: must be even"),
+    (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
+    (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),
+    (
+        ["+model.chat_template_kwargs={enable-thinking:false}"],
+        "model.chat_template_kwargs.*'enable-thinking' is no name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+def test_lengths_are_compared_with_the_built_in_model_alone():
+    """The limit of a model at `model.path` is known when it is read."""
+    compose(["model.path=some/model", "sft.max_length=5000", "rollout.max_response_tokens=4090"])

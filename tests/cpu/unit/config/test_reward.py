@@ -1,0 +1,49 @@
+"""Keys of `reward.*`: names, weights, and the address of a server."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.config import refusal_of
+from trainer.config import RewardConfig, compose
+
+CONTRADICTIONS = [
+    (["reward.name=[math,gsm8k]", "reward.weights=[1]"], "reward.weights=.*a weight for each of the 2 rewards"),
+    (["reward.name=[math,gsm8k]", "reward.weights=[1,2,3]"], "reward.weights=.*a weight for each of the 2 rewards"),
+    (["reward.name=remote", "reward.url=http://judge:0/score"], "reward.url=.*must be an address such as"),
+    (["reward.name=remote", "reward.url=http://judge:x/score"], "reward.url=.*must be an address such as"),
+    (["reward.name=3"], "reward.name=3: must be a name, or a list of names"),
+    (["reward.name=[]"], r"reward.name=\[\]: must be a name, or a list of names"),
+    (["reward.name=[math,math]"], "reward.name=.*names a reward twice; give it a weight instead"),
+    (["reward.name=remote"], "reward.name=remote: remote needs reward.url"),
+    (["reward.url=http://judge/score"], "reward.url=.*is used by the reward remote alone"),
+    (["reward.name=remote", "reward.url=judge"], "reward.url=judge: must be an address such as"),
+]
+AT_THE_BOUND = [
+    ["reward.name=[math,gsm8k]", "reward.weights=[1,2]"],
+    ["reward.name=remote", "reward.url=http://judge:1/score"],
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
+def test_what_is_at_a_bound_is_accepted(overrides):
+    """One step further it would be a contradiction, or the contradiction has no effect."""
+    compose(overrides)
+
+
+def test_credentials_in_an_address_are_refused_and_not_shown():
+    sentence = refusal_of(["reward.name=remote", "reward.url=http://me:hush@judge/score"])
+    assert sentence == "reward.url: holds credentials, which would be saved; use reward.remote.header_env"
+
+
+def test_one_reward_and_several_are_a_list_of_names():
+    assert (RewardConfig(name="math").names(), RewardConfig(name="math").key()) == (["math"], "reward.name=math")
+    several = RewardConfig(name=["math", "gsm8k"])
+    assert (several.names(), several.key()) == (["math", "gsm8k"], "reward.name=math,gsm8k")

@@ -1,0 +1,42 @@
+"""Keys of `rollout.*` that the chosen engine cannot do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.config import refusal_of
+from trainer.config import ENGINES, Config
+
+CONTRADICTIONS = [
+    (
+        ["rollout=transformers", "rollout.tensor_parallel_size=2"],
+        "rollout.tensor_parallel_size=2: rollout.engine=transformers runs on one device; choose vllm",
+    ),
+    (
+        ["rollout=transformers", "+rollout.engine_args.x=2"],
+        "rollout.engine_args=.*: rollout.engine=transformers takes none; choose vllm",
+    ),
+    (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
+    (
+        ["trainer.policy.lora.rank=4", "rollout=transformers", "rollout.lora_sync=adapter"],
+        "rollout.lora_sync=adapter: rollout.engine=transformers serves no adapters; choose merged or rollout=vllm",
+    ),
+    (["trainer.policy.lora.rank=600", "rollout.lora_sync=adapter"], "rollout.lora_sync=adapter: .*up to rank 512"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_largest_rank_that_an_engine_serves_decides_what_auto_means(engine):
+    config = Config()
+    config.rollout.engine, most = engine, ENGINES[engine].max_lora_rank
+    config.trainer.policy.lora.rank = most + 1
+    assert not config.syncs_adapter
+    config.trainer.policy.lora.rank = max(most, 1)
+    assert config.syncs_adapter == (most > 0)

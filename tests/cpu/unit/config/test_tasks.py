@@ -1,0 +1,71 @@
+"""The table of tasks, and how a task of the user is found and refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainer.config import Config
+from trainer.config.fields import value_of
+from trainer.config.tasks import ACCURACY, TASKS, Metric, TaskSpec, add_task, find_task
+from trainer.errors import UserError
+
+LOSS = {"my/loss": Metric("A loss.", "nats", "min", watched=True), "my/speed": Metric("A speed.", "1/s")}
+good = TaskSpec(lambda config: ("built", config), best="my/loss", metrics=LOSS)
+unknown_best = TaskSpec(str, best="my/other", metrics=LOSS)
+undirected = TaskSpec(str, best="my/speed", metrics=LOSS)
+
+
+def path(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_keys_that_a_built_in_task_names_exist(name):
+    task, config = find_task(name), Config()
+    assert task is TASKS[name]
+    assert isinstance(value_of(config, task.total_steps), int) and value_of(config, task.optimizer).lr > 0
+    assert task.roles_of(config)[0].name == "policy"
+    assert task.objective_of(config) is not None
+
+
+def test_a_task_by_import_path_is_found_and_builds():
+    task = find_task(path("good"))
+    assert task("config") == ("built", "config")
+    assert (task.watched, task.families) == (("my/loss",), ("my/",))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_task", "no_such_task: "),
+        (path("path"), "is a function; it must be a trainer.tasks.TaskSpec"),
+        (path("unknown_best"), "its `best` is my/other, which its `metrics` do not declare"),
+        (path("undirected"), "its `metrics` do not say whether a high or a low my/speed is better"),
+    ],
+)
+def test_what_is_no_task_is_refused(name, problem):
+    with pytest.raises(UserError, match=f"^trainer.task=.*{re.escape(problem)}"):
+        find_task(name)
+
+
+@pytest.mark.parametrize(
+    ("task", "compared"),
+    [(good, ("my/loss", "min")), (TaskSpec(str), (ACCURACY, "max")), (TASKS["sft"], ("val/loss", "min"))],
+    ids=["own", "accuracy", "sft"],
+)
+def test_the_default_metric_stands_for_the_best_of_the_task(task, compared):
+    assert task.compared_by(ACCURACY, "max") == compared
+    assert task.compared_by("reward/mean", "max") == ("reward/mean", "max")
+
+
+def test_a_task_whose_module_does_not_exist_yet_is_loaded_when_it_is_asked_for():
+    def fails() -> TaskSpec:
+        raise RuntimeError("not here")
+
+    add_task("passed_functions.one:task", lambda: good)
+    add_task("passed_functions.two:task", fails)
+    assert find_task("passed_functions.one:task") is good
+    with pytest.raises(UserError, match="^trainer.task=passed_functions.two:task: cannot be imported .*not here"):
+        find_task("passed_functions.two:task")

@@ -1,0 +1,131 @@
+"""Keys of `trainer.*` that contradict others, and names of runs and of keys."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+
+from tests.support.config import refusal_of, refusal_of_value
+from trainer.config import compose, validate
+
+BASE = compose([])
+
+CONTRADICTIONS = [
+    (["trainer.mini_batch_size=7"], "trainer.train_batch_size=64.*trainer.mini_batch_size=7"),
+    (["trainer.num_workers=3", "trainer.dp_replicate=2"], "trainer.num_workers=3.*trainer.dp_replicate=2"),
+    (
+        ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.context_parallel_size=4"],
+        "trainer.num_workers=4: must be a multiple of trainer.dp_replicate=2 x trainer.context_parallel_size=4",
+    ),
+    (
+        ["trainer.num_workers=2", "trainer.context_parallel_size=2", "model.attn_implementation=eager"],
+        "trainer.context_parallel_size=2: needs model.attn_implementation=sdpa",
+    ),
+    (["trainer.resume_path=x/global_step_1"], "trainer.resume_path.*trainer.resume_mode=from_path"),
+    (
+        ["trainer.num_workers=2", "trainer.tensor_parallel_size=2", "trainer.policy.fsdp.compile=true"],
+        "trainer.policy.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails",
+    ),
+    *(
+        (
+            [
+                *overrides,
+                "trainer.num_workers=2",
+                "trainer.tensor_parallel_size=2",
+                f"trainer.{role}.fsdp.compile=true",
+            ],
+            f"trainer.{role}.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size",
+        )
+        for role, overrides in (("critic", ["algorithm=ppo"]), ("reference", []))
+    ),
+    (
+        ["trainer.num_workers=4", "trainer.min_world_size=5"],
+        "min_world_size=5: must be from 1 to .*num_workers=4",
+    ),
+    (
+        ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=1"],
+        "trainer.min_world_size=1: must be from 2 to trainer.num_workers=4",
+    ),
+    (["trainer.offload=all"], "trainer.offload=all: .*set rollout.colocate=true too"),
+    (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
+    (["trainer.load_components=[weights]"], "trainer.load_components.*needs trainer.resume_mode=from_path"),
+    (["trainer.ckpt_interval=often"], "trainer.ckpt_interval=often: must be a number of steps, -1 or auto"),
+    (["trainer.keep_best=1"], "trainer.keep_best=1: .*set trainer.max_ckpts_to_keep too"),
+    (["trainer.keep_every=4"], "trainer.keep_every=4: .*set trainer.max_ckpts_to_keep too"),
+    (
+        ["trainer.keep_best=1", "trainer.max_ckpts_to_keep=1", "trainer.val_interval=-1"],
+        "trainer.keep_best=1: trainer.best_metric=val/accuracy is never measured",
+    ),
+    (["trainer.run_dir='~/runs'"], "trainer.run_dir=~/runs: begins with ~"),
+    (["trainer.ckpt_path=ftp://host/x"], "trainer.ckpt_path: must be a directory that all ranks see, or begin with s3"),
+    (["trainer.ckpt_path=s3://key:secret@bucket/x"], "^trainer.ckpt_path: must not contain credentials: [^@]*$"),
+    (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain . or .. or an empty name"),
+    (["trainer.ckpt_replicas=1"], "trainer.ckpt_replicas=1: needs trainer.ckpt_cache_dir"),
+    (
+        ["trainer.ckpt_replicas=1", "trainer.ckpt_cache_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
+        "trainer.ckpt_replicas=1: needs several nodes, so trainer.ray_address",
+    ),
+    (["trainer.deadline=0001-01-01"], "trainer.deadline=0001-01-01: must be a time"),
+    (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
+]
+AT_THE_BOUND = [
+    ["trainer.num_workers=4", "trainer.min_world_size=4"],
+    ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=2"],
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
+def test_what_is_at_a_bound_is_accepted(overrides):
+    """One step further it would be a contradiction, or the contradiction has no effect."""
+    compose(overrides)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "a/b", "/tmp/x", ".", "..", " x", "x ", "a\nb", "a\tb", "x" * 201, "é" * 101]
+)
+def test_names_of_runs_that_are_not_plain_are_refused(name):
+    assert "must be a plain name" in refusal_of_value(BASE, "trainer.run_name", name)
+
+
+@pytest.mark.parametrize("name", ["x", "my run", "lr=1e-4,seed=2", "run.2", "..x", "-x", "x" * 200, "λ", "C:\\x"])
+def test_other_names_of_runs_are_accepted(name):
+    config = copy.deepcopy(BASE)
+    config.trainer.run_name = name
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    "names, problem",
+    [
+        (["rolout.n"], "no key or section rolout.n; did you mean rollout.n, or"),
+        (["rollout.m"], "no key or section rollout.m; docs/config.md lists the keys of rollout"),
+        (["rollout.n", "nothing"], "no key or section nothing"),
+        (["rollout.n.x"], "no key or section rollout.n.x"),
+        (["trainer."], "no key or section trainer."),
+        (["*"], r"no key or section \*"),
+        (["algorithm.options.sharpness"], "no key or section .*sharpness; name algorithm.options as a whole"),
+        (["rollout.engine_args.dtype"], "name rollout.engine_args as a whole"),
+        (["trainer.colocate"], "no key or section trainer.colocate; it is now trainer.colocate_roles"),
+    ],
+)
+def test_allowed_changes_must_name_keys_or_sections(names, problem):
+    assert re.search(problem, refusal_of_value(BASE, "trainer.allow_config_change", names))
+
+
+def test_keys_sections_and_open_sections_may_be_allowed():
+    names = ["trainer", "rollout.n", "trainer.policy.optimizer", "algorithm.options", "model.path"]
+    assert compose([f"trainer.allow_config_change=[{','.join(names)}]"]).trainer.allow_config_change == names
+
+
+@pytest.mark.parametrize(("axes", "size"), [((1, 1, 1), 1), ((2, 3, 1), 6), ((2, 3, 4), 24)])
+def test_the_ranks_of_one_layout_are_the_product_of_its_axes(axes, size):
+    trainer = copy.deepcopy(BASE.trainer)
+    trainer.dp_replicate, trainer.context_parallel_size, trainer.tensor_parallel_size = axes
+    assert trainer.layout_size == size
