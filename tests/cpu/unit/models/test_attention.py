@@ -23,11 +23,9 @@ from trainer.models.attention import (
     set_attention,
     uses_varlen,
 )
-from trainer.models.attention_op import attention_op
 from trainer.models.chunked_logprobs import set_head
 from trainer.models.critic import CriticModel
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
-from trainer.models.sdpa_attention import attend_buckets
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -212,24 +210,6 @@ def test_the_quadratic_cost_is_the_attention_fraction_of_the_flops(tied):
     block = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # q, k and v, o, the MLP, the norms
     parameters = 2 * block + 32 + VOCABULARY * 32
     assert quadratic_cost(model) == pytest.approx(2 * 32 / parameters)
-
-
-@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize("window, softcap", [(None, None), (6, 20.0)])
-def test_attention_as_one_operator_has_the_same_gradients(window, softcap, shared):
-    generator = torch.Generator().manual_seed(3)
-    packing = Packing(LENGTHS, "cpu", prefix_lengths=shared)
-    inputs = [torch.randn(1, heads, packing.tokens, 8, generator=generator) for heads in (4, 2, 2)]
-    gradient = torch.randn(1, packing.tokens, 4, 8, generator=generator)
-
-    def compute(attend, row) -> list[Tensor]:
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, row, 0.3, window, softcap)
-        return [out, *torch.autograd.grad(out, leaves, gradient)]
-
-    expected = compute(attend_buckets, packing)
-    for ours, theirs in zip(compute(attention_op, packing.sizes), expected, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @torch.no_grad()

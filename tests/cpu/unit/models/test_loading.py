@@ -1,0 +1,108 @@
+"""Models are built without weights, split, and filled from their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.support.ranks import run_ranks
+from trainer.config import SCORE, Config, ModelConfig, RoleSpec, TinyConfig, critic_role, policy_role
+from trainer.errors import UserError
+from trainer.models.loading import load_causal_lm, load_value_model
+from trainer.models.tiny import build_tiny
+from trainer.workers.rank import Rank
+
+SIZE = TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=3)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    build_tiny(SIZE, str(tmp_path))
+    return tmp_path
+
+
+def full(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
+
+
+def load(rank: Rank, path: str) -> dict[str, Any]:
+    model = ModelConfig(path=path)
+    policy = load_causal_lm(model, path, rank.layout, policy_role(rank.cfg))
+    critic = load_value_model(model, path, rank.layout, critic_role(rank.cfg))
+    frozen = load_value_model(model, path, rank.layout, RoleSpec("judge", head=SCORE, key="judge"))
+    return {
+        "policy": full(policy),
+        "critic": full(critic),
+        "frozen": {name: parameter.dtype for name, parameter in frozen.named_parameters()},
+        "head": frozen.value_head.weight.full_tensor().float().tolist(),
+        "trained": [any(p.requires_grad for p in m.parameters()) for m in (policy, critic, frozen)],
+        "dropout": [m.p for m in policy.modules() if isinstance(m, nn.Dropout)]
+        + [m.attention_dropout for m in policy.modules() if hasattr(m, "attention_dropout")],
+        "shares": [parameter.to_local().numel() / parameter.numel() for parameter in policy.parameters()],
+        "frequencies": policy.model.rotary_emb.inv_freq.tolist(),
+    }
+
+
+def refusal(rank: Rank, path: str) -> str:
+    try:
+        load_causal_lm(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_those_of_the_files_and_the_head_of_a_critic_starts_at_0(path, ranks):
+    weights = load_file(path / "model.safetensors")
+    head = torch.arange(32.0)[None]
+    save_file({**weights, "score.weight": head}, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    for result in run_ranks(ranks, load, str(path), cfg=Config()):
+        assert set(result["policy"]) == set(weights)
+        for name, tensor in result["policy"].items():
+            assert torch.equal(tensor, weights[name]) and tensor.dtype == torch.float32, name
+        assert not result["critic"].pop("value_head.weight").any()
+        for name, tensor in result["critic"].items():
+            assert torch.equal(tensor, weights[name]), name
+        assert result["head"] == head.tolist(), "a frozen model has the head of its files"
+        assert result["trained"] == [True, True, False]
+        assert not any(result["dropout"]), "old and new log-probs of the same weights must be equal"
+        assert sum(result["shares"]) <= len(result["shares"]) / ranks + 1
+        assert result["frequencies"][0] == 1.0, "buffers are not in the files"
+
+
+def test_a_model_in_another_format_is_loaded_on_rank_0_and_scattered(path):
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(weights, path / "pytorch_model.bin")
+    result = run_ranks(2, load_policy, str(path), cfg=Config())[1]
+    assert set(result) == set(weights) and all(torch.equal(result[name], weights[name]) for name in weights)
+
+
+def load_policy(rank: Rank, path: str) -> dict[str, torch.Tensor]:
+    return full(load_causal_lm(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("shape", "the weight model.norm.weight has the shape [31], and config.json describes [32]; the two belong to"),
+        ("header", "its model.safetensors cannot be used ("),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(path, damage, problem):
+    file = path / "model.safetensors"
+    if damage == "shape":
+        weights = load_file(file)
+        save_file({**weights, "model.norm.weight": torch.ones(31)}, file, metadata={"format": "pt"})
+    else:
+        file.write_bytes(b"12345678")
+    (sentence,) = run_ranks(1, refusal, str(path), cfg=Config())
+    assert sentence.startswith(f"model.path={path}: {problem}")
