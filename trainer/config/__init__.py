@@ -3,6 +3,7 @@
 Nothing here imports torch, so that `--help` and a refused config answer within half a second.
 """
 
+# ruff: noqa: F401 - the names are imported for others
 from trainer.config.algorithm import (
     ESTIMATOR,
     LOSS,
@@ -12,10 +13,9 @@ from trainer.config.algorithm import (
     named_options,
     option_names,
     own_defaults,
-    with_own_defaults,
 )
 from trainer.config.data import DataConfig
-from trainer.config.engines import ENGINES, EngineSpec
+from trainer.config.engines import ENGINES
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig, WandbConfig
@@ -38,67 +38,9 @@ from trainer.config.roles import (
     FSDPConfig,
     LoraConfig,
     OptimizerConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    ShardingConfig,
 )
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys, validate
 from trainer.config.supervised import SFTConfig
 from trainer.config.tasks import TASKS, Metric, TaskSpec
 from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
-
-__all__ = [
-    "ENGINES",
-    "LM",
-    "SCORE",
-    "VALUE",
-    "RoleSpec",
-    "critic_role",
-    "policy_gradient_roles",
-    "policy_role",
-    "reference_role",
-    "ESTIMATOR",
-    "LOSS",
-    "OPEN_SECTIONS",
-    "LOAD_COMPONENTS",
-    "TASKS",
-    "AlgorithmConfig",
-    "Config",
-    "CriticConfig",
-    "DataConfig",
-    "EngineSpec",
-    "EnvironmentConfig",
-    "FSDPConfig",
-    "LoggerConfig",
-    "LoraConfig",
-    "Metric",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PolicyConfig",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SFTConfig",
-    "ShardingConfig",
-    "TaskSpec",
-    "TinyConfig",
-    "TrainerConfig",
-    "WandbConfig",
-    "aggregation_of",
-    "chosen_options",
-    "compose",
-    "conf_dir",
-    "field_docs",
-    "named_options",
-    "option_names",
-    "own_defaults",
-    "register",
-    "to_config",
-    "valid_keys",
-    "validate",
-    "with_new_metrics",
-    "with_new_names",
-    "with_new_words",
-    "with_own_defaults",
-]

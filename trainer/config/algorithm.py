@@ -253,9 +253,9 @@ def own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str
     return found
 
 
-def with_own_defaults(algorithm: Mapping[str, Any], custom: bool = False) -> dict[str, Any]:
+def with_own_defaults(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `algorithm` with the functions' own defaults (see `own_defaults`) in place of null."""
-    return {**algorithm, **{k: v for k, v in own_defaults(algorithm, custom).items() if algorithm.get(k) is None}}
+    return {**algorithm, **{k: v for k, v in own_defaults(algorithm).items() if algorithm.get(k) is None}}
 
 
 def _custom_defaults(key: str, path: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,21 @@ class ConfigFiles:
     """`FILE:LINE` of each dotted key in the files."""
     chooses_data: bool = False
     """The file chooses `data`, or names data files."""
+
+    def choose_data(self, experiments: Iterable[str], conf: str) -> bool:
+        """Return whether one of the experiments chooses the group `data`.
+
+        Args:
+            conf: directory of the groups of the project.
+        """
+        for name in experiments:
+            for directory in (conf, *self.directories):
+                path = os.path.join(directory, "experiment", f"{name}.yaml")
+                if os.path.exists(path):
+                    with open(path) as file:
+                        if "override /data:" in file.read():
+                            return True
+        return False
 
     def located(self, key: str, sentence: str) -> str:
         """Return a sentence about a key, with `FILE:LINE: ` before it if the key is in a file."""
@@ -94,8 +109,7 @@ def _store(path: str, groups: dict[str, list[str]], files: ConfigFiles, conf: st
     bases, choices = _defaults_of(entries, path, lines, groups)
     _check_keys(path, values, lines)
     files.lines |= {key: f"{path}:{line}" for key, line in lines.items()}
-    texts = _texts("experiment", bases, [conf, *files.directories])
-    base_chooses_data = any("override /data:" in text for text in texts)
+    base_chooses_data = files.choose_data(bases, conf)
     if "data" not in choices and "train_files" in (values.get("data") or {}) and not base_chooses_data:
         choices["data"] = "files"
     files.chooses_data = "data" in choices or base_chooses_data
@@ -110,15 +124,6 @@ def _store(path: str, groups: dict[str, list[str]], files: ConfigFiles, conf: st
     for group, choice in choices.items():
         _read_choice(group, choice, files)
     ConfigStore.instance().store(group=GROUP, name=_CHOICE, node=node, package="_global_")
-
-
-def _texts(group: str, choices: Sequence[str], directories: Sequence[str]) -> Iterator[str]:
-    for choice in choices:
-        for directory in directories:
-            path = os.path.join(directory, group, f"{choice}.yaml")
-            if os.path.exists(path):
-                with open(path) as file:
-                    yield file.read()
 
 
 def _defaults_of(

@@ -147,17 +147,9 @@ def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory
     return _field(Constraint(), resume, default=default, default_factory=default_factory)
 
 
-def number(
-    default: Any,
-    *,
-    resume: str | ResumeRule,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    off: float | None = None,
-) -> Any:
-    """Return the field of a key with bounds."""
-    return _field(Constraint(at_least, above, at_most, off), resume, default=default)
+def number(default: Any, *, resume: str | ResumeRule, **bounds: float) -> Any:
+    """Return the field of a key with bounds: `at_least`, `above`, `at_most` and `off` of `Constraint`."""
+    return _field(Constraint(**bounds), resume, default=default)
 
 
 def choice(default: str | None, choices: Iterable[str | None], *, resume: str | ResumeRule) -> Any:
@@ -170,20 +162,13 @@ def choices(names: Iterable[str], *, resume: str | ResumeRule) -> Any:
     return _field(Constraint(choices=tuple(names)), resume, default_factory=list)
 
 
-def option(
-    of: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    choices: Iterable[str] = (),
-) -> Any:
+def option(of: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
     """Return the field of an option of the function that `algorithm.<of>` chooses. null: the function's own default.
 
     Such functions are called in the update, so a changed option acts there.
     """
     allowed = (None, *choices) if choices else ()
-    return _field(Constraint(at_least, above, at_most, choices=allowed, option_of=of), "update", default=None)
+    return _field(Constraint(choices=allowed, option_of=of, **bounds), "update", default=None)
 
 
 def open_section(*, resume: str | ResumeRule) -> Any:

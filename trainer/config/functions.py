@@ -19,7 +19,11 @@ def built_in_defaults(key: str, name: str | None) -> dict[str, Any]:
 
     Empty for a function that is given by import path.
     """
-    return _defaults(_FILES[key]).get(name or "", {})
+    function = _functions(key).get(name or "")
+    if function is None:
+        return {}
+    pairs = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return {parameter.arg: ast.literal_eval(default) for parameter, default in pairs if default is not None}
 
 
 INPUTS = {
@@ -41,31 +45,16 @@ def inputs_of(key: str, name: str) -> frozenset[str]:
         UserError: the function is given by import path and cannot be imported.
     """
     if not is_import_path(name):
-        names = _parameters(_FILES[key]).get(name, frozenset())
+        function = _functions(key).get(name)
+        names = {p.arg for p in (*function.args.args, *function.args.kwonlyargs)} if function is not None else set()
     else:
         with SIGNALS.blocked():
             import numpy  # noqa: F401 - its threads, which the user's module may start, must block signals
-        names = frozenset(parameter_names(import_function(name, f"algorithm.{key}")))
-    return names & frozenset(INPUTS[key])
+        names = set(parameter_names(import_function(name, f"algorithm.{key}")))
+    return frozenset(names.intersection(INPUTS[key]))
 
 
 @functools.cache
-def _defaults(file: str) -> dict[str, dict[str, Any]]:
-    return {
-        function.name: {
-            parameter.arg: ast.literal_eval(default)
-            for parameter, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-            if default is not None
-        }
-        for function in _functions(file)
-    }
-
-
-@functools.cache
-def _parameters(file: str) -> dict[str, frozenset[str]]:
-    return {f.name: frozenset(p.arg for p in (*f.args.args, *f.args.kwonlyargs)) for f in _functions(file)}
-
-
-def _functions(file: str) -> list[ast.FunctionDef]:
-    with open(os.path.join(_ALGORITHMS, file), encoding="utf-8") as source:
-        return [node for node in ast.parse(source.read()).body if isinstance(node, ast.FunctionDef)]
+def _functions(key: str) -> dict[str, ast.FunctionDef]:
+    with open(os.path.join(_ALGORITHMS, _FILES[key]), encoding="utf-8") as source:
+        return {node.name: node for node in ast.parse(source.read()).body if isinstance(node, ast.FunctionDef)}

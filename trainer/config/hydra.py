@@ -67,25 +67,19 @@ def prepared(words: Sequence[str], files: ConfigFiles) -> list[str]:
     overrides = [word for word in words if not word.startswith("--")]
     groups = find_groups(conf_dir(), *files.directories)
     overrides = checked(overrides, groups, sweeps=MULTIRUN in flags)
-    return [*flags, *(overrides if files.chooses_data else with_files_group(overrides))]
+    return [*flags, *(overrides if files.chooses_data else _with_files_group(overrides, files))]
 
 
-def with_files_group(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `data=files` if they name `data.train_files`, and nothing else chooses the data.
+def _with_files_group(overrides: list[str], files: ConfigFiles) -> list[str]:
+    """Return the overrides with `data=files` if they name `data.train_files`, and nothing else chooses the data.
 
     The default of the group `data` is a generator, which takes no files.
     """
-    values = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
     if "data.train_files" not in values or {"data", "data.synthetic"} & values.keys():
-        return list(arguments)
-    for name in re.findall(r"[\w.]+", values.get("experiment", "")):
-        path = os.path.join(conf_dir(), "experiment", f"{name}.yaml")
-        if os.path.exists(path):
-            with open(path) as file:
-                if "override /data:" in file.read():
-                    return list(arguments)
-    position = next(i for i, argument in enumerate(arguments) if argument.lstrip("+").startswith("data.train_files="))
-    return [*arguments[:position], "data=files", *arguments[position:]]
+        return overrides
+    experiments = re.findall(r"[\w.-]+", values.get("experiment", ""))
+    return overrides if files.choose_data(experiments, conf_dir()) else ["data=files", *overrides]
 
 
 def register() -> None:

@@ -7,7 +7,6 @@ old names (checkpoints, `config.yaml`, `starts.jsonl`, `metrics.jsonl`) is read 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.roles import CHECKPOINTING_OF_BOOL
@@ -24,23 +23,42 @@ RESOLVERS = {"in_sweep": "if_sweep", "when": "if_eq", "embedded": "if_builtin"}
 """Functions of config files (`${if_eq:…}`) of earlier versions and their successors."""
 
 
-@dataclass(frozen=True)
-class Renamed:
-    """A key, or a section with all of its keys, that an earlier version called otherwise or gave other values."""
+KEYS = {
+    "trainer.colocate": "trainer.colocate_roles",
+    "trainer.silence_timeout_s": "trainer.heartbeat_timeout_s",
+    "trainer.worker_timeout_s": "trainer.collective_timeout_s",
+    "trainer.call_timeout_s": "trainer.rpc_timeout_s",
+    "trainer.lock_timeout_s": "trainer.lock_lease_s",
+    "trainer.min_workers": "trainer.min_world_size",
+    "trainer.drained_nodes": "trainer.excluded_nodes",
+    "trainer.replicas": "trainer.dp_replicate",
+    "trainer.context_parallel": "trainer.context_parallel_size",
+    "trainer.tensor_parallel": "trainer.tensor_parallel_size",
+    "trainer.diverged_above": "trainer.divergence_limits",
+    "trainer.diverged_steps": "trainer.divergence_patience",
+    "trainer.share_prompts": "trainer.share_prefixes",
+    "trainer.ckpt_local_dir": "trainer.ckpt_cache_dir",
+    "trainer.ckpt_local_copies": "trainer.ckpt_replicas",
+    "trainer.resume_load": "trainer.load_components",
+    "trainer.stop_at": "trainer.deadline",
+    "rollout.share_gpus": "rollout.colocate",
+    "algorithm.max_sample_batches": "algorithm.max_gen_batches",
+    "algorithm.ref_update_interval": "algorithm.ref_sync_interval",
+    "reward.store": "reward.cache",
+    "reward.max_failure_frac": "reward.max_error_rate",
+    "environment.max_failure_frac": "environment.max_error_rate",
+    "environment.options": "environment.kwargs",
+    "data.generator": "data.synthetic",
+    "data.generator_args": "data.synthetic_args",
+    "logger.rollouts": "logger.save_rollouts",
+}
+"""Keys of earlier versions, and sections with all of their keys, and their successors."""
 
-    old: str
-    new: str
-    """The same as `old` if only values have changed."""
-    values: Mapping[Any, Any] = field(default_factory=dict)
-    """Values of earlier versions and their successors. A command with an old value is refused."""
-    convert: Callable[[Any], Any] | None = None
-    """Returns the value of today for a saved value. Commands may use both."""
-
-    def value(self, saved: Any) -> Any:
-        """Return the value of today for a saved value."""
-        if self.convert is not None:
-            return self.convert(saved)
-        return self.values.get(saved, saved) if self.values else saved
+VALUES: dict[str, dict[str, str]] = {
+    "algorithm.old_logprobs": {"trainer": "recompute", "sampler": "rollout"},
+    "trainer.best_metric": METRICS,
+}
+"""By key (of today): its values of earlier versions and their successors. A command with an old value is refused."""
 
 
 def with_new_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,56 +74,21 @@ def _checkpointing(saved: Any) -> Any:
     return CHECKPOINTING_OF_BOOL[str(saved)] if isinstance(saved, bool) else saved
 
 
-RENAMED = (
-    Renamed("trainer.colocate", "trainer.colocate_roles"),
-    Renamed("trainer.silence_timeout_s", "trainer.heartbeat_timeout_s"),
-    Renamed("trainer.worker_timeout_s", "trainer.collective_timeout_s"),
-    Renamed("trainer.call_timeout_s", "trainer.rpc_timeout_s"),
-    Renamed("trainer.lock_timeout_s", "trainer.lock_lease_s"),
-    Renamed("trainer.min_workers", "trainer.min_world_size"),
-    Renamed("trainer.drained_nodes", "trainer.excluded_nodes"),
-    Renamed("trainer.replicas", "trainer.dp_replicate"),
-    Renamed("trainer.context_parallel", "trainer.context_parallel_size"),
-    Renamed("trainer.tensor_parallel", "trainer.tensor_parallel_size"),
-    Renamed("trainer.diverged_above", "trainer.divergence_limits"),
-    Renamed("trainer.diverged_steps", "trainer.divergence_patience"),
-    Renamed("trainer.share_prompts", "trainer.share_prefixes"),
-    Renamed("trainer.ckpt_local_dir", "trainer.ckpt_cache_dir"),
-    Renamed("trainer.ckpt_local_copies", "trainer.ckpt_replicas"),
-    Renamed("trainer.resume_load", "trainer.load_components"),
-    Renamed("trainer.stop_at", "trainer.deadline"),
-    Renamed("rollout.share_gpus", "rollout.colocate"),
-    Renamed("algorithm.max_sample_batches", "algorithm.max_gen_batches"),
-    Renamed("algorithm.ref_update_interval", "algorithm.ref_sync_interval"),
-    Renamed("reward.store", "reward.cache"),
-    Renamed("reward.max_failure_frac", "reward.max_error_rate"),
-    Renamed("environment.max_failure_frac", "environment.max_error_rate"),
-    Renamed("environment.options", "environment.kwargs"),
-    Renamed("data.generator", "data.synthetic"),
-    Renamed("data.generator_args", "data.synthetic_args"),
-    Renamed("logger.rollouts", "logger.save_rollouts"),
-    # Values. Successors of keys come first: these are names of today.
-    Renamed("algorithm.old_logprobs", "algorithm.old_logprobs", {"trainer": "recompute", "sampler": "rollout"}),
-    Renamed("trainer.best_metric", "trainer.best_metric", METRICS),
-    Renamed("trainer.divergence_limits", "trainer.divergence_limits", convert=with_new_metrics),
-    *(
-        Renamed(key, key, convert=_import_path)
-        for key in ("algorithm.advantage_estimator", "algorithm.policy_loss", "reward.name", "data.curriculum")
-    ),
-    *(
-        Renamed(key, key, convert=_checkpointing)
-        for key in ("trainer.policy.fsdp.activation_checkpointing", "trainer.critic.fsdp.activation_checkpointing")
-    ),
-)
-"""Keys of earlier versions with their successors, and keys whose values have changed."""
-
-_SUCCESSORS = {one.old: one.new for one in RENAMED if one.old != one.new}
-_VALUES = {one.new: one.values for one in RENAMED if one.values}
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "trainer.divergence_limits": with_new_metrics,
+    "algorithm.advantage_estimator": _import_path,
+    "algorithm.policy_loss": _import_path,
+    "reward.name": _import_path,
+    "data.curriculum": _import_path,
+    "trainer.policy.fsdp.activation_checkpointing": _checkpointing,
+    "trainer.critic.fsdp.activation_checkpointing": _checkpointing,
+}
+"""By key (of today): a function from a saved value to that of today. Commands may use both."""
 
 
 def successor_of(key: str) -> str | None:
     """Return what the key of an earlier version, or a key below a section that was renamed, is called today."""
-    for old, new in _SUCCESSORS.items():
+    for old, new in KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]
     return None
@@ -113,20 +96,22 @@ def successor_of(key: str) -> str | None:
 
 def successor_of_value(key: str, value: Any) -> Any:
     """Return what the value that an earlier version had for `key` is called today; None: it is no such value."""
-    return _VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+    return VALUES.get(key, {}).get(value) if isinstance(value, str) else None
 
 
 def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nested config that an earlier version saved with the keys and values of today. `saved` stays."""
     config = _copy_of_sections(saved)
-    for one in RENAMED:
-        *sections, name = one.old.split(".")
-        section: Any = config
-        for outer in sections:
-            section = section.get(outer) if isinstance(section, dict) else None
-        if isinstance(section, dict) and name in section:
-            value = one.value(section.pop(name) if one.old != one.new else section[name])
-            _set(config, one.new, value, replace=one.old == one.new)
+    for old, new in KEYS.items():
+        section, name = _section_of(config, old)
+        if name in section:
+            successor, new_name = _section_of(config, new, make=True)
+            successor.setdefault(new_name, section.pop(name))
+    for key in (*VALUES, *CONVERTERS):
+        section, name = _section_of(config, key)
+        if name in section:
+            value = section[name]
+            section[name] = CONVERTERS[key](value) if key in CONVERTERS else VALUES[key].get(value, value)
     return config
 
 
@@ -142,12 +127,15 @@ def _new_word(word: str) -> str:
     return key.removesuffix(name) + new + equals + (successor_of_value(new, value) or value) if equals else word
 
 
-def _set(config: dict[str, Any], key: str, value: Any, replace: bool) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config.setdefault(section, {})
-    if replace or name not in config:
-        config[name] = value
+def _section_of(config: dict[str, Any], key: str, make: bool = False) -> tuple[dict[str, Any], str]:
+    """Return the section that holds a key, and the name of the key in it. The section is empty if there is none."""
+    section: Any = config
+    *outer, name = key.split(".")
+    for inner in outer:
+        section = section.setdefault(inner, {}) if make else section.get(inner)
+        if not isinstance(section, dict):
+            return {}, name
+    return section, name
 
 
 def _copy_of_sections(config: Any) -> Any:

@@ -135,12 +135,12 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
     title = f"Validation accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
     more = [(name, name.removeprefix("val/"), colour) for name, colour in colours]
-    _curves(axes, rows, title, "share of successes", ("val/accuracy", "greedy", ORANGE), *more)
+    _curves(axes, rows, title, "share of successes", [("val/accuracy", "greedy", ORANGE), *more])
 
 
 def _length(axes: Axes, rows: Rows) -> None:
     curves = (("response_length/max", "longest", SKY), ("response_length/mean", "mean", BLUE))
-    _curves(axes, rows, "Response length", "tokens", *curves)
+    _curves(axes, rows, "Response length", "tokens", curves)
     axes.set_ylim(bottom=0)
 
 
@@ -152,16 +152,12 @@ def _task_panels(declared: Mapping[str, Metric]) -> list[tuple[str, Panel]]:
         titled = list(group)
         labels = ["validation" if name.startswith("val/") else "training" for name in titled]
         curves = list(zip(titled, labels, (BLUE, ORANGE, GREEN, RED, PURPLE), strict=False))
-        panel = partial(_several, title=title, unit=declared[titled[0]].unit, curves=curves)
+        panel = partial(_curves, title=title, unit=declared[titled[0]].unit, curves=curves)
         panels += [(name, panel) for name in titled[:1]]
     return panels
 
 
-def _several(axes: Axes, rows: Rows, title: str, unit: str, curves: Sequence[tuple[str, str, str]]) -> None:
-    _curves(axes, rows, title, unit, *curves)
-
-
-def _curves(axes: Axes, rows: Rows, title: str, unit: str, *curves: tuple[str, str, str]) -> None:
+def _curves(axes: Axes, rows: Rows, title: str, unit: str, curves: Sequence[tuple[str, str, str]]) -> None:
     """Draw those of the metrics that were logged. A legend tells several apart.
 
     Args:
@@ -177,7 +173,7 @@ def _curves(axes: Axes, rows: Rows, title: str, unit: str, *curves: tuple[str, s
 
 def _single(name: str, title: str, unit: str, colour: str) -> tuple[str, Panel]:
     """Return an entry of `_PANELS` that draws one metric."""
-    return name, lambda axes, rows: _curves(axes, rows, title, unit, (name, "", colour))
+    return name, lambda axes, rows: _curves(axes, rows, title, unit, [(name, "", colour)])
 
 
 def _family(axes: Axes, rows: Rows, names: Sequence[str], title: str, unit: str) -> None:

@@ -8,26 +8,24 @@ import pytest
 
 from trainer.config import Config, compose, with_new_metrics, with_new_names, with_new_words
 from trainer.config.fields import walk_keys, walk_sections
-from trainer.config.renamed import METRICS, RENAMED, Renamed, successor_of
+from trainer.config.renamed import CONVERTERS, KEYS, METRICS, VALUES, successor_of
 from trainer.errors import UserError
 from trainer.metrics.names import METRICS as DOCUMENTED
 
-KEYS = {key for key, *_ in walk_keys(Config())}
-NAMES = KEYS | {name for name, _ in walk_sections(Config())}
-KEYS_RENAMED = [one for one in RENAMED if one.old != one.new]
+NAMES = {name for walk in (walk_keys, walk_sections) for name, *_ in walk(Config())}
 
 
 def test_successors_are_names_of_today_and_old_names_are_not():
-    assert {one.new for one in RENAMED} <= NAMES
-    assert not {one.old for one in KEYS_RENAMED} & NAMES
+    assert {*KEYS.values(), *VALUES, *CONVERTERS} <= NAMES
+    assert not KEYS.keys() & NAMES
     assert set(METRICS.values()) <= set(DOCUMENTED) and not set(METRICS) & set(DOCUMENTED)
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-@pytest.mark.parametrize("one", KEYS_RENAMED, ids=lambda one: one.old)
-def test_an_old_key_in_a_command_is_refused_with_its_successor(one, plus):
-    with pytest.raises(UserError, match=rf"^{re.escape(one.old)}: this key is now {re.escape(one.new)}; write "):
-        compose([f"{plus}{one.old}=1"])
+@pytest.mark.parametrize("old, new", KEYS.items())
+def test_an_old_key_in_a_command_is_refused_with_its_successor(old, new, plus):
+    with pytest.raises(UserError, match=rf"^{re.escape(old)}: this key is now {re.escape(new)}; write "):
+        compose([f"{plus}{old}=1"])
 
 
 def test_an_old_key_in_a_config_file_is_refused_with_its_successor(tmp_path):
@@ -99,12 +97,9 @@ def test_a_saved_config_is_read_under_the_names_of_today():
 
 
 def test_a_key_may_move_between_sections_of_any_depth(monkeypatch):
-    moved = [
-        Renamed("a.deep.old", "b.deeper.still.new", {"x": "y"}),
-        Renamed("b.whole", "c"),
-        Renamed("missing.key", "d.key"),
-    ]
-    monkeypatch.setattr("trainer.config.renamed.RENAMED", moved)
+    keys = {"a.deep.old": "b.deeper.still.new", "b.whole": "c", "missing.key": "d.key"}
+    monkeypatch.setattr("trainer.config.renamed.KEYS", keys)
+    monkeypatch.setattr("trainer.config.renamed.VALUES", {"b.deeper.still.new": {"x": "y"}})
     saved = {"a": {"deep": {"old": "x", "other": 1}}, "b": {"whole": {"k": 2}}, "missing": 3}
     before = copy.deepcopy(saved)
     assert with_new_names(saved) == {
