@@ -132,7 +132,7 @@ def train(cfg: Config) -> float | None:
 def best_value(cfg: Config) -> float | None:
     """Return the best value that training has reached of the metric that runs are compared by; None if it has none."""
     rows = read_metrics(os.path.join(cfg.trainer.run_dir, METRICS_FILE))
-    best = find_best(rows, *cfg.compared_by, of_training=True)
+    best = find_best(rows, *cfg.compared_by)
     return best and best.value
 
 

@@ -27,8 +27,7 @@ from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserErr
 from trainer.files.redaction import redact
 from trainer.learner.learner import Learner
 from trainer.metrics.best import better, compared_metric
-from trainer.metrics.divergence import DivergenceCheck
-from trainer.metrics.health import TrainingWarnings
+from trainer.metrics.health import DivergenceCheck, TrainingWarnings
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
@@ -61,7 +60,7 @@ class Trainer:
         cfg: of the task.
         directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
         source: of the episodes.
-        model_path: the start weights, a local directory.
+        model_path: the initial weights, a local directory.
         evaluator: None: there is no validation data.
         is_enough: whether the run ends after a step, before its last one. A resumed run asks again.
     """
@@ -104,7 +103,7 @@ class Trainer:
             adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
             fence=directory.check,
         )
-        self._data_of: str | None = None  # the checkpoint whose place in the data is loaded
+        self._data_of: str | None = None  # the checkpoint whose position in the data is loaded
 
     # ---------------------------------------------------------------------------------------------------
     # The loop
@@ -152,7 +151,7 @@ class Trainer:
                 is_initial = self.directory.resume is None and not self.recovery.restarted
                 self.source.start(version=self.state.step + 1, is_initial=is_initial)
             self.recovery.complete()
-            with stage("evaluating the start weights"):
+            with stage("evaluating the initial weights"):
                 self._evaluate_start_weights()
             with SIGNALS.in_training_loop(), self._saves_completed():
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
@@ -171,7 +170,7 @@ class Trainer:
                 self._wait_for_saves()
 
     def _update(self, experience: Experience, step: int) -> dict[str, float]:
-        # Ranks may have waited until the state of the step before was copied: now, or when they made room for engines.
+        # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
         saving = self.checkpoints.saving or self.saves.begun == self.state.step
         metrics = self.learner.update(experience, step)
         if saving:
@@ -357,10 +356,10 @@ class Trainer:
         self.saves.collect(self.checkpoints.results())
 
     def load_data(self) -> None:
-        """Restore the place in the data before `load_checkpoint` does the rest: other data is refused at once.
+        """Restore the position in the data before `load_checkpoint` does the rest: other data is refused at once.
 
         Raises:
-            UserError: the data is not that of the checkpoint; the message lists changed start weights, too.
+            UserError: the data is not that of the checkpoint; the message lists changed initial weights, too.
         """
         resume = self.directory.resume
         if resume is None or "data" not in resume.restore.kinds:

@@ -28,17 +28,14 @@ class Best:
     step: int
 
 
-def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str, of_training: bool = False) -> Best | None:
+def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str) -> Best | None:
     """Return the best value of `metric` in the lines of a `metrics.jsonl`; None if no line has a finite one.
 
     Args:
         mode: `max` or `min`.
-        of_training: leave out step 0, the initial weights, unless no later step has measured the metric. Runs that
-            start from the same weights have the same value there.
     """
     measured = [row for row in rows if row.get(metric) is not None and math.isfinite(row[metric])]
-    if of_training:
-        measured = [row for row in measured if row["step"] > 0] or measured
+    measured = [row for row in measured if row["step"] > 0] or measured
     if not measured:
         return None
     row = (max if mode == "max" else min)(measured, key=lambda row: row[metric])

@@ -1,8 +1,9 @@
-"""Every metric that a run logs. `python -m trainer.metrics.names` prints `docs/metrics.md`."""
+"""Every metric that a run logs. `python -m trainer.metrics.names` writes the table of `docs/metrics.md`."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection
 
 from trainer.config.tasks import TASKS, Metric
@@ -150,54 +151,11 @@ def _pattern(known: str) -> str:
     return re.escape(known).replace("<name>", ".+").replace("<k>", "[1-9][0-9]*")
 
 
-def reference() -> str:
-    """`docs/metrics.md`: every metric with its unit and meaning."""
-    lines = [
-        "# Metrics",
-        "",
-        "Generated from `trainer/metrics/names.py` by `make docs`. `{run_dir}/metrics.jsonl` holds one "
-        "object a step, `step` first; the validation before training is step 0. A number that is not finite is "
-        "`null`. `val/…` is logged only in steps that validate, and metrics of parts that a run does not have (a "
-        "critic, for example) are not logged. `progress/…` counts over the life of the run, resumes included. A "
-        "share is between 0 and 1.",
-        "",
-        "| metric | unit | meaning |",
-        "|---|---|---|",
-    ]
-    lines += [f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()]
-    lines += [
-        "",
-        "## Warnings",
-        "",
-        "A run warns when its metrics say that it learns little. A warning names the step since which this is so, and "
-        "keys to try. It comes once for each cause, and again only after the cause was over.",
-        "",
-        "| condition | steps in a row |",
-        "|---|---|",
-        "| `reward/zero_std_frac` is 1 (with an estimator that does not compare the completions of a prompt: "
-        "`reward/std` is 0) | 3 |",
-        "| `response_length/clip_ratio` is above 0.5 | 3 |",
-        "| `critic/explained_variance` is at most 0 | 10 |",
-        "",
-        "## Samples",
-        "",
-        "Each validation shows `logger.samples` completions with prompt, reference answer, reward and its terms: "
-        "on the terminal (long texts without their middle), and in full as text of TensorBoard and as a table of "
-        "W&B, both called `samples/validation`. Every `logger.samples_interval` steps, `samples/training` does so "
-        "for training completions; a run without validation prints them, too. Seed and step choose which ones: "
-        "others each time, and the same in a resumed run. With `logger.wandb.mode=offline`, tables of steps before "
-        "a restart are in the offline directory of the earlier process.",
-        "",
-        "With `logger.validation`, `{run_dir}/validation/step_N.jsonl` holds all completions of a validation, one JSON "
-        "object a line: `step`, `uid` (`val:` and the index of the row in the data), `number` (0: greedy; from 1 on: "
-        "those of `val/pass@<k>`), `prompt` and `completion` (lists of messages with `role` and `content`; the "
-        "completion of an environment's episode goes from the first reply to the end), `answer`, `reward` (null if it "
-        "failed and is left out), `rewards` (its terms), `finish_reason`, `failure` (why the reward failed, else "
-        "null), and `metrics` (what an environment has counted). A step that is replayed after a kill writes the same "
-        "file again.",
-    ]
-    return "\n".join(lines)
+def with_reference(page: str) -> str:
+    """Return the text of `docs/metrics.md` with a fresh table of every metric, its unit and its meaning."""
+    rows = [f"| `{name}` | {metric.unit} | {metric.meaning} |\n" for name, metric in METRICS.items()]
+    return re.sub(r"(?<=\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page)
 
 
 if __name__ == "__main__":
-    print(reference())
+    print(with_reference(sys.stdin.read()), end="")

@@ -42,7 +42,7 @@ class Transcript:
     """None: it failed, and is left out."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
-    status: str = "stop"
+    finish_reason: str = "stop"
     """See `trainer.episodes.Episode.status`."""
     failure: str = ""
     """See `trainer.episodes.Episode.failure`."""
@@ -58,7 +58,7 @@ class Transcript:
         prompt, answer, completion = self._texts()
         reward, failure = self.reward, printable(self.failure)
         parts, metrics = _listed(self.rewards), _listed(self.metrics)
-        return self.name, prompt, answer, completion, reward, parts, self.status, failure, metrics
+        return self.name, prompt, answer, completion, reward, parts, self.finish_reason, failure, metrics
 
     def block(self, brief: bool = False) -> str:
         """Return several readable lines, without control characters.
@@ -69,7 +69,7 @@ class Transcript:
         prompt, answer, completion = self._texts()
         parts = f" ({_listed(self.rewards)})" if len(self.rewards) > 1 else ""
         reward = "none" if self.reward is None else f"{self.reward:.4g}"
-        reward += parts + ("" if self.status == "stop" else f", ended by: {self.status}")
+        reward += parts + ("" if self.finish_reason == "stop" else f", ended by: {self.finish_reason}")
         texts = {"prompt": prompt, "completion": completion, "answer": answer, "reward": reward}
         texts |= {"failure": printable(self.failure), "metrics": _listed(self.metrics)}
         texts = {label: text for label, text in texts.items() if text or label in ("prompt", "completion")}
@@ -104,25 +104,8 @@ def write_validation(
     fence()
     directory = os.path.join(run_dir, VALIDATION_FOLDER)
     os.makedirs(directory, exist_ok=True)
-    lines = [
-        json.dumps(
-            {
-                "step": step,
-                "uid": one.uid,
-                "number": one.number,
-                "prompt": list(one.prompt),
-                "completion": list(one.completion),
-                "answer": one.answer,
-                "reward": one.reward,
-                "rewards": dict(one.rewards),
-                "finish_reason": one.status,
-                "failure": one.failure or None,
-                "metrics": dict(one.metrics),
-            }
-        )
-        for one in transcripts
-    ]
-    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(line + "\n" for line in lines), fence)
+    rows = [{"step": step, **vars(one), "failure": one.failure or None} for one in transcripts]
+    write_file(os.path.join(directory, f"step_{step}.jsonl"), "".join(json.dumps(row) + "\n" for row in rows), fence)
 
 
 def printable(text: str) -> str:

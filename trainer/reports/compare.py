@@ -166,7 +166,7 @@ def compare_runs(
     if len(compared) == 1:  # the mean reward, if no run has an accuracy above 0
         (metric,) = compared
     else:
-        best = {run.path: find_best(run.rows, metric, mode, of_training=True) for run in runs}
+        best = {run.path: find_best(run.rows, metric, mode) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
     keys, left_out = _columns(runs, columns)
     shown = [name for name in _matching("--metrics", metrics, sorted(logged)) if name != metric]
@@ -214,12 +214,12 @@ def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], li
         return _matching("--columns", patterns, differing if patterns == ["*"] else all_keys), []
     named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
     ordered = sorted(differing, key=lambda key: key not in named)
-    room = shutil.get_terminal_size().columns - _WIDTH_OF_RESULTS if sys.stdout.isatty() else _WIDTH_OF_FILES
+    width = shutil.get_terminal_size().columns - _WIDTH_OF_RESULTS if sys.stdout.isatty() else _WIDTH_OF_FILES
     kept: list[str] = []
     for key in ordered[:_MOST_KEYS]:
         values = [len(str(run.config.get(key, _UNKNOWN))) for run in runs]
-        room -= max([len(key.rpartition(".")[2]), *(min(value, _WIDEST) for value in values)]) + 3
-        if room < 0 and kept:
+        width -= max([len(key.rpartition(".")[2]), *(min(value, _WIDEST) for value in values)]) + 3
+        if width < 0 and kept:
             break
         kept.append(key)
     return [key for key in differing if key in kept], [key for key in ordered if key not in kept]

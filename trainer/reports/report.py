@@ -202,7 +202,7 @@ def _time(axes: Axes, rows: Rows) -> None:
     top = [max(b, row["time/step"]) for b, row in zip(base, timed, strict=True)]
     axes.stairs(top, edges, baseline=base, fill=True, color=GREY, label="rest")
     axes.set(title="Time per step", ylabel="seconds")
-    # Leave room for the legend. If the first step is much slower than the others, there is room anyway.
+    # Leave space for the legend. If the first step is much slower than the others, there is enough.
     axes.set_ylim(0, max(1.05 * max(top), 1.6 * statistics.median(top)))
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config import TrainerConfig
 from trainer.errors import DivergedError, FailureSource, NonFiniteError, NonRetryableError, WorkerError, describe_error
-from trainer.metrics.divergence import Divergence
+from trainer.metrics.health import Divergence
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, classify, describe
 from trainer.process.restart_policy import Decision, Restarts

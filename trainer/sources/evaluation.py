@@ -13,9 +13,8 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
-from trainer.metrics.best import find_best
 from trainer.metrics.names import pass_at
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.sources.base import Evaluation
 from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms
 
@@ -98,5 +97,5 @@ class RolloutEvaluator:
 
     def _has_succeeded(self) -> bool:
         """Whether an earlier start of this run has measured an accuracy above 0."""
-        best = find_best(read_metrics(os.path.join(self.cfg.trainer.run_dir, METRICS_FILE)), "val/accuracy", "max")
-        return best is not None and best.value > 0
+        rows = read_metrics(os.path.join(self.cfg.trainer.run_dir, METRICS_FILE))
+        return any(value > 0 for value in values_of(rows, "val/accuracy"))

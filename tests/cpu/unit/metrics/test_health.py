@@ -1,4 +1,4 @@
-"""Warnings about runs that learn little."""
+"""Warnings about runs that learn little, and metrics that stay above their limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.metrics.health import TrainingWarnings
+from trainer.metrics.health import DivergenceCheck, TrainingWarnings
 
 EQUAL = {"reward/zero_std_frac": 1.0, "reward/std": 0.3, "reward/mean": 0.5}
 MIXED = {"reward/zero_std_frac": 0.5, "reward/std": 0.3, "reward/mean": 0.5}
@@ -69,3 +69,25 @@ def test_a_resumed_run_warns_like_the_uninterrupted_one(kept):
     assert warned(TrainingWarnings(True, logged[:kept]), rows[kept:], first=kept + 1) == [
         w for w in expected if w[0] > kept
     ]
+
+
+def diverged(check: DivergenceCheck, *values: float | None, first: int = 1) -> list[str]:
+    """Return the findings of the check for steps with these values of `policy/kl`; a step with None has none."""
+    rows = [{"policy/kl": value, "policy/loss": 50.0} for value in values]
+    said = [check.update(step, row) for step, row in enumerate(rows, start=first)]
+    return [str(one) for one in said if one is not None]
+
+
+def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
+    check = DivergenceCheck({"policy/kl": 1.0}, 3)
+    assert diverged(check, 2.0, 2.0, 1.0, 2.0, None, 2.0) == [], "a step at the limit is not above it"
+    assert diverged(check, 3.0, first=7) == [
+        "policy/kl has been above 1 since step 4, and is 3 now (trainer.divergence_limits)"
+    ]
+
+
+def test_a_resumed_run_counts_the_steps_before():
+    history = [{"step": step, "policy/kl": 2.0} for step in (4, 5)]
+    (said,) = diverged(DivergenceCheck({"policy/kl": 1.0}, 3, history), 2.0, first=6)
+    assert "since step 4" in said
+    assert diverged(DivergenceCheck({}, 1, history), 2.0) == []

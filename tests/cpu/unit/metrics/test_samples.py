@@ -45,7 +45,7 @@ def test_a_block_shows_prompt_completion_answer_and_reward():
         "answer      2\n"
         "reward      1"
     )  # fmt: skip
-    cut = transcript(reward=0.5, rewards={"exact": 0.0, "form": 1 / 3}, status="length").block()
+    cut = transcript(reward=0.5, rewards={"exact": 0.0, "form": 1 / 3}, finish_reason="length").block()
     assert cut.endswith("\nreward      0.5 (exact 0, form 0.3333), ended by: length")
 
 
@@ -78,7 +78,7 @@ def test_the_turns_of_a_conversation_have_their_roles():
 
 
 def test_validation_is_written_whole_and_the_same_bytes_again(tmp_path):
-    some = [transcript(rewards={"exact": 1.0}), transcript("\ud800\n", number=1, reward=0.25, status="length")]
+    some = [transcript(rewards={"exact": 1.0}), transcript("\ud800\n", number=1, reward=0.25, finish_reason="length")]
     path = tmp_path / "validation" / "step_20.jsonl"
     write_validation(str(tmp_path), 20, some)
     data = path.read_bytes()

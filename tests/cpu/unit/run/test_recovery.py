@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.runs import settings
 from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, WorkerError, set_failure_source
-from trainer.metrics.divergence import Divergence
+from trainer.metrics.health import Divergence
 from trainer.process.failure_log import INCIDENTS, read_incidents
 from trainer.run.recovery import Recovery
 from trainer.run.stopping import StopRequest
