@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from trainer.errors import UserError
+from trainer.import_utils import import_function
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, both text; what else it holds is for the chat template."""
@@ -24,6 +28,9 @@ class StepResult:
     """Named terms of the reward of this reply. They are added to `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers of this reply, to be logged. Those of an episode are the sums over its steps."""
+
+
+METHODS = ("reset", "step", "close")
 
 
 class Environment(Protocol):
@@ -49,3 +56,19 @@ class Environment(Protocol):
     def close(self) -> None | Awaitable[None]:
         """Release what the environment holds. Called once, at the end."""
         ...
+
+
+def find_environment(name: str) -> Callable[..., Environment]:
+    """Return the class, or the function that makes an environment, at the import path `environment.name`.
+
+    Raises:
+        UserError: it cannot be imported, or the class lacks a method.
+    """
+    kind = import_function(name, "environment.name")
+    missing = [method for method in METHODS if inspect.isclass(kind) and not hasattr(kind, method)]
+    if missing:
+        raise UserError(
+            f"environment.name={name}: the class has no method `{missing[0]}`; an environment has the methods "
+            f"{', '.join(METHODS)} (docs/environments.md)"
+        )
+    return kind

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -47,21 +47,20 @@ class RolloutRequest:
         return f"{self.group}:{self.number}"
 
 
-class EpisodeRunner(Protocol):
-    """Runs episodes. A context manager."""
+class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
+    """Runs episodes. A base class."""
 
     def run(
         self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing."""
-        ...
+        raise NotImplementedError
 
-    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None:
+        """End what runs episodes."""
 
-    def __exit__(self, *exception: Any) -> None: ...
 
-
-class SingleTurnRunner(contextlib.AbstractContextManager["SingleTurnRunner"]):
+class SingleTurnRunner(EpisodeRunner):
     """An episode is one prompt and one completion. Its reward is None: reward functions compute it."""
 
     def __init__(self, cfg: Config, tokenizer: Any):
@@ -82,28 +81,24 @@ class SingleTurnRunner(contextlib.AbstractContextManager["SingleTurnRunner"]):
                 for (index, completion), text in zip(chunk.items(), texts, strict=True)
             }
 
-    def __exit__(self, *exception: Any) -> None:
-        pass
 
-
-class _RunningEpisode:
+class _RunningEpisode(Session):
     """An episode with an environment, while it runs."""
 
-    def __init__(self, request: RolloutRequest, session: Session):
+    def __init__(self, request: RolloutRequest, run_seed: int):
+        super().__init__(request.prompt.row, environment_seed(run_seed, request.group))
         self.request = request
-        self.session = session
         self.conversation: Conversation | None = None
-        self.status = ""
 
     def take_reply(self, completion: Completion) -> None:
         assert self.conversation is not None
-        self.session.replies.append(self.conversation.add_reply(completion))
+        self.replies.append(self.conversation.add_reply(completion))
 
     def end(self, status: str) -> None:
-        self.status, self.session.ended = status, True
+        self.status, self.ended = status, True
 
 
-class EnvironmentRunner:
+class EnvironmentRunner(EpisodeRunner):
     """Runs episodes in which the policy and an environment take turns. The environment gives the reward.
 
     All episodes get their next reply together, as one batch for the engines. Then all environments step; finished
@@ -123,7 +118,7 @@ class EnvironmentRunner:
         self._pool.__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._pool.__exit__(*exception)
 
     def run(
@@ -134,16 +129,14 @@ class EnvironmentRunner:
         Raises:
             UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
-        sessions = [Session(r.prompt.row, environment_seed(self._seed, r.group)) for r in requests]
-        episodes = [_RunningEpisode(request, session) for request, session in zip(requests, sessions, strict=True)]
-        step = requests[0].step
+        episodes = [_RunningEpisode(request, self._seed) for request in requests]
         with timer("environment"):
-            self._pool.step_all(sessions)
+            self._pool.step_all(episodes)
             for episode in episodes:
                 self._begin(episode)
         for turn in range(self._config.max_turns):
-            self._check_failures(sessions, step)
-            active = [episode for episode in episodes if not episode.status]
+            self._check_failures(episodes)
+            active = [episode for episode in episodes if not episode.ended]
             if not active:
                 break
             prompts = [
@@ -154,68 +147,65 @@ class EnvironmentRunner:
             with timer("environment"):
                 for episode, completion in zip(active, completions, strict=True):
                     episode.take_reply(completion)
-                self._pool.step_all(sessions)
+                self._pool.step_all(episodes)
                 for episode, completion in zip(active, completions, strict=True):
                     self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
         with timer("environment"):
-            self._pool.step_all(sessions)  # closes what is left
-        self._check_failures(sessions, step)
+            self._pool.step_all(episodes)  # closes what is left
+        self._check_failures(episodes)
         yield dict(enumerate(map(self._ended, episodes)))
 
     def _begin(self, episode: _RunningEpisode) -> None:
-        session = episode.session
-        if not session.failure:
-            try:
-                episode.conversation = Conversation(self._tokenizer, session.steps[0].messages, self._limit)
-                length = len(episode.conversation.token_ids)
-                size = f"{length} tokens" if length > self._longest else ""
-            except TextTooLong as error:
-                size = str(error)
-            if size:
-                session.fail("failed", f"has first messages of {size}; rollout.max_prompt_tokens is {self._longest}")
-        if session.failure:
-            episode.end(session.status)
+        if episode.failure:
+            return
+        try:
+            episode.conversation = Conversation(self._tokenizer, episode.steps[0].messages, self._limit)
+            length = len(episode.conversation.token_ids)
+            size = f"{length} tokens" if length > self._longest else ""
+        except TextTooLong as error:
+            size = str(error)
+        if size:
+            episode.fail("failed", f"has first messages of {size}; rollout.max_prompt_tokens is {self._longest}")
 
     def _continue(self, episode: _RunningEpisode, completion: Completion, last: bool) -> None:
         """Add what the environment has answered, and end the episode if it is over."""
-        session, conversation = episode.session, episode.conversation
+        conversation = episode.conversation
         assert conversation is not None
-        if session.failure:
-            episode.end(session.status)
+        if episode.failure:
             return
-        step = session.steps[-1]
+        step = episode.steps[-1]
         if step.done or completion.finish_reason == "length" or last:
             conversation.messages += step.messages
             episode.end("stop" if step.done else "length" if completion.finish_reason == "length" else "turns")
         elif not conversation.add_messages(step.messages, self._longest):
             episode.end("length")
 
-    def _check_failures(self, sessions: Sequence[Session], step: int) -> None:
-        failures = [session.failure for session in sessions if session.failure]
-        if len(failures) > self._config.max_error_rate * len(sessions):
+    def _check_failures(self, episodes: Sequence[_RunningEpisode]) -> None:
+        failures = [episode.failure for episode in episodes if episode.failure]
+        if len(failures) > self._config.max_error_rate * len(episodes):
             raise UserError(
-                f"environment.name={self._config.name}: {len(failures)} of {len(sessions)} episodes of step {step} "
-                f"({len(failures) / len(sessions):.1%}) have failed, more than environment.max_error_rate="
-                f"{self._config.max_error_rate:g} allows; the first: {failures[0]}"
+                f"environment.name={self._config.name}: {len(failures)} of {len(episodes)} episodes of step "
+                f"{episodes[0].request.step} ({len(failures) / len(episodes):.1%}) have failed, more than "
+                f"environment.max_error_rate={self._config.max_error_rate:g} allows; the first: {failures[0]}"
             )
 
     def _ended(self, episode: _RunningEpisode) -> Episode:
-        request, session, conversation = episode.request, episode.session, episode.conversation
+        request, conversation = episode.request, episode.conversation
         answer = request.prompt.row.get(self._answer_key)
         fields: dict[str, Any] = {
             "status": episode.status,
             "answer": "" if answer is None else str(answer),
-            "failure": session.failure,
+            "failure": episode.failure,
             "reward": 0.0,
         }
-        if not session.failure:
-            fields["reward"] = session.reward
-            fields |= {"rewards": session.total("rewards"), "metrics": session.total("metrics")}
+        if not episode.failure:
+            fields["reward"] = episode.reward
+            fields |= {"rewards": episode.total("rewards"), "metrics": episode.total("metrics")}
         if conversation is None:  # it has no token, and a sample must have one
             empty = np.zeros(1, np.float32)
             samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))]
             return Episode(request.uid, request.group, samples, turns=0, **fields)
-        fields |= {"turns": len(session.replies), "messages": conversation.messages}
+        fields |= {"turns": len(episode.replies), "messages": conversation.messages}
         return Episode(request.uid, request.group, conversation.samples(), **fields)
 
 

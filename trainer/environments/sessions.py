@@ -41,9 +41,9 @@ class Session(Task):
         self.ended = False
         """The episode needs no more steps. The pool closes the environment."""
         self.status = ""
-        """`timeout` or `failed`, if the environment has failed."""
+        """Why the episode has ended: `timeout` or `failed` if the environment has failed."""
         self.failure = ""
-        """The reason."""
+        """Why the environment has failed."""
         self.answered = 0
         """Calls that the present environment has answered. It begins again at 0 when the environment is lost."""
         self._number = next(_NUMBERS)

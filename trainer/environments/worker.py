@@ -8,10 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.environments.base import StepResult
-from trainer.errors import UserError
+from trainer.environments.base import METHODS, StepResult, find_environment
 from trainer.files.documents import nests_deeply
-from trainer.import_utils import import_function
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
 from trainer.sandbox.worker import Handler
@@ -33,10 +31,8 @@ class EnvironmentHandler(Handler):
     """
 
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
-        kind = import_function(name, "environment.name")
-        if not hasattr(kind, "reset") and hasattr(kind, "start"):
-            raise UserError(f"the method `start` of an environment is now called `reset`; rename it in {name}")
-        methods = (getattr(kind, method, None) for method in ("reset", "step", "close"))
+        kind = find_environment(name)
+        methods = (getattr(kind, method, None) for method in METHODS)
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
         self._make = lambda: kind(**options)
         self._timeout_s = timeout_s

@@ -21,7 +21,7 @@ from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.import_utils import parameter_names
 from trainer.parallel.batching import Batch, select
-from trainer.rewards.parsing import LARGEST
+from trainer.sandbox.limits import LARGEST_REWARD
 
 LOG = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def choose_learnable_rows(
 ) -> np.ndarray:
     """Return `(B,)`, true for the rows, one for each episode, that can be learnt from.
 
-    The reward of such a row is known and, with its penalties, not beyond `LARGEST`. If the estimator compares the
-    completions of a prompt, at least one other row of the group is like that.
+    The reward of such a row is known and, with its penalties, not beyond `LARGEST_REWARD`. If the estimator compares
+    the completions of a prompt, at least one other row of the group is like that.
 
     Args:
         rewards: `(B,)`, with `overlong_penalty`.
@@ -101,13 +101,13 @@ def choose_learnable_rows(
     if algorithm.overlong_buffer or (algorithm.kl_in == "reward" and "ref_logprobs" in batch):
         paid = masked(reward_tokens(batch, rewards, algorithm, kl_coef), torch.from_numpy(batch["mask"])).double()
         sums = np.maximum(np.abs(rewards), paid.sum(dim=1).abs().numpy())
-        beyond = np.isfinite(sums) & (sums > LARGEST)  # what is not finite ends the run at its loss
+        beyond = np.isfinite(sums) & (sums > LARGEST_REWARD)  # what is not finite ends the run at its loss
         if (beyond & known).any():
             LOG.warning(
                 "%d rewards are left out: with the penalties of algorithm.overlong_factor and algorithm.kl_coef they "
                 "are beyond %g",
                 (beyond & known).sum(),
-                LARGEST,
+                LARGEST_REWARD,
             )
         taught &= ~beyond
     estimator = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")

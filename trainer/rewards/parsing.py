@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import describe_error, one_line
-from trainer.sandbox.limits import LARGEST_REWARD as LARGEST
-from trainer.sandbox.limits import MAX_TERMS
-
-__all__ = ["LARGEST", "Terms", "read_number", "read_terms", "read_value", "read_values"]
+from trainer.sandbox.limits import LARGEST_REWARD, MAX_TERMS
 
 Terms = dict[str, float]
 """What a reward consists of, by name. A plain number has the name ""."""
@@ -83,4 +80,4 @@ def read_number(value: Any) -> float | str:
         return f"raised {describe_error(error)}"
     if not math.isfinite(number):
         return f"is {number}"
-    return number if abs(number) <= LARGEST else f"is {number:g}, beyond {LARGEST:g}"
+    return number if abs(number) <= LARGEST_REWARD else f"is {number:g}, beyond {LARGEST_REWARD:g}"

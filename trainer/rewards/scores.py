@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.process.signals import CONTINUES
 from trainer.rewards.cache import Result
-from trainer.rewards.parsing import LARGEST, Terms
+from trainer.rewards.parsing import Terms
 from trainer.rewards.terms import Call, RewardFunction
 from trainer.sandbox import limits
 from trainer.sandbox.pool import NOT_TRIED
@@ -98,8 +98,9 @@ def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: in
                     rewards[index] += function.weight * sum(named.values())
     failures = RewardFailures()
     for index, reward in enumerate(rewards):
-        if not abs(reward) <= LARGEST:  # infinite weights make it NaN
-            reasons[index], rewards[index] = reasons[index] or f"is {reward:g}, beyond {LARGEST:g}", 0.0
+        if not abs(reward) <= limits.LARGEST_REWARD:  # infinite weights make it NaN
+            reasons[index] = reasons[index] or f"is {reward:g}, beyond {limits.LARGEST_REWARD:g}"
+            rewards[index] = 0.0
         if reasons[index]:
             failures.add(reasons[index], skipped=NOT_TRIED in reasons[index])
     return Scores(rewards, terms, reasons, failures)

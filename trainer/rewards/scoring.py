@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import RewardConfig
 from trainer.errors import UserError
+from trainer.files.documents import mismatch
 from trainer.rewards.cache import Result, RewardCache
 from trainer.rewards.scores import Scores, aggregate
 from trainer.rewards.terms import Call, RewardFunction, RewardInput, reward_functions
@@ -175,7 +176,8 @@ class _RewardTask(Task):
         return None if self.results else [self._index, [call.given for call in self.calls]]
 
     def take(self, value: Any) -> bool:
-        if not _has_shape(value, [len(call.indices) for call in self.calls]):
+        lengths = [len(call.indices) for call in self.calls]
+        if mismatch(value, [[(dict, str)]]) is not None or [len(result) for result in value] != lengths:
             raise ProcessDied
         self.results = value
         return any(map(_has_failed, value))
@@ -186,12 +188,3 @@ class _RewardTask(Task):
 
 def _has_failed(result: Result) -> bool:
     return any(isinstance(terms, str) for terms in result)
-
-
-def _has_shape(results: Any, lengths: list[int]) -> bool:
-    if not isinstance(results, list) or len(results) != len(lengths):
-        return False
-    return all(
-        isinstance(call, list) and len(call) == length and all(isinstance(terms, (dict, str)) for terms in call)
-        for call, length in zip(results, lengths, strict=True)
-    )

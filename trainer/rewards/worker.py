@@ -42,7 +42,7 @@ class _Reward:
 
 
 class RewardHandler(Handler):
-    """Makes the calls `[reward, [arguments of a call, …]]`; a reward is its place in `names`.
+    """Makes the calls `[reward, [arguments of a call, …]]`; a reward is its index in `names`.
 
     Args:
         remote: arguments of `RemoteReward`.

@@ -81,7 +81,7 @@ class Task:
 
 
 class Round:
-    """Tasks that a pool does while the block of `WorkerPool.round` runs. A context manager."""
+    """Tasks that a pool does while the block of `WorkerPool.round` runs."""
 
     def __init__(self, pool: WorkerPool):
         self._pool = pool
@@ -91,12 +91,6 @@ class Round:
         self.is_open = True
         self.is_cancelled = False
         self.serving: Future[None]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.wakeup_fd)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         """Begin to do tasks.
@@ -122,11 +116,6 @@ class Round:
                 concurrent.futures.wait([self.serving], 0.5)
         self.serving.result()
         self._pool.log_output()
-
-    def cancel(self) -> None:
-        """Say that nobody waits for the tasks any more."""
-        self.is_cancelled = True
-        os.eventfd_write(self.wakeup_fd, 1)
 
     def received(self) -> Iterator[Task]:
         """Yield the tasks that were submitted since the last call."""
@@ -252,12 +241,16 @@ class WorkerPool:
     @contextmanager
     def round(self) -> Iterator[Round]:
         """Do tasks in a thread while the block runs. Only one such block may run at a time."""
-        with Round(self) as tasks, ThreadPoolExecutor(1) as thread:
+        tasks = Round(self)
+        with ThreadPoolExecutor(1) as thread:
             tasks.serving = thread.submit(self._serve, tasks)
             try:
                 yield tasks
             finally:
-                tasks.cancel()
+                tasks.is_cancelled = True
+                os.eventfd_write(tasks.wakeup_fd, 1)
+                concurrent.futures.wait([tasks.serving])  # the thread reads the descriptor
+                os.close(tasks.wakeup_fd)
 
     def log_output(self) -> None:
         """Log what the processes have printed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.data.datasets import as_messages, check_files, read_examples
+from trainer.environments.base import find_environment
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
@@ -79,7 +80,7 @@ def _check_functions(cfg: Config) -> None:
     if cfg.environment.name is None:
         reward_functions(cfg.reward)
     else:
-        import_function(cfg.environment.name, "environment.name")
+        find_environment(cfg.environment.name)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
 

@@ -22,6 +22,16 @@ def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
     assert model.startswith(f"model.path={tmp_path}: ")
 
 
+def test_an_environment_without_a_method_is_refused_before_the_start(tmp_path, monkeypatch):
+    (tmp_path / "half_world.py").write_text(
+        "class World:\n    def start(self, row, seed): ...\n    step = close = start\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = configured(tmp_path, {"environment.name": "half_world:World"})
+    with pytest.raises(UserError, match="environment.name=half_world:World: the class has no method `reset`; an env"):
+        cfg.task(cfg).check_inputs(True)
+
+
 @pytest.mark.parametrize("task", ["rl", "sft"])
 def test_inputs_are_refused_together_with_changed_keys(tmp_path, task):
     save_steps(configured(tmp_path, task=task), 1)

@@ -211,20 +211,6 @@ def test_processes_that_cannot_start_end_the_run(code, reason, tmp_path, monkeyp
         pool.step_all([Session({}, 0)])
 
 
-@pytest.mark.parametrize(
-    "code, sentence",
-    [
-        ("class World:\n    def start(self, row, seed): ...", "`start` of an environment is now called `reset`"),
-        ("from trainer.environments import Step", "trainer.environments.Step is now called StepResult"),
-    ],
-)
-def test_the_earlier_names_of_the_protocol_are_refused_with_the_new_ones(code, sentence, tmp_path, monkeypatch):
-    (tmp_path / "earlier_world.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pool_of("earlier_world:World") as pool, pytest.raises(WorkerError, match=sentence):
-        pool.step_all([Session({}, 0)])
-
-
 def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(monkeypatch):
     monkeypatch.setattr("trainer.sandbox.limits.FAILED_TIME_LIMITS", 1)
     with pool_of("Echo", timeout_s=1.0) as pool:
