@@ -92,7 +92,7 @@ class AlgorithmConfig(Section):
         -1, at_least=1, off=-1, resume=ResumeRule("never", "it decides whether the checkpoint holds the reference")
     )
     """Copy the policy into the reference every this many steps; the reference is then part of checkpoints. -1: the
-    reference stays the start weights."""
+    reference stays the initial weights."""
     kl_controller: str = choice("fixed", ("fixed", "adaptive"), resume="update")
     """`fixed`: `kl_coef` stays as it is. `adaptive`: it is adjusted so that the KL approaches `kl_target`."""
     kl_target: float = number(0.05, above=0, resume="update")

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.config_file import ConfigFiles
 from trainer.config.explanation import explain
-from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.hydra import conf_dir, prepared, register, register_plugins, to_config
 from trainer.config.launched import JobResult, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.overrides import find_groups
-from trainer.config.schema import Config, no_such_key, valid_keys
+from trainer.config.schema import NAMES, Config, no_such_key, valid_keys
 from trainer.errors import (
     DivergedError,
     NonFiniteError,
@@ -162,7 +161,7 @@ def _print_config(section: str, config: Config) -> None:
     """Print the config, or a section or key of it, as YAML."""
     import yaml
 
-    if section and section not in {name for walk in (walk_keys, walk_sections) for name, *_ in walk(config)}:
+    if section and section not in NAMES:
         raise UserError(no_such_key(section))
     nested: Any = redact(dataclasses.asdict(config))
     for name in filter(None, section.split(".")):

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.overrides import CONFIG, find_groups
-from trainer.config.schema import OPEN_SECTIONS, Config, no_such_key
+from trainer.config.schema import KEYS, SECTIONS, no_such_key
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 GROUP = "config_file"
@@ -224,20 +223,18 @@ def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 def _check_keys(path: str, values: dict[str, Any], lines: dict[str, int]) -> None:
     """Refuse keys that the schema does not have, all of them in one message."""
-    sections = {name for name, _ in walk_sections(Config())}
-    keys = {key for key, *_ in walk_keys(Config())}
     problems = []
 
     def walk(part: dict[str, Any], prefix: str) -> None:
         for name, value in part.items():
             key = f"{prefix}{name}"
             where = f"{path}:{lines.get(key, 1)}"
-            if key in sections and isinstance(value, dict):
+            if key in SECTIONS and isinstance(value, dict):
                 walk(value, f"{key}.")
-            elif key in sections:
+            elif key in SECTIONS:
                 inner = "nothing" if value is None else value
                 problems.append(f"{where}: {key}: is a section and needs keys below it, not {inner}")
-            elif key not in keys and key != "hydra" and key not in OPEN_SECTIONS:
+            elif key not in KEYS and key != "hydra":
                 problems.append(f"{where}: {no_such_key(key)}")
 
     walk(values, "")

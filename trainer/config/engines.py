@@ -24,7 +24,7 @@ class EngineSpec:
     transports: tuple[str, ...] = ("shared_memory",)
     """Ways in which it can receive weights, of the values of `rollout.weight_sync`."""
     max_lora_rank: int = 0
-    """Largest rank of adapters that it serves over the start weights; 0: it serves no adapters."""
+    """Largest rank of adapters that it serves over the initial weights; 0: it serves no adapters."""
     tensor_parallel: bool = False
     """One engine can run on several GPUs."""
     streaming: bool = False

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 
 from trainer.config.config_file import GROUP, ConfigFiles
-from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.overrides import find_groups, kind_of
 from trainer.config.renamed import RESOLVERS, successor_of
-from trainer.config.schema import Config, no_such_key
+from trainer.config.schema import NAMES, SECTIONS, no_such_key, valid_keys
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
@@ -91,7 +89,7 @@ class _Explanation:
     def _of_key(self, key: str) -> str:
         if key.startswith("hydra."):
             return f"{key}: Hydra has no such key; `trainer train --cfg hydra` prints those that it has"
-        if key in dict(walk_sections(Config())) or key in {known for known, *_ in walk_keys(Config())}:
+        if key in NAMES:
             return self._of_value(key)
         if key in self._groups:
             return f"{key}={self.given(key)}: no such choice; choose one of {', '.join(self._groups[key])}"
@@ -100,8 +98,8 @@ class _Explanation:
     def _of_value(self, key: str) -> str:
         given = self.given(key)
         shown = f"{key}={given}" if given else key
-        if key in (sections := dict(walk_sections(Config()))):
-            keys = [f"{key}.{field.name}" for field in dataclasses.fields(sections[key])]
+        if key in SECTIONS:
+            keys = valid_keys(key)
             if len(keys) > _MOST_KEYS:
                 keys[_MOST_KEYS:] = ["… (docs/config.md lists all)"]
             return self._with_wrong_keys(text=f"{shown}: {key} is a section; its keys are {', '.join(keys)}")
@@ -130,7 +128,7 @@ class _Explanation:
 
     def _wrong_keys(self) -> list[str]:
         """Return the keys of `KEY=VALUE` on the command line that the schema does not have."""
-        known = {name for walk in (walk_keys, walk_sections) for name, *_ in walk(Config())} | set(self._groups)
+        known = NAMES | set(self._groups)
         keys = [word.partition("=")[0] for word in self._words if re.match(r"[\w.]+=", word)]
         return [key for key in keys if key not in known and not key.startswith("hydra.") and key != GROUP]
 

@@ -10,9 +10,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from trainer.config.fields import walk_keys, walk_sections
 from trainer.config.renamed import successor_of
-from trainer.config.schema import OPEN_SECTIONS, Config, no_such_key, valid_keys
+from trainer.config.schema import NAMES, OPEN_SECTIONS, Config, no_such_key, valid_keys
 from trainer.errors import UserError, as_list, did_you_mean
 
 MULTIRUN = "--multirun"
@@ -91,7 +90,7 @@ def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool
     Raises:
         UserError: lists the overrides that cannot be read.
     """
-    known = {name for walk in (walk_keys, walk_sections) for name, *_ in walk(Config()) if name} | set(groups)
+    known = NAMES | set(groups)
     plain, problems = [], []
     for word in overrides:
         bare = word.lstrip("+")
@@ -133,8 +132,7 @@ def _problem_of_name(word: str, name: str) -> str:
     tidy = re.sub(r"[.]{2,}", ".", re.sub(r"\[(\w+)\]", r".\1", name)).strip(" .")
     if not _NAME.fullmatch(tidy):
         return f"{_shown(word)}: has no key before the =; write KEY=VALUE or GROUP=CHOICE"
-    known = {key for walk in (walk_keys, walk_sections) for key, *_ in walk(Config())}
-    if tidy not in known:
+    if tidy not in NAMES:
         return no_such_key(_shown(name))
     below = ".KEY" if valid_keys(tidy) else ""
     return f"{_shown(word)}: this is no name of a key; write {tidy}{below}=VALUE"
@@ -174,9 +172,8 @@ def _problem_of_value(word: str, name: str, value: str, groups: dict[str, list[s
 
 
 def _problem_of_unknown(name: str, groups: dict[str, list[str]]) -> str | None:
-    known = {key for walk in (walk_keys, walk_sections) for key, *_ in walk(Config())} | set(groups)
     is_open = any(name.startswith(f"{section}.") for section in OPEN_SECTIONS)
-    return None if name in known or is_open or name.startswith("hydra") else no_such_key(name, groups)
+    return None if name in NAMES or name in groups or is_open or name.startswith("hydra") else no_such_key(name, groups)
 
 
 def _needs_multirun(name: str, value: str, groups: dict[str, list[str]]) -> str:

@@ -100,10 +100,8 @@ class Config(Section):
         return setting == "adapter" or rank <= ENGINES[self.rollout.engine].max_lora_rank
 
     def check(self, config: Config, name: str) -> None:
-        keys = [key for key, *_ in walk_keys(self)]
         for allowed in self.trainer.allow_config_change:
-            is_known = allowed in keys or any(key.startswith(f"{allowed}.") for key in keys)
-            if not is_known and allowed not in [role.key for role in config.roles]:
+            if allowed not in NAMES and allowed not in [role.key for role in config.roles]:
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
                 raise config_error(config, "trainer.allow_config_change", problem)
 
@@ -111,6 +109,11 @@ class Config(Section):
 _FEW = 12
 """Largest number of keys that a message lists."""
 
+SECTIONS = {name: type(section) for name, section in walk_sections(Config())}
+"""The dataclass of each section, by its dotted name; "" is the config itself."""
+KEYS = tuple(key for key, *_ in walk_keys(Config()))
+NAMES = frozenset(filter(None, (*SECTIONS, *KEYS)))
+"""The dotted names of all sections and keys."""
 OPEN_SECTIONS = tuple(key for key, _, constraint in walk_keys(Config()) if constraint.is_open)
 """Sections whose keys the user chooses."""
 
@@ -136,10 +139,8 @@ def validate(config: Config) -> None:
 
 def valid_keys(prefix: str = "") -> list[str]:
     """Return the dotted names of all keys below the section `prefix` (empty: all sections)."""
-    for name, section in walk_sections(Config()):
-        if name == prefix:
-            return [f"{prefix}.{f.name}".lstrip(".") for f in dataclasses.fields(section)]
-    return []
+    fields = dataclasses.fields(SECTIONS[prefix]) if prefix in SECTIONS else ()
+    return [f"{prefix}.{field.name}".lstrip(".") for field in fields]
 
 
 def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
@@ -180,9 +181,7 @@ def _instead_of(name: str) -> str:
 
 def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
     """Return the names that a name which is neither a key nor a section may stand for."""
-    sections = [name for name, _ in walk_sections(Config()) if name]
-    keys = [key for key, *_ in walk_keys(Config())]
-    if meant := did_you_mean(wrong, dict.fromkeys([*groups, *sections, *keys])):
+    if meant := did_you_mean(wrong, dict.fromkeys(filter(None, (*groups, *SECTIONS, *KEYS)))):
         return meant
     section = wrong.rpartition(".")[0]
     valid = valid_keys(section) or valid_keys()
