@@ -62,7 +62,7 @@ def open_run(task: Task) -> RunDirectory:
 
     Raises:
         UserError: see `RunDirectory.open`. If the config cannot be used with the checkpoint, the message also lists
-            what of the data and the start weights cannot, and what the task refuses.
+            what of the data and the initial weights cannot, and what the task refuses.
     """
     try:
         return RunDirectory(task.cfg).open()
@@ -84,7 +84,7 @@ def open_run(task: Task) -> RunDirectory:
 
 
 def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> list[str]:
-    """Return a sentence for each of data and start weights that cannot be used with the checkpoint."""
+    """Return a sentence for each of data and initial weights that cannot be used with the checkpoint."""
     model, read_data = task.cfg.model.path or task.kept_weights, task.data
     if model is None:
         return []

@@ -121,7 +121,7 @@ def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopReq
     """The trainer of `cfg`, a supervised run of a toy learner.
 
     Args:
-        model: directory for the start weights; made if it is not there.
+        model: directory for the initial weights; made if it is not there.
     """
     if not (model / "config.json").exists():
         build_tiny(cfg.model.tiny, str(model))

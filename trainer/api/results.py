@@ -44,18 +44,18 @@ class RunResult:
         return _as_table(self.rows)
 
 
-def describe_result(places: dict[str, str], status: str) -> RunResult:
+def describe_result(paths: dict[str, str], status: str) -> RunResult:
     """Return the result of a run.
 
     Args:
-        places: `run_dir`, `ckpt_path`, `export_path`, `best_metric` and `best_mode` of its config.
+        paths: `run_dir`, `ckpt_path`, `export_path`, `best_metric` and `best_mode` of its config.
         status: `finished` or `stopped`.
     """
-    run_dir = places["run_dir"]
+    run_dir = paths["run_dir"]
     rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
-    best = best_of(rows, places["best_metric"], places["best_mode"])
-    checkpoints = open_store(places["ckpt_path"])
-    exports = glob(os.path.join(escape(places["export_path"]), "global_step_*", "policy"))
+    best = best_of(rows, paths["best_metric"], paths["best_mode"])
+    checkpoints = open_store(paths["ckpt_path"])
+    exports = glob(os.path.join(escape(paths["export_path"]), "global_step_*", "policy"))
     report = os.path.join(run_dir, "report.png")
     return RunResult(
         run_dir=run_dir,

@@ -103,20 +103,20 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, pid: int) -> Ru
 
     Args:
         pid: the process.
-        reports: what the process has said of itself: its places first, the reason of its end last.
+        reports: what the process has reported: its paths first, the reason of its end last.
     """
-    places = reports[0] if reports and "run_dir" in reports[0] else None
+    paths = reports[0] if reports and "run_dir" in reports[0] else None
     text = reports[-1].get("text", "") if reports else ""
-    if status == 0 and places is not None:
-        return describe_result(places, "finished")
+    if status == 0 and paths is not None:
+        return describe_result(paths, "finished")
     if status == EXIT_STATUS:
         text = text or "stopped by signals, without cleaning up"
-        raise RunStopped(text, places and describe_result(places, "stopped"))
+        raise RunStopped(text, paths and describe_result(paths, "stopped"))
     if status == 2 and text:
         raise UserError(text)
     if status < 0:
-        if places and (words := _last_words(places["run_dir"])).endswith(killed(pid)):
-            raise RunStopped(words, describe_result(places, "stopped"))
+        if paths and (words := _last_words(paths["run_dir"])).endswith(killed(pid)):
+            raise RunStopped(words, describe_result(paths, "stopped"))
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
 

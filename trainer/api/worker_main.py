@@ -41,9 +41,9 @@ def main() -> NoReturn:
 
     def job(config: Config) -> float | None:
         t = config.trainer
-        places = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
+        paths = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
         metric, mode = config.compared_by
-        report(**places, best_metric=metric, best_mode=mode)
+        report(**paths, best_metric=metric, best_mode=mode)
         write_functions(t.run_dir, message["pickles"])
         from trainer.main import train
 

@@ -43,7 +43,7 @@ class Restore:
             if "start_weights" in checkpoint.manifest["parts"]:
                 names.add("start_weights")
             else:
-                LOG.info("%s does not name the start weights of its run: not checked", checkpoint.path)
+                LOG.info("%s does not name the initial weights of its run: not checked", checkpoint.path)
         return [part for part in parts if part.name in names]
 
 

@@ -235,7 +235,7 @@ class Ledger:
                 f"data.curriculum={now}: the run was saved with {before}, and its position in the data means nothing "
                 "otherwise; restore the key"
             )
-        self._positions = [(place["epoch"], place["position"]) for place in state["places"]]
+        self._positions = [(saved["epoch"], saved["position"]) for saved in state["places"]]
         self._trained_ahead = set(_saved_indices(state))
         self._orders = {}
         if saved is not None:
@@ -254,8 +254,8 @@ class Ledger:
                 f"data: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
             )
         if self._kind == "prompts":
-            places = [{"epoch": state["epoch"], "position": state["position"]}]
-            return {**state, "format": _FORMAT, "rows": [state.get("num_prompts")], "places": places}
+            positions = [{"epoch": state["epoch"], "position": state["position"]}]
+            return {**state, "format": _FORMAT, "rows": [state.get("num_prompts")], "places": positions}
         if len(state["consumed"]) != len(self._datasets):
             found = len(state["consumed"])
             raise UserError(
@@ -263,11 +263,11 @@ class Ledger:
                 f"{len(self._datasets)}); use another checkpoint"
             )
         rows = [len(dataset) for dataset in self._datasets]
-        places = [
+        positions = [
             dict(zip(("epoch", "position"), divmod(consumed, count), strict=True))
             for consumed, count in zip(state["consumed"], rows, strict=True)
         ]
-        return {**state, "format": _FORMAT, "rows": rows, "places": places}
+        return {**state, "format": _FORMAT, "rows": rows, "places": positions}
 
     def _check_data(self, state: dict[str, Any]) -> None:
         """Check that `state` was saved with this seed and these rows."""
@@ -309,9 +309,9 @@ class Ledger:
             if not order or len(set(order)) < len(order) or max(order) >= count:
                 return f"curriculum.order is no order of the {self._kind}"
             orders = [order]
-        for place, order in zip(state["places"], orders, strict=True):
-            if place["position"] >= len(order):
-                return f"position is {place['position']}"
+        for position, order in zip(state["places"], orders, strict=True):
+            if position["position"] >= len(order):
+                return f"position is {position['position']}"
         ahead = _saved_indices(state)
         for index in ahead:
             if index.dataset >= len(self._datasets) or index.index >= len(self._datasets[index.dataset]):

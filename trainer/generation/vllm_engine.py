@@ -34,7 +34,7 @@ class VLLMEngine:
     """See `trainer.generation.engine.Engine`.
 
     Args:
-        model_path: directory or Hub id of the start weights.
+        model_path: directory or Hub id of the initial weights.
         dtype: `auto`, `bfloat16` or `float32`.
         seed: for what vLLM draws outside of requests, which have their own seeds.
         device: `cpu` or `cuda`.

@@ -121,7 +121,7 @@ class TrainWorkers:
         return RoleUpdate(updates[0].metrics, logprobs, sum(update.tokens for update in updates))
 
     def check_shared(self, dtype: str) -> None:
-        """Check that `share_weights` will find room.
+        """Check that `share_weights` will have enough shared memory.
 
         Raises:
             UserError: there is too little shared memory.
@@ -182,7 +182,7 @@ class TrainWorkers:
         """Restore the state of `role`.
 
         Args:
-            steps_added: moves the place in the schedule of its learning rate by this many optimizer steps.
+            steps_added: moves its learning rate schedule on by this many optimizer steps.
         """
         moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
         self.call(role, "load", files, kinds, **moved)
@@ -212,8 +212,8 @@ class TrainWorkers:
         """Return the FLOP/s of each rank, measured now: all compute at the same time, and none waits for another."""
         speeds: dict[FailureSource, float] = {}
         for group, _ in self._hosts():
-            values, places = group.call("measure_speed"), group.placements()
-            origins = [FailureSource(f"{group.name} {i}", place["host"]) for i, place in enumerate(places)]
+            values, placements = group.call("measure_speed"), group.placements()
+            origins = [FailureSource(f"{group.name} {i}", placement["host"]) for i, placement in enumerate(placements)]
             speeds |= zip(origins, values, strict=True)
         return speeds
 
@@ -223,7 +223,7 @@ class TrainWorkers:
         return self.call_one("policy", "num_parameters")
 
     def release(self) -> None:
-        """End the processes, and give their place back. `launch` starts new ones."""
+        """End the processes, and release their CPUs and GPUs. `launch` starts new ones."""
         groups, self._groups = dict.fromkeys(self._groups.values()), {}
         for group in groups:
             self.cluster.release(group)

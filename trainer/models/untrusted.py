@@ -138,11 +138,11 @@ def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
         if entry["dtype"] not in _BITS:
             raise ValueError(f"{where} has the unknown type {one_line(repr(entry['dtype']))}")
         if len(entry["shape"]) > _MOST_AXES or len(entry["data_offsets"]) != 2:
-            raise ValueError(f"{where} has a shape or a place that no tensor has")
+            raise ValueError(f"{where} has a shape or an offset that no tensor has")
         begin, end = entry["data_offsets"]
         bits = math.prod(entry["shape"]) * _BITS[entry["dtype"]]
         if not begin <= end <= size - 8 - length or bits != 8 * (end - begin):
-            raise ValueError(f"{where} does not fit its place in the file")
+            raise ValueError(f"{where} does not fit its offsets in the file")
         shapes[name] = tuple(entry["shape"])
         spans.append((begin, end))
     position = 0

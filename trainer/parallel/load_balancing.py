@@ -62,8 +62,8 @@ class Rows:
         """Return the cost of a micro-batch, in units of a token without attention."""
         return self._measure(rows, self.quadratic)
 
-    def room(self, rows: Sequence[int] | np.ndarray) -> int:
-        """Return how many tokens of a micro-batch's limit the rows take."""
+    def num_tokens(self, rows: Sequence[int] | np.ndarray) -> int:
+        """Return how many tokens the rows count as, of the limit of a micro-batch."""
         keys = int(self.lengths[rows].sum())
         return max(int(self._measure(rows, 0.0)), -(-keys // _MOST_KEYS))
 
@@ -72,7 +72,7 @@ class Rows:
         if self.groups is None or self.shared is None:
             return list(rows)
         keys = [int(self.groups[row]) if self.shared[row] else -1 - row for row in rows]
-        first = {key: place for place, key in reversed(list(enumerate(keys)))}
+        first = {key: index for index, key in reversed(list(enumerate(keys)))}
         return [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: first[pair[0]])]
 
     def _measure(self, rows: Sequence[int] | np.ndarray, quadratic: float) -> float:
@@ -125,11 +125,11 @@ def _plan(rows: Rows, families: list[np.ndarray], num_ranks: int, max_tokens: in
         if rows.keeps_groups:
             pieces.append(family)
             continue
-        parts = -(-rows.room(family) // max_tokens)
-        while parts < len(family) and any(rows.room(part) > max_tokens for part in _divide(family, parts)):
+        parts = -(-rows.num_tokens(family) // max_tokens)
+        while parts < len(family) and any(rows.num_tokens(part) > max_tokens for part in _divide(family, parts)):
             parts += 1
         pieces += _divide(family, parts)
-    sizes = np.asarray([rows.room(piece) for piece in pieces])
+    sizes = np.asarray([rows.num_tokens(piece) for piece in pieces])
     costs = np.asarray([rows.cost(piece) for piece in pieces])
     order = np.lexsort(([piece[0] for piece in pieces], -sizes))
     least = max(-(-int(np.minimum(sizes, max_tokens).sum()) // max_tokens), int((sizes > max_tokens / 2).sum()))
@@ -147,17 +147,17 @@ def plan_time(rows: Rows, plan: Plan) -> float:
 
 
 def _fill(order: np.ndarray, sizes: np.ndarray, costs: np.ndarray, count: int, limit: int) -> list[list[int]] | None:
-    """Share out pieces to `count` micro-batches of similar cost, the longest first; None if they do not fit.
+    """Distribute pieces over `count` micro-batches of similar cost, the longest first; None if they do not fit.
 
-    Each piece goes to the micro-batch that costs the least so far, of those that have room for it.
+    Each piece goes to the micro-batch that costs the least so far, among those that have the capacity.
     """
     batches: list[list[int]] = [[] for _ in range(count)]
     tokens, load = np.zeros(count, np.int64), np.zeros(count)
     for piece in order.tolist():
-        has_room = (tokens == 0) | (tokens + sizes[piece] <= limit)
-        if not has_room.any():
+        fits = (tokens == 0) | (tokens + sizes[piece] <= limit)
+        if not fits.any():
             return None
-        batch = int(np.argmin(np.where(has_room, load, np.inf)))
+        batch = int(np.argmin(np.where(fits, load, np.inf)))
         batches[batch].append(piece)
         tokens[batch] += sizes[piece]
         load[batch] += costs[piece]

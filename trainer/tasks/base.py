@@ -30,7 +30,7 @@ class Ingredients:
 
     cfg: Config
     path: str
-    """The start weights, a local directory."""
+    """The initial weights, a local directory."""
     learner: Learner
     cluster: Cluster
     timer: Timer
@@ -45,7 +45,7 @@ class Ingredients:
 
 
 class SavedData(Protocol):
-    """Data with a place in it, such as a `Ledger`."""
+    """Data with a position in it, such as a `Ledger`."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -72,7 +72,7 @@ class Task:
     """Refuses bad input before anything expensive starts, with a `UserError`. It may try what servers give, which
     costs time and perhaps money, if its argument is true."""
     data: Callable[[Any, str], SavedData] | None = None
-    """(tokenizer, directory of the start weights) -> the training data, which refuses the place in other data. It is
+    """(tokenizer, directory of the initial weights) -> the training data, which refuses a position in other data. It is
     called for a resume that is refused for other reasons, too, to tell all reasons at once. None: it is not compared
     then."""
     kept_weights: str | None = None
@@ -107,7 +107,7 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
     Args:
         cluster: started.
         directory: of the run, open.
-        model_path: the start weights.
+        model_path: the initial weights.
     """
     timer, path = Timer(), resolve_model_path(model_path)
     check_axes(task.cfg, path)

@@ -51,7 +51,7 @@ _WITHOUT_EFFECT = ("data.val_files", "data.curriculum")
 
 
 def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
-    """Return the path of the start weights: `model.path`, or the built-in model, built and warm-started once."""
+    """Return the path of the initial weights: `model.path`, or the built-in model, built and warm-started once."""
     if cfg.model.path is not None:
         return cfg.model.path
     target = cached_model(cfg)

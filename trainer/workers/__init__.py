@@ -1,1 +1,1 @@
-"""Policy, critic and reference over a device mesh. This room does not import Ray."""
+"""Policy, critic and reference over a device mesh. This package does not import Ray."""

@@ -355,7 +355,7 @@ class TrainedWorker(ModelWorker):
         """Restore the saved state of this role (see `ModelWorker.load`).
 
         Args:
-            steps_added: number of optimizer steps by which the place in the learning rate schedule moves.
+            steps_added: number of optimizer steps by which the learning rate schedule moves.
         """
         super().load(files, kinds)
         if "optimizer" in kinds:

@@ -158,7 +158,7 @@ class Rank:
                     pass
 
     def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
-        """Make room on the GPU for engines: move what `trainer.offload` says, and return torch's cached memory.
+        """Free GPU memory for engines: move what `trainer.offload` says, and return torch's cached memory.
 
         Methods that need it bring it back. Not a collective.
 

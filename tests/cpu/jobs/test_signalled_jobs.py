@@ -21,7 +21,7 @@ MOMENTS = [
     ("loading the model into the ranks", 0.3),
     ("starting what generates and rewards", 0.0),
     ("starting what generates and rewards", 0.5),
-    ("evaluating the start weights", 0.0),
+    ("evaluating the initial weights", 0.0),
     ("step 1/3", 0.0),
     ("step 2/3", 0.0),
     ("finished step 3", 0.0),

@@ -55,7 +55,7 @@ def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_aga
     assert "best val/reward/mean" in done.stdout and (directory / "sweep.png").exists()
     assert {path.name for path in directory.glob("trainer*")} == before
     assert (first / "metrics.jsonl").stat().st_mtime_ns == stamp
-    # Step 0 has the start weights, which all trials share.
+    # Step 0 has the initial weights, which all trials share.
     best = {max(row.get("val/reward/mean", 0.0) for row in metrics(path)[1:]) for path in directory.glob("trainer*")}
     assert [trial[:2] for trial in trials(directory)] == [(0, "COMPLETE"), (1, "COMPLETE")]
     assert {trial[2] for trial in trials(directory)} == best

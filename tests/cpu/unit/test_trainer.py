@@ -251,7 +251,7 @@ def lost(cause: str = "killed", member: str = "policy rank 1") -> WorkerError:
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 100])
 def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, caplog, interval):
-    """Twice at one step, and at another: without a commit, the run starts again from its start weights."""
+    """Twice at one step, and at another: without a commit, the run starts again from its initial weights."""
     caplog.set_level("INFO")
     failures = {2: [lost()], 4: [lost("heartbeat_timeout"), lost("rpc_timeout")]}
     with failing(tmp_path, model, failures, ckpt_interval=interval) as trainer:

@@ -65,7 +65,7 @@ def vllm_engine(launcher, model_paths) -> Iterator[RemoteEngine]:
 
 @pytest.fixture(params=["vllm", "transformers"])
 def engine(request, model_paths):
-    """An engine of each kind with the tied model's start weights, as version 0."""
+    """An engine of each kind with the tied model's initial weights, as version 0."""
     if request.param == "transformers":
         return TransformersEngine(model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
     engine = request.getfixturevalue("vllm_engine")

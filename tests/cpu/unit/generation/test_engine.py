@@ -43,7 +43,7 @@ pytestmark = pytest.mark.early
 
 @pytest.fixture(scope="module")
 def trained(model_paths):
-    """The tied model's start weights, as the trainer sees them."""
+    """The tied model's initial weights, as the trainer sees them."""
     return AutoModelForCausalLM.from_pretrained(model_paths[True], dtype=torch.float32).eval()
 
 

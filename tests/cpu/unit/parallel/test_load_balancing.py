@@ -30,7 +30,7 @@ def test_plan_contains_every_row_once_and_as_many_micro_batches_for_each_rank(si
         chosen = [row for micro_batches in plan for batch in micro_batches for row in batch]
         assert sorted(chosen) == list(range(len(lengths)))
         for batch in (batch for micro_batches in plan for batch in micro_batches):
-            assert len(batch) <= 1 or rows.room(batch) <= limit
+            assert len(batch) <= 1 or rows.num_tokens(batch) <= limit
 
 
 @settings(deadline=None)
@@ -51,7 +51,7 @@ def test_kept_groups_are_never_divided(sizes, shared, ranks, limit):
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     holders = [set(groups[batch].tolist()) for batch in batches]
     assert sum(map(len, holders)) == len(set(groups.tolist())), "each group is in one micro-batch"
-    assert all(len(held) <= 1 or rows.room(batch) <= limit for held, batch in zip(holders, batches, strict=True))
+    assert all(len(held) <= 1 or rows.num_tokens(batch) <= limit for held, batch in zip(holders, batches, strict=True))
 
 
 @pytest.mark.parametrize("ranks, limit", [(1, 100), (2, 100), (2, 1000), (3, 120)])

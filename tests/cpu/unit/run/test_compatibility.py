@@ -112,8 +112,8 @@ def test_a_fork_changes_what_a_resume_changes_with_permission(key):
         ("model.tiny.num_layers", ("data", "state"), None),
         ("trainer.policy.lora.rank", ("optimizer",), "leave weights and optimizer out"),
         ("trainer.policy.lora.target_modules", ("rng",), None),
-        ("algorithm.ref_sync_interval", ALL_STATE, None),  # the reference starts from the start weights
-        ("algorithm.advantage_estimator", ALL_STATE, None),  # the critic starts from its start weights
+        ("algorithm.ref_sync_interval", ALL_STATE, None),  # the reference starts from the initial weights
+        ("algorithm.advantage_estimator", ALL_STATE, None),  # the critic starts from its initial weights
     ],
 )
 def test_a_fork_refuses_what_makes_the_restored_state_meaningless(key, restored, remedy):

@@ -204,7 +204,7 @@ def test_a_checkpoint_without_start_weights_is_accepted_with_a_log_line(tmp_path
         run.parts.append(start_weights_part(cfg, weights_file(tmp_path / "model", b"a")))
         with pytest.raises(UserError, match="the checkpoint has no models"):
             run.load()
-        assert "does not name the start weights" in caplog.text
+        assert "does not name the initial weights" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------
