@@ -1,1 +1,1 @@
-"""Small jobs that are disturbed in every way for as long as one likes, and compared with undisturbed ones."""
+"""Small jobs that are disturbed in every way for as long as one likes, and compared with uninterrupted ones."""

@@ -1,9 +1,10 @@
-"""Disturb small jobs in every way, and compare what they make with undisturbed ones: `python -m tests.soak --hours 1`.
+"""Disturb small jobs in every way, and compare their results with those of uninterrupted ones.
 
-Each round draws a kind of job and several faults from a seed. The job is restarted with the same command until it is
-done. Its metrics, rollouts, exported weights and last checkpoint must be those of an undisturbed job. Prints a line a
-round and a table of the faults; exits with 1 at the first round that ends in another way, and keeps its directory.
-`--seed S --round N` repeats the faults of one round, at about the same moments.
+Run it with `python -m tests.soak --hours 1`. Each round chooses a kind of job and several faults from a seed. The job
+is restarted with the same command until it is done. Its metrics, rollouts, exported weights and last checkpoint must be
+those of an uninterrupted job. Prints a line for each round and a table of the faults; exits with 1 at the first round
+that ends differently, and keeps its directory. `--seed S --round N` repeats the faults of one round, at about the same
+moments.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Disturbance:
     after: int
     """Lines that `metrics.jsonl` must have before it."""
     wait: float
-    """Share of the time of an undisturbed job that passes before it, since the fault before or the start."""
+    """Share of the time of an uninterrupted job that passes before it, since the fault before or the start."""
     seed: int
     """Of what else is drawn: the process, the way, the duration."""
 

@@ -47,7 +47,7 @@ def difference(found: Outcome, expected: Outcome) -> str:
     if missing := sorted(expected.keys() - found.keys()):
         return f"missing: {', '.join(missing)}"
     if more := sorted(found.keys() - expected.keys()):
-        return f"not there in the undisturbed run: {', '.join(more)}"
+        return f"not there in the uninterrupted run: {', '.join(more)}"
     for name, value in expected.items():
         if found[name] == value:
             continue

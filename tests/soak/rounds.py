@@ -58,21 +58,21 @@ class Report:
 
 
 @dataclasses.dataclass
-class Undisturbed:
-    """The outcome of an undisturbed job of a kind, and its duration."""
+class Uninterrupted:
+    """The outcome of an uninterrupted job of a kind, and its duration."""
 
     outcome: Outcome
     seconds: float
 
 
 class Rounds:
-    """Runs rounds. Undisturbed jobs are run when their kind is drawn first, and kept."""
+    """Runs rounds. Uninterrupted jobs are run when their kind is drawn first, and kept."""
 
     def __init__(self, scene: Scene, seed: int, kinds: list[str]):
         self._scene = scene
         self._seed = seed
         self._kinds = kinds
-        self._undisturbed: dict[str, Undisturbed] = {}
+        self._uninterrupted: dict[str, Uninterrupted] = {}
 
     def draw(self, number: int) -> tuple[Kind, list[Disturbance]]:
         """Draw the kind of job and the faults of a round. They depend on the seed and the number alone."""
@@ -80,23 +80,23 @@ class Rounds:
         kind = draw_kind(numbers, self._kinds)
         return kind, draw_faults(kind, numbers, self._scene.has_disk)
 
-    def undisturbed(self, kind: Kind) -> Undisturbed:
-        """Return what an undisturbed job of this kind makes."""
-        if kind.name not in self._undisturbed:
+    def uninterrupted(self, kind: Kind) -> Uninterrupted:
+        """Return what an uninterrupted job of this kind makes."""
+        if kind.name not in self._uninterrupted:
             self._scene.empty_store()
-            with Place(self._scene, kind, self._scene.directory / f"undisturbed-{kind.name}") as place:
+            with Place(self._scene, kind, self._scene.directory / f"uninterrupted-{kind.name}") as place:
                 started = time.monotonic()
                 attempt = _Attempt(place, [], 3600.0)
                 status = attempt.run(Report(0, self._seed, kind.name), 1.0)
                 seconds = time.monotonic() - started
             assert status == 0, place.log.read_text()[-5000:]
-            self._undisturbed[kind.name] = Undisturbed(outcome_of(kind, place.run, place.root), seconds)
-        return self._undisturbed[kind.name]
+            self._uninterrupted[kind.name] = Uninterrupted(outcome_of(kind, place.run, place.root), seconds)
+        return self._uninterrupted[kind.name]
 
     def run(self, number: int) -> tuple[Report, Path]:
         """Run a round; returns what happened, and the directory of its job."""
         kind, faults = self.draw(number)
-        expected = self.undisturbed(kind)
+        expected = self.uninterrupted(kind)
         report, started = Report(number, self._seed, kind.name), time.monotonic()
         self._scene.empty_store()
         place = Place(self._scene, kind, self._scene.disk / f"round-{number}")

@@ -31,7 +31,7 @@ class Scene:
     """The place of one soak: `with Scene(directory) as scene`.
 
     Args:
-        has_mounts: this process may mount, and nobody else sees its mounts.
+        has_mounts: this process may mount, and no other process sees its mounts.
     """
 
     def __init__(self, directory: Path, has_mounts: bool):

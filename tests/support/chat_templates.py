@@ -1,4 +1,4 @@
-"""Chat templates of well-known models, as far as messages of text go."""
+"""Chat templates of well-known models, for messages of text."""
 
 # ruff: noqa: E501
 from __future__ import annotations

@@ -23,7 +23,7 @@ _calls = itertools.count(1)
 
 
 def faulty_clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **options: Any) -> Loss:
-    """`noisy_clip`, in a rank that may die, stand still, run out of memory, or raise."""
+    """`noisy_clip`, in a rank that may die, hang, run out of memory, or raise."""
     if directory := os.environ.get("TEST_FAULTS"):
         call, rank = next(_calls), dist.get_rank()
         for file in sorted(Path(directory).iterdir()):

@@ -133,7 +133,7 @@ def left_running(marker: str) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait; the time limit of the test ends a wait in vain."""
+    """Wait. The time limit of the test ends a wait for something that never happens."""
     while not condition():
         time.sleep(0.02)
 

@@ -117,7 +117,7 @@ def run_killed(log: Path, *overrides: str, seed: str, seconds: float) -> int:
 
     Args:
         seed: of the moments.
-        seconds: that the job takes undisturbed.
+        seconds: that the job takes uninterrupted.
     """
     kills, moments = 0, random.Random(seed)
     for attempt, place in enumerate(["logged,3", "save:published,1", "", ""]):

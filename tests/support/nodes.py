@@ -113,7 +113,7 @@ class Node:
         _run(self._enter(f"tc qdisc replace dev eth0 {rule}"))
 
     def lose(self) -> None:
-        """End everything on this node at once, as if its power failed."""
+        """Kill all processes on this node, as if its power failed."""
         if self._holder.returncode is not None:
             return  # another process may have the id of its first process by now
         # `nsenter` stops with the command that it runs, and a stopped one would not reap it.

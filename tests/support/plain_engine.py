@@ -98,7 +98,7 @@ class PlainEngine:
         self._version = version
 
     def sleep(self) -> int:
-        assert self._shares, "nobody needs its memory"
+        assert self._shares, "no rank needs its memory"
         self._take(0)
         self._asleep = True
         return 60

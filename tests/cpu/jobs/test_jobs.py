@@ -140,7 +140,7 @@ def test_a_fork_continues_another_run_on_another_number_of_ranks(tmp_path):
     parent = json.loads((tmp_path / "outputs/fork/checkpoints/global_step_4/manifest.json").read_text())["parent"]
     assert parent["forked_from"].endswith("whole/checkpoints/global_step_2") and parent["step"] == 2
 
-    # Restarted with the same command it goes on from its own checkpoint, not from the parent's again.
+    # Restarted with the same command, it continues from its own checkpoint, not from the parent's again.
     shutil.rmtree(tmp_path / "outputs/fork/checkpoints/global_step_4")
     done = run_forked_job(*fork, cwd=tmp_path)
     assert done.returncode == 0 and "resume verified: 1 replayed step identical" in done.stdout, done.stdout

@@ -20,7 +20,7 @@ import signal
 HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 handlers = [signal.getsignal(number) for number in HANDLED]
 """
-# Follows the cells of the notebook: an undisturbed run in the same process, with the preset's loss in other words.
+# Follows the cells of the notebook: an uninterrupted run in the same process, with the preset's loss in other words.
 AFTER = """
 import logging, os, sys
 

@@ -47,9 +47,9 @@ def test_a_signal_at_any_moment_exits_75_with_one_message_and_no_processes(tmp_p
         assert not (tmp_path / "run/.lock").exists(), where
     status, output = jobs.run()
     assert status == 0 and "finished step 3" in output, output
-    (tmp_path / "undisturbed").mkdir()
-    assert ForkedJobs(tmp_path / "undisturbed").run()[0] == 0
-    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "undisturbed/run"))
+    (tmp_path / "uninterrupted").mkdir()
+    assert ForkedJobs(tmp_path / "uninterrupted").run()[0] == 0
+    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "uninterrupted/run"))
     log = (tmp_path / "run/log.txt").read_text()
     starts = [json.loads(line) for line in (tmp_path / "run/starts.jsonl").read_text().splitlines()]
     assert len(starts) == log.count(" start of ") >= len([moment for moment, _ in MOMENTS if moment != "start"])

@@ -1,4 +1,4 @@
-"""Kill a job whose episodes have several turns, and its environments: the result is that of an undisturbed job."""
+"""Kill a job whose episodes have several turns, and its environments: the result is that of an uninterrupted job."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def run_bereaved(job: list[str], cwd: Path, place: str) -> str:
 def test_a_job_killed_again_and_again_ends_as_if_never_killed(
     algorithm, settings, places, joins, loses_members, tmp_path, marker, request
 ):
-    """SIGKILL to every process of it (on a cluster: to what runs the loop); then the same command again, at once.
+    """SIGKILL to every process of it (on a cluster: to what runs the loop); then the same command again, immediately.
 
     The driver of the last start may outlive a rank and the engine.
     """

@@ -1,4 +1,4 @@
-"""Kill a job whose rewards come from a server: the result is that of an undisturbed job, and no answer is lost."""
+"""Kill a job whose rewards come from a server: the result is that of an uninterrupted job, and no answer is lost."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An undisturbed run, and its initial weights."""
+    """An uninterrupted run, and its initial weights."""
     model = tmp_path_factory.mktemp("start")
     run = tmp_path_factory.mktemp("whole")
     return toy_run(toy_config(run), model).learner.ranks.number, rows(run), model

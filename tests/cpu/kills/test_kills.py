@@ -1,7 +1,7 @@
-"""Kill a job anywhere and restart it with the same command: the result is that of an undisturbed job.
+"""Kill a job anywhere and restart it with the same command: the result is that of an uninterrupted job.
 
 The job is the real one: trainer, run directory, source, ranks and engine, with a tiny model. All its processes are
-killed at once, inside every phase of a save and at random moments, until it finishes. Its metrics and the bytes of
+killed immediately, inside every phase of a save and at random moments, until it finishes. Its metrics and the bytes of
 its final weights must be those of an uninterrupted run.
 """
 
@@ -65,7 +65,7 @@ class Uninterrupted:
 
 @pytest.fixture(scope="module")
 def uninterrupted(overrides, tmp_path_factory) -> Uninterrupted:
-    """The outcome of an undisturbed job, and its duration."""
+    """The outcome of an uninterrupted job, and its duration."""
     job = Job(tmp_path_factory.mktemp("uninterrupted"), overrides)
     started = time.monotonic()
     assert job.run()
@@ -102,8 +102,8 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_
     model = str(tmp_path / "model")
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
     common = (f"model.path={model}", "trainer.num_workers=2", "algorithm.policy_loss=clip")
-    undisturbed = Job(tmp_path / "undisturbed", common)
-    assert undisturbed.run()
+    uninterrupted = Job(tmp_path / "uninterrupted", common)
+    assert uninterrupted.run()
     for axis in ((), ("trainer.tensor_parallel_size=2",)):
         reached = tmp_path / f"reached{len(axis)}"
         job = Job(tmp_path / "job", (*common, *axis))
@@ -113,7 +113,7 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_
     assert job.run()
     log = (job.directory / "log").read_text()
     assert "global_step_2, step 2 of" in log and "global_step_4, step 4 of" in log
-    (found, weights), (expected, start) = job.outcome(), undisturbed.outcome()
+    (found, weights), (expected, start) = job.outcome(), uninterrupted.outcome()
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     ours, theirs = load(weights), load(start)

@@ -1,4 +1,4 @@
-"""Jobs that lose processes or disks and continue: the result is that of an undisturbed job."""
+"""Jobs that lose processes or disks and continue: the result is that of an uninterrupted job."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def outcome(run: Path) -> tuple[list[dict], bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
-    directory = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
+    directory = tmp_path_factory.mktemp("uninterrupted")
     assert run_until(directory / "log", f"trainer.run_dir={directory}/run", *overrides)
     return outcome(directory / "run")
 
 
 def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterrupted_one(
-    overrides, undisturbed, tmp_path
+    overrides, uninterrupted, tmp_path
 ):
     """A step calls the loss twice. The first two faults come before the first commit, the last ones after it. No
     completion is judged again in a step that is trained again.
@@ -70,7 +70,7 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterru
     assert run_until(log, f"trainer.run_dir={run}", "reward.cache=true", *overrides, env=env)
     text = log.read_text()
     assert os.listdir(faults) == [], text
-    assert outcome(run) == undisturbed
+    assert outcome(run) == uninterrupted
     assert [one.cause for one in read_incidents(str(run))] == [
         "out of memory",
         "killed process",
@@ -93,7 +93,7 @@ def members(job: int) -> list[psutil.Process]:
     return children(launcher)
 
 
-def test_a_job_whose_only_engine_dies_and_hangs_ends_like_an_uninterrupted_one(overrides, undisturbed, tmp_path):
+def test_a_job_whose_only_engine_dies_and_hangs_ends_like_an_uninterrupted_one(overrides, uninterrupted, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     faults = [(2, signal.SIGKILL), (4, signal.SIGSTOP)]  # once so many lines are logged
 
@@ -104,14 +104,14 @@ def test_a_job_whose_only_engine_dies_and_hangs_ends_like_an_uninterrupted_one(o
 
     assert run_until(log, f"trainer.run_dir={run}", *overrides, disturb=disturb)
     text = log.read_text()
-    assert faults == [] and outcome(run) == undisturbed, text
+    assert faults == [] and outcome(run) == uninterrupted, text
     assert "the ranks start again" not in text, text
     incidents = read_incidents(str(run))
     assert [one.cause for one in incidents] == ["killed process", "heartbeat timeout"]
     assert {one.role for one in incidents} == {"engine"}
 
 
-def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overrides, undisturbed, tmp_path):
+def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overrides, uninterrupted, tmp_path):
     run, log, reached = tmp_path / "run", tmp_path / "log", tmp_path / "reached"
     command = [f"trainer.run_dir={run}", *overrides, "trainer.hang_timeout_s=3"]
     run_until(log, *command, env={"TRAINER_FAILPOINT": f"logged,5,{reached}"}, status=75)
@@ -121,7 +121,7 @@ def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overr
     assert stacks.keys() == {"driver", "rank_0", "rank_1", "engine_0"}
     assert "in failpoint" in stacks["driver"] and "thread MainThread" in stacks["rank_1"]
     assert run_until(log, *command)
-    assert outcome(run) == undisturbed, log.read_text()
+    assert outcome(run) == uninterrupted, log.read_text()
     first, second = read_incidents(str(run))
     assert (first.cause, first.kind, first.step) == ("hanging driver", "infrastructure", 5)
     assert second.action == "started again with the same command"
@@ -154,7 +154,7 @@ def kill_at(place: str, log: Path, *overrides: str) -> None:
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
 def test_a_job_killed_in_a_save_to_an_object_store_continues_on_another_machine(
-    overrides, undisturbed, kind, tmp_path, monkeypatch
+    overrides, uninterrupted, kind, tmp_path, monkeypatch
 ):
     log = tmp_path / "log"
     with empty_bucket(kind, monkeypatch) as bucket:
@@ -164,10 +164,10 @@ def test_a_job_killed_in_a_save_to_an_object_store_continues_on_another_machine(
         assert run_until(log, *stored, f"trainer.run_dir={tmp_path}/second")
         assert open_store(f"{bucket}/run").orphans() == {}
     assert f"resumed from {bucket}/run/global_step_2, " in log.read_text()
-    assert outcome(tmp_path / "second") == undisturbed
+    assert outcome(tmp_path / "second") == uninterrupted
 
 
-def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides, undisturbed, tmp_path, monkeypatch):
+def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides, uninterrupted, tmp_path, monkeypatch):
     """Killed before its first upload is complete, it continues from the disk, which is in memory; killed again in the
     next upload, and without its disk, it continues from the object store."""
     log, first = tmp_path / "log", tmp_path / "first"
@@ -185,4 +185,4 @@ def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides
         assert max(above.steps()) == STEPS and above.orphans() == {}
     text = log.read_text()
     assert f"resumed from {disk}/global_step_2, " in text and f"resumed from {bucket}/run/global_step_2, " in text
-    assert outcome(tmp_path / "second") == undisturbed
+    assert outcome(tmp_path / "second") == uninterrupted

@@ -187,7 +187,7 @@ def test_the_engine_has_every_method_of_the_protocol(module):
 
 
 def test_the_source_of_episodes(tmp_path):
-    """A run that is stopped and resumed trains on what an undisturbed run trains on."""
+    """A run that is stopped and resumed trains on what an uninterrupted run trains on."""
     given: dict[str, Any] = {}
     for code in examples("A source of episodes"):
         exec(code, given)

@@ -85,7 +85,7 @@ def test_a_run_can_be_extended(tmp_path, model, whole):
 
 
 def test_a_resume_reads_the_place_in_the_data_once_and_a_restart_of_ranks_again(tmp_path, model, whole):
-    """A job reads it before it loads models, so that other data is refused at once."""
+    """A job reads it before it loads models, so that other data is refused early."""
     run_until(tmp_path, model, 4)
     for deaths in (0, 1):
         loaded: list[int] = []
@@ -426,7 +426,7 @@ def test_a_restart_takes_back_the_weight_of_the_kl_and_what_user_code_drew(tmp_p
             trainer.fit()
             return trainer.learner.kl.coef, drawn
 
-    assert run("undisturbed", {}) == run("disturbed", {4: [lost(), lost()]})
+    assert run("uninterrupted", {}) == run("disturbed", {4: [lost(), lost()]})
 
 
 def test_a_run_stops_while_there_is_time_for_a_save_as_long_as_the_last(tmp_path, model):

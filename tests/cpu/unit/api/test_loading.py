@@ -1,4 +1,4 @@
-"""Checkpoints from Python, as far as no model is needed. `test_python.py` loads those of a run."""
+"""Checkpoints from Python: what needs no model. `test_python.py` loads those of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train` from Python, as far as no model is needed."""
+"""`train` from Python: what needs no model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_end_of_the_process_says_how_the_run_ended(reports, status, kind, te
 
 
 def test_a_run_that_was_killed_by_its_watch_was_stopped(tmp_path):
-    """It has told the log why. What killed an earlier process says nothing of this one."""
+    """It has logged the reason. The reason of an earlier process does not count."""
     places = {name: str(tmp_path / path) for name, path in PLACES.items()} | {"best_metric": "", "best_mode": "max"}
     (tmp_path / "run").mkdir()
     words = "stopped by a third signal, which the process could not handle: " + killed(1234)

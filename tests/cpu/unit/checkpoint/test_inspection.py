@@ -1,4 +1,4 @@
-"""What people are told about checkpoints."""
+"""What users see of checkpoints."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_an_owner_in_another_time_namespace_does_not_count_as_dead(tmp_path):
 
 @pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
 def test_a_lock_that_is_garbage_is_taken_over_when_it_is_old(tmp_path, content):
-    """Nobody keeps its heartbeat going."""
+    """No process renews it."""
     lock = RunLock(str(tmp_path), 0.2)
     Path(lock.path).write_bytes(content)
     assert "took over the run directory from an unknown process" in lock.acquire()

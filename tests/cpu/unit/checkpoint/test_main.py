@@ -196,7 +196,7 @@ def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
     """Root may read everything, so another user asks."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
-    with tempfile.TemporaryDirectory() as folder:  # below `tmp_path` nobody may enter
+    with tempfile.TemporaryDirectory() as folder:  # other users cannot enter `tmp_path`
         os.chmod(folder, 0o755)
         scored(Path(folder, "run/checkpoints"), {1: None, 2: None})
         Path(folder, "run/checkpoints/global_step_2").chmod(0)

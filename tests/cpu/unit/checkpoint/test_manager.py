@@ -339,7 +339,7 @@ def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_i
     written = [writing / name for name in ("a/b/file", "a/c/file", "counters.json", "a/b", "a/c", "a", "")]
     for each in written:
         assert ("fsync", str(each)) in calls[:manifest], each
-    # The manifest is durable, and its name too, before the fence is asked; then comes the rename, at once.
+    # The manifest is durable, and its name too, before the fence is asked; then the rename follows immediately.
     assert ("fsync", f"{writing}/manifest.json.tmp") in calls[:manifest]
     assert calls[manifest + 1 : commit + 2] == [
         ("fsync", str(writing)),

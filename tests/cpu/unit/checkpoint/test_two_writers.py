@@ -187,7 +187,7 @@ def failing_disk(outcomes: deque[str], patch: pytest.MonkeyPatch) -> Iterator[No
 
 @pytest.mark.parametrize("place", ["local", "object"])
 def test_what_another_job_has_cleaned_up_is_not_committed(place, tmp_path, bucket_behind_proxy):
-    """A job checks its lock and stands still. Another job takes over the lock. Then the first job continues."""
+    """A job checks its lock and hangs. Another job takes over the lock. Then the first job continues."""
     root = str(tmp_path / "store") if place == "local" else f"{bucket_behind_proxy}/{secrets.token_hex(4)}"
     writers = TwoWriters(root, deque(), Faults())
     for meanwhile in ("cleans up", "nothing"):

@@ -11,7 +11,7 @@ from trainer.cluster.supervisor import end_all, is_running
 
 
 def test_a_zombie_has_ended():
-    """In a container whose first process reaps nobody, what has ended stays a zombie."""
+    """In a container whose first process reaps no children, a process that has ended stays a zombie."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     process = psutil.Process(child.pid)
     assert is_running(process)

@@ -136,7 +136,7 @@ def test_a_process_that_environments_have_forked_does_not_answer(pool):
 
 def test_async_environments_run_at_the_same_time():
     with pool_of("AsyncEcho") as pool:
-        assert [session.failures for session in play(pool, *[{"together": 3}] * 3)] == [0, 0, 0], "none waits in vain"
+        assert [session.failures for session in play(pool, *[{"together": 3}] * 3)] == [0, 0, 0], "a call waits forever"
 
 
 def test_an_async_call_that_takes_too_long_costs_its_episode_alone():

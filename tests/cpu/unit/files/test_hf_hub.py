@@ -29,7 +29,7 @@ def no_hub(monkeypatch):
 
 @pytest.fixture
 def pauses(monkeypatch) -> list[float]:
-    """The pauses between tries, in seconds; nobody waits for them."""
+    """The pauses between attempts, in seconds, which the test does not wait for."""
     pauses: list[float] = []
     monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=pauses.append))
     return pauses

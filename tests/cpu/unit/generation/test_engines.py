@@ -115,7 +115,7 @@ def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, 
 
 
 def test_an_engine_that_dies_while_it_gets_a_broadcast_is_replaced_by_the_next_start(start, monkeypatch, incidents):
-    """The ranks may wait for it in vain, so the failure is raised: the run starts its ranks again."""
+    """The ranks may wait for it forever, so the failure is raised, and the run starts its ranks again."""
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
     pool.start(version=1, is_initial=True)

@@ -1,4 +1,4 @@
-"""Models that stop at once and models that never stop: a step on their completions has finite numbers everywhere."""
+"""Models that stop at their first token and models that never stop: a step on their completions has finite numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.workers.rank import Rank
 MAX_TOKENS, N = 6, 4
 
 
-@pytest.fixture(scope="module", params=["at once", "never"])
+@pytest.fixture(scope="module", params=["first token", "never"])
 def stopping_model(request, tmp_path_factory) -> tuple[str, str]:
     """A model whose every completion is the stop token alone, or one that never samples a stop token."""
     path = str(tmp_path_factory.mktemp("model"))
@@ -34,7 +34,7 @@ def stopping_model(request, tmp_path_factory) -> tuple[str, str]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 10.0  # the same large number in the state of every token
-        model.lm_head.weight[tokenizer.eos_token_id, 0] = 20.0 if request.param == "at once" else -20.0
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = 20.0 if request.param == "first token" else -20.0
     model.save_pretrained(path)
     return path, request.param
 
@@ -92,5 +92,5 @@ def test_a_step_on_such_completions_is_finite(stopping_model, overlong, filtered
     results = run_ranks(1, steps, path, cfg=cfg)[0]
     assert len(results) == len(ADVANTAGES)
     for metrics in results:
-        assert set(metrics.pop("lengths")) == {1 if kind == "at once" else MAX_TOKENS}
+        assert set(metrics.pop("lengths")) == {1 if kind == "first token" else MAX_TOKENS}
         assert all(math.isfinite(value) for value in metrics.values()), metrics

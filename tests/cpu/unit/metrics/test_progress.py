@@ -149,7 +149,7 @@ def test_on_a_terminal_it_is_live_and_leaves_cleanly_when_the_run_fails():
     ):
         assert expected in text, text
     assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is still hidden"
-    assert seen, "the clock of the running phase stands still"
+    assert seen, "the clock of the running phase does not move"
     assert "2/60" in text[: text.index("saved")] and "2/60" in text[text.index("long text") :], "not above the display"
 
 

@@ -294,7 +294,7 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
     row = ["val:7:0", "", "2", "two\\x1b", 0.5, "exact 0.5", "stop", "", ""]
     assert table == {"columns": list(COLUMNS), "data": [row, row]}
     with pytest.raises(BlockingIOError):
-        listener.accept()  # nobody called
+        listener.accept()  # no process has connected
     (run, *_) = [record.run for record in wandb_records(newest / f"run-{run_id}.wandb") if record.HasField("run")]
     assert (run.display_name, run.run_group, list(run.tags), run.notes) == (
         "a name", "a group", ["one", "two"], "some notes"

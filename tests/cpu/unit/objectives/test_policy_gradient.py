@@ -75,7 +75,7 @@ def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
     # With a reference, the KL is that to the reference, whatever the loss says.
     assert metrics.keys() == {"kl", "clip_frac", "groups"} and metrics["groups"] == 1.0
     loss, metrics = policy_loss(made, batch(ref_logprobs=reference))
-    assert metrics.keys() == {"groups"}, "the others compare with whoever sampled, and nobody did"
+    assert metrics.keys() == {"groups"}, "the others compare with the engine that sampled, and there was none"
 
 
 def test_a_loss_reads_what_a_further_role_of_the_task_scores():

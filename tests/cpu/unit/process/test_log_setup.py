@@ -111,7 +111,7 @@ def test_a_terminal_with_few_characters_or_that_closes(encoding):
     env = {**os.environ, "PYTHONIOENCODING": encoding, "TERM": "xterm"}
     process = subprocess.Popen([sys.executable, "-c", SHOW], env=env, stdout=terminal, stderr=subprocess.PIPE)
     os.close(terminal)
-    if encoding == "utf-8":  # the window is closed; nobody is left to hear of it
+    if encoding == "utf-8":  # the window is closed, so the error has no reader
         os.close(display)
     else:
         shown = b""

@@ -192,7 +192,7 @@ def test_a_third_signal_ends_a_process_that_does_not_respond():
 
 @pytest.mark.parametrize("number", HANDLED)
 def test_a_signal_after_the_end_of_the_run_does_not_change_its_status(number, tmp_path):
-    """Exit handlers run when the job has told how it ended: that is the latest moment at which Python runs."""
+    """Exit handlers run after the job has reported how it ended: the last moment at which Python runs."""
     code = (
         "import atexit, os, sys, time\n"
         "from trainer.config.command_line import run_app\n"

@@ -144,7 +144,7 @@ def test_async_sessions_of_one_process_run_at_the_same_time():
     with pool_of(is_concurrent=True) as pool:
         sessions = [Calls(["meet", 8], session=True) for _ in range(8)]
         do(pool, *sessions)
-        assert [session.failures for session in sessions] == [0] * 8, "none waits in vain"
+        assert [session.failures for session in sessions] == [0] * 8, "a call waits forever"
 
 
 def test_a_round_that_is_left_ends_its_calls_and_the_next_one_works(pool):

@@ -67,7 +67,7 @@ def test_each_prompt_has_its_own_baseline_when_others_are_left_out(tmp_path, mod
 
 
 def test_prompts_completions_and_rewards_belong_together_when_others_are_left_out(tmp_path, model):
-    """In the recorded rollouts, and in what the curriculum is told of all prompts that the step has used up."""
+    """In the recorded rollouts, and in the rewards that the curriculum gets of all prompts that the step has used."""
 
     def reply(prompt: str, number: int, sampling: Sampling) -> str:
         place = int(prompt[1:])
@@ -87,8 +87,8 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
         TranscriptLog(cfg, lambda: None).add_step(1, episodes)
         used = order[: order.index(rows[-1]) + 1]
         assert used != rows
-        told = [1.0 + row % 2 / 2 if row in used else None for row in range(12)]
-        assert source.state_dict()["curriculum"]["rewards"] == told
+        rewards = [1.0 + row % 2 / 2 if row in used else None for row in range(12)]
+        assert source.state_dict()["curriculum"]["rewards"] == rewards
     lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
     assert [(line["prompt"][-1]["content"], line["completion"][0]["content"]) for line in lines] == [
         (f"p{row}", "abcdefghijkl"[row] * (1 + number)) for row in rows for number in range(2)
@@ -167,7 +167,7 @@ def check_step(
     batches: int,
     is_dynamic: bool,
 ) -> None:
-    """The step trains on the first prompts of those it has used up that teach something, as far as there are enough."""
+    """The step trains on the first used prompts with different rewards, if there are enough."""
     trained = list(dict.fromkeys(episode.group for episode in episodes))
     names = [f"{draw.epoch}:{draw.index}" for draw in used]
     assert len(trained) == wanted and [name for name in names if name in set(trained)] == trained

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` as far as it can be tried without a GPU."""
+"""The parts of `benchmarks.gpu` that need no GPU."""
 
 from __future__ import annotations
 

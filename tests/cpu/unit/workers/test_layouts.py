@@ -198,15 +198,15 @@ TWO_CONTEXTS = (4, {"context_parallel_size": 2})
 )
 def test_a_state_continues_under_any_layout(tied, saved, resumed, tmp_path):
     path, cfg, directory = tiny(tmp_path / "model", tied), config(max_tokens_per_micro_batch=70), str(tmp_path)
-    undisturbed = run_ranks(saved[0], save_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
+    uninterrupted = run_ranks(saved[0], save_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
     again = run_ranks(saved[0], load_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
-    assert again == undisturbed
+    assert again == uninterrupted
     if not saved[1]:
         for role in ("policy", "critic"):
             as_an_older_version_wrote(tmp_path / role / SHARDING_FILE)
     for ranks, axes in resumed:
         results = run_ranks(ranks, load_then_step, path, directory, cfg=of_layout(cfg, **axes))[0]
-        for ours, theirs in zip(results, undisturbed, strict=True):
+        for ours, theirs in zip(results, uninterrupted, strict=True):
             assert_close(ours, theirs)
 
 

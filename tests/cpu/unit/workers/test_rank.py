@@ -149,7 +149,7 @@ def fail_to_write(rank: Rank, path: str, directory: str) -> str:
     rank.begin_save(["policy"], ShardedFiles(directory))
     with pytest.raises(OSError) as error:
         rank.finish_save()
-    update(rank, "policy", make_batch(), 1)  # training goes on
+    update(rank, "policy", make_batch(), 1)  # training continues
     rank.begin_save(["policy"], ShardedFiles(f"{directory}/again"))
     assert rank.finish_save()
     return str(error.value)
