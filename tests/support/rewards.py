@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import RewardConfig
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REWARDS
-from trainer.rewards.scores import RewardFailures
+from trainer.rewards.scores import Failures
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
@@ -48,7 +48,7 @@ def score(
     completions: Sequence[str],
     answers: Sequence[str],
     rows: Sequence[Mapping[str, Any]] | None = None,
-) -> tuple[list[float], RewardFailures]:
+) -> tuple[list[float], Failures]:
     """The rewards of completions that are a group each, and the failures."""
     given = zip(completions, answers, rows or [{}] * len(completions), strict=True)
     scores = pool.score([RewardInput(completion, answer, row=row) for completion, answer, row in given])

@@ -19,7 +19,7 @@ from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
-from trainer.rewards.scores import OUTCOMES
+from trainer.rewards.scores import Failures
 from trainer.seeding import environment_seed, request_seed
 
 LOG = logging.getLogger(__name__)
@@ -181,13 +181,11 @@ class EnvironmentRunner(EpisodeRunner):
             episode.end("length")
 
     def _check_failures(self, episodes: Sequence[_RunningEpisode]) -> None:
-        failures = [episode.failure for episode in episodes if episode.failure]
-        if len(failures) > self._config.max_error_rate * len(episodes):
-            raise UserError(
-                f"environment.name={self._config.name}: {len(failures)} of {len(episodes)} episodes of step "
-                f"{episodes[0].request.step} ({len(failures) / len(episodes):.1%}) have failed, more than "
-                f"environment.max_error_rate={self._config.max_error_rate:g} allows; the first: {failures[0]}"
-            )
+        failures = Failures.among((episode.failure for episode in episodes), "environment")
+        step = f"step {episodes[0].request.step}"
+        problem = failures.problem(len(episodes), self._config.max_error_rate, step)
+        if problem is not None:
+            raise UserError(problem)
 
     def _ended(self, episode: _RunningEpisode) -> Episode:
         request, conversation = episode.request, episode.conversation
@@ -209,21 +207,17 @@ class EnvironmentRunner(EpisodeRunner):
         return Episode(request.uid, request.group, conversation.samples(), **fields)
 
 
-def report_failures(episodes: Sequence[Episode], on_failure: str, purpose: str) -> int:
-    """Return the number of episodes whose environment has failed; log it with the first reason.
+def report_failures(episodes: Sequence[Episode], on_failure: str, purpose: str) -> Failures:
+    """Return the failures of the environments of episodes, and log them.
 
     Args:
         on_failure: `environment.on_failure`.
         purpose: names what the episodes are for.
     """
-    failures = [episode.failure for episode in episodes if episode.failure]
-    if failures:
-        share, outcome = len(failures) / len(episodes), OUTCOMES[on_failure]
-        LOG.warning(
-            f"{len(failures)} of {len(episodes)} environments of {purpose} ({share:.1%}) failed and their episodes "
-            f"{outcome}; the first: {failures[0]}"
-        )
-    return len(failures)
+    failures = Failures.among((episode.failure for episode in episodes), "environment")
+    for line in failures.lines(len(episodes), on_failure, purpose):
+        LOG.warning(line)
+    return failures
 
 
 def _request(request: RolloutRequest, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:

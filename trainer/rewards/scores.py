@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from trainer.process.signals import CONTINUES
@@ -12,39 +12,44 @@ from trainer.rewards.terms import Call, RewardFunction
 from trainer.sandbox import limits
 from trainer.sandbox.pool import NOT_TRIED
 
-OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
-"""What becomes of rewards that failed, by `reward.on_failure` or `environment.on_failure`."""
+_OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
+"""What becomes of failures, by `reward.on_failure` or `environment.on_failure`."""
+_NAMES = {"reward": "rewards", "environment": "episodes"}
 
 
 @dataclass
-class RewardFailures:
-    """Completions whose reward, or a term of it, could not be computed."""
+class Failures:
+    """Completions whose reward could not be computed, or episodes whose environment failed."""
 
     count: int = 0
     first: str = ""
     skipped: int = 0
-    """Completions among them that were not tried, because failed rewards had taken too much time."""
+    """Those among them that were not tried, because failed calls had taken too much time."""
+    section: str = "reward"
+    """Section of the config: `reward` or `environment`."""
 
-    def add(self, reason: str, skipped: bool = False) -> None:
-        self.first = self.first or reason
-        self.count += 1
-        self.skipped += skipped
+    @classmethod
+    def among(cls, reasons: Iterable[str], section: str = "reward") -> Failures:
+        """Return the failures for which `reasons` has a reason; it is empty where nothing failed."""
+        failed = [reason for reason in reasons if reason]
+        skipped = sum(NOT_TRIED in reason for reason in failed)
+        return cls(len(failed), failed[0] if failed else "", skipped, section)
 
     def lines(self, total: int, on_failure: str, step: str) -> list[str]:
         """Return messages for the user.
 
         Args:
-            total: the completions that were scored.
-            on_failure: `reward.on_failure`.
-            step: what they were scored for.
+            total: what could have failed.
+            on_failure: `reward.on_failure` or `environment.on_failure`.
+            step: names what they were for.
         """
         lines = []
         if self.count:
-            lines.append(f"{self._share(total, step)} failed and {OUTCOMES[on_failure]}; the first: {self.first}")
+            lines.append(f"{self._share(total, step)} failed and {_OUTCOMES[on_failure]}; the first: {self.first}")
         if self.skipped:
-            times = f"{limits.FAILED_TIME_LIMITS} times reward.timeout_s"
+            times = f"{limits.FAILED_TIME_LIMITS} times {self.section}.timeout_s"
             lines.append(
-                f"{self.skipped} of them were not tried: failed rewards had already taken {times} for each process"
+                f"{self.skipped} of them were not tried: failed calls had already taken {times} for each process"
             )
         return lines
 
@@ -52,19 +57,19 @@ class RewardFailures:
         """Return why the run must end; None: it need not.
 
         Args:
-            total: the completions that were scored.
-            most: the share of them that may have failed.
-            step: what they were scored for.
+            total: what could have failed.
+            most: the share that may have failed.
+            step: names what they were for.
         """
         if self.count <= most * total:
             return None
         return (
-            f"reward.max_error_rate={most:g}: {self._share(total, step)} failed (the first: {self.first}); nothing "
-            f"was trained on them, and once the reward works, {CONTINUES}"
+            f"{self.section}.max_error_rate={most:g}: {self._share(total, step)} failed (the first: {self.first}); "
+            f"nothing was trained on them, and once the {self.section} works, {CONTINUES}"
         )
 
     def _share(self, total: int, step: str) -> str:
-        return f"{self.count} of {total} rewards of {step or 'a step'} ({self.count / total:.1%})"
+        return f"{self.count} of {total} {_NAMES[self.section]} of {step or 'a step'} ({self.count / total:.1%})"
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Scores:
     """The terms of each reward, before they are weighed."""
     reasons: list[str]
     """Why each reward failed; empty for one that did not."""
-    failures: RewardFailures = field(default_factory=RewardFailures)
+    failures: Failures = field(default_factory=Failures)
 
 
 def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
@@ -96,14 +101,11 @@ def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: in
                 else:
                     terms[index] |= named
                     rewards[index] += function.weight * sum(named.values())
-    failures = RewardFailures()
     for index, reward in enumerate(rewards):
         if not abs(reward) <= limits.LARGEST_REWARD:  # infinite weights make it NaN
             reasons[index] = reasons[index] or f"is {reward:g}, beyond {limits.LARGEST_REWARD:g}"
             rewards[index] = 0.0
-        if reasons[index]:
-            failures.add(reasons[index], skipped=NOT_TRIED in reasons[index])
-    return Scores(rewards, terms, reasons, failures)
+    return Scores(rewards, terms, reasons, Failures.among(reasons))
 
 
 def _named(function: RewardFunction, value: Terms | str, others: Terms) -> Terms | str:

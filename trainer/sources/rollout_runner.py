@@ -21,7 +21,7 @@ from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.rewards.cache import RewardCache
-from trainer.rewards.scores import RewardFailures, Scores
+from trainer.rewards.scores import Scores
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
@@ -146,7 +146,7 @@ def _environment_scores(episodes: Sequence[Episode], on_failure: str, purpose: s
     """Return the rewards that environments gave."""
     rewards = [episode.reward or 0.0 for episode in episodes]
     reasons = [episode.failure for episode in episodes]
-    failures = RewardFailures(report_failures(episodes, on_failure, purpose))
+    failures = report_failures(episodes, on_failure, purpose)
     return Scores(rewards, [dict(episode.rewards) for episode in episodes], reasons, failures)
 
 

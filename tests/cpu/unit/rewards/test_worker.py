@@ -149,7 +149,7 @@ def test_what_a_step_may_lose_is_bounded(directory, monkeypatch, name, caplog):
         tried = failures.count - failures.skipped
         assert 0 < tried <= 15
         assert caplog.messages[-1] == (
-            f"{failures.skipped} of them were not tried: failed rewards had already taken 5 times reward.timeout_s "
+            f"{failures.skipped} of them were not tried: failed calls had already taken 5 times reward.timeout_s "
             "for each process"
         )
         assert score_all(pool, "2", "3")[0] == [2.0, 3.0]  # the next step is not affected
@@ -210,7 +210,7 @@ def test_time_in_which_the_job_is_stopped_counts_for_no_reward(directory):
         for process in job:  # the driver first: it finds that the time is up
             process.resume()
             time.sleep(0.2)
-        assert driver.stdout.readline().startswith("([1.0], RewardFailures(count=0,")
+        assert driver.stdout.readline().startswith("([1.0], Failures(count=0,")
     finally:
         driver.kill()
         driver.wait()

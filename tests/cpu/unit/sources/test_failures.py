@@ -155,7 +155,7 @@ def test_failed_rewards_are_left_out_or_count_as_0(step, caplog, environment):
         assert left_out.metrics["reward/half/mean"] == pytest.approx(np.mean([0, 0.02, 0.06, 1.07, 0.08]))
         said = "4 of 9 rewards of step 1 (44.4%) failed and are left out; the first: raised TimeoutError: the judge is"
     else:
-        said = "4 of 9 environments of step 1 (44.4%) failed and their episodes are left out; the first: step raised"
+        said = "4 of 9 episodes of step 1 (44.4%) failed and are left out; the first: step raised"
     assert said in caplog.text
     # Held out: four prompts, of which the greedy completions at the places 1 and 3 fail.
     assert left_out.validation["val/reward/mean"] == pytest.approx(0.01) and left_out.validation["val/accuracy"] == 0
