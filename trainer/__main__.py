@@ -19,7 +19,7 @@ COMMANDS = {
     "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
     "report": ("trainer.reports.report", "draw the picture of a run"),
     "checkpoint": ("trainer.checkpoint.__main__", "list, verify, show, compare, export, prune, roll back"),
-    "config": ("trainer.config.__main__", "print the reference of all config keys"),
+    "config": ("trainer.config.reference", "print the reference of all config keys"),
 }
 """Module and purpose of each command. The module has a function `main`, which reads `sys.argv`."""
 JOBS = ("train", "sft")

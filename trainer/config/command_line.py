@@ -72,7 +72,7 @@ class Outcome:
     text: str = ""
     """One sentence."""
     trace: str = ""
-    """In place of the sentence: the traceback of an error that nobody expects."""
+    """In place of the sentence: the traceback of an unexpected error."""
 
     @property
     def shown(self) -> str:
@@ -82,7 +82,7 @@ class Outcome:
         )
 
     def show(self) -> None:
-        """Print and log the text: on stdout if the run stopped as it was told, else on stderr."""
+        """Print and log the text: on stdout if the run stopped on request, else on stderr."""
         if self.shown:
             show(self.shown, error=self.status != EXIT_STATUS)
             LOG_FILE.write(self.shown)
@@ -116,7 +116,7 @@ def run_app(job: Job, command: str = "train", overrides: Sequence[str] = ()) -> 
 def run_to_end(job: Job) -> Outcome:
     """Compose the config from the command line, hand it to `job`, and return how that ended.
 
-    Later signals are ignored. What a job of a sweep has to say is printed.
+    Later signals are ignored. The text of a job of a sweep is printed.
     """
     try:
         try:
@@ -199,7 +199,7 @@ class _Sweep:
         """Check that no job has failed.
 
         Args:
-            lost: a launcher has lost a job, and this is what it says.
+            lost: the message of a launcher that has lost a job.
 
         Raises:
             _JobError: with status 75 if a job has stopped early, 2 if all that have failed were refused, else 1.

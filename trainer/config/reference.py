@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -9,6 +10,7 @@ from typing import Any
 
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
 from trainer.config.schema import Config
+from trainer.process.log_setup import guard_output
 
 _HEADER = [
     "# Configuration reference",
@@ -23,6 +25,13 @@ _HEADER = [
     *(f"- `{name}`: {meaning}" for name, meaning in RESUME.items()),
     "",
 ]
+
+
+def main() -> None:
+    """Print the reference of all keys, as `trainer config` does."""
+    guard_output()
+    argparse.ArgumentParser(prog="trainer config", description="Print the reference of all config keys.").parse_args()
+    print(page())
 
 
 def page() -> str:

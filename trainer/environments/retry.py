@@ -17,7 +17,7 @@ class RetryEnv:
 
     Args:
         tries: most answers.
-        again: what the policy is told after a wrong answer.
+        again: message to the policy after a wrong answer.
         prompt_key: column of the prompt, a text.
         answer_key: column of the right answer.
     """

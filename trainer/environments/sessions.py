@@ -1,7 +1,7 @@
-"""Environments in processes of their own: one that hangs, raises or crashes costs no more than its episode.
+"""Environments in their own processes: one that hangs, raises or crashes costs at most its episode.
 
-An environment that is lost is made again in another process, and gets the same replies. If it fails in the same call
-again, its episode has failed.
+A lost environment is made again in another process, and gets the same replies. If it fails in the same call again, its
+episode has failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS = itertools.count()
 
 
 class Session(Task):
-    """The environment of one episode, as the driver sees it: what it was told, and what it has answered."""
+    """The environment of one episode on the driver: the calls and the answers so far."""
 
     is_session = True
     retried = frozenset({"died", "timeout", "raised"})
@@ -35,9 +35,9 @@ class Session(Task):
         self.row = row
         self.seed = seed
         self.replies: list[Message] = []
-        """What the policy said. The pool tells it to the environment."""
+        """The replies of the policy. The pool passes them to the environment."""
         self.steps: list[StepResult] = []
-        """What the environment has answered: the first messages, then a step for each reply."""
+        """The answers of the environment: the first messages, then a step for each reply."""
         self.ended = False
         """The episode needs no more steps. The pool closes the environment."""
         self.status = ""

@@ -1,4 +1,4 @@
-"""The rewards of a run, by content, so that a replay after a kill has the same ones."""
+"""The cache of the rewards of a run, by content, so that a replay after a kill gets the same rewards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Result = list[Terms | str]
 
 
 def key_of(reward: str, given: Mapping[str, Any]) -> str:
-    """Return the key of one call: a hash of the reward (a URL or an import path) and of all that it gets.
+    """Return the key of one call: a hash of the reward (a URL or an import path) and its arguments.
 
-    Credentials in the URL have no part in it: nobody can guess them from the key, and new ones ask for nothing again.
+    Credentials in the URL are left out: the key does not reveal them, and new credentials repeat no call.
     """
     content = json.dumps([redact(reward, references=False), given], sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(content.encode())
@@ -42,7 +42,7 @@ class RewardCache:
     def __init__(self, run_dir: str, fence: Callable[[], None] = lambda: None):
         self._path = os.path.join(run_dir, CACHE_FILE)
         self._fence = fence
-        self._file = AppendedFile(self._path, fence, mode=0o600)  # what a server has said is for the user alone
+        self._file = AppendedFile(self._path, fence, mode=0o600)  # a server's answers are for the user alone
         self._known: dict[str, Result] | None = None
 
     def find(self, key: str, step: str) -> Result | None:

@@ -1,4 +1,4 @@
-"""Rewards are computed in processes of their own: a reward that hangs or crashes costs one completion."""
+"""Rewards are computed in their own processes: one that hangs or crashes costs one completion."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class ScoringSession:
 
 
 class _RewardTask(Task):
-    """Calls of one reward that a process makes in one go: one, or several for a server."""
+    """Calls of one reward that a process makes as one batch: one, or several for a server."""
 
     def __init__(self, index: int, function: RewardFunction, calls: list[Call]):
         super().__init__()

@@ -53,7 +53,7 @@ class RewardFunction:
     limit_s: float
     """Longest time for one call."""
     batch: int = 1
-    """Calls that a process makes in one go."""
+    """Calls that a process makes as one batch."""
 
     def calls(self, inputs: Sequence[RewardInput], n: int, first: int = 0) -> list[Call]:
         """Return the calls that score `inputs`, of which `n` after one another are a group.

@@ -81,5 +81,5 @@ def _read(value: Any, signature: RewardSignature, given: dict[str, Any]) -> list
     if signature.grouped:
         return read_values(value, len(given["completions"]))
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns that nobody awaited it
+        value.close()  # or Python warns that it was never awaited
     return [read_value(value)]

@@ -29,7 +29,7 @@ from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess
 LOG = logging.getLogger(__name__)
 
 NOT_TRIED = "was not tried"
-"""How the reason begins why a task has failed whose turn did not come."""
+"""The beginning of the failure reason of a task that was never started."""
 
 
 class Task:
@@ -65,7 +65,7 @@ class Task:
         raise NotImplementedError
 
     def fail(self, status: str, reason: str) -> None:
-        """Give the task up."""
+        """Fail the task for good."""
         raise NotImplementedError
 
     def restart(self) -> None:
@@ -144,10 +144,10 @@ class _Worker(SandboxedProcess):
         self.is_ready = self.is_concurrent = False
         self.sessions: dict[Task, None] = {}
         self.queue: deque[Task] = deque()
-        """Sessions whose next calls it is to make, in order."""
+        """Sessions whose next calls it makes, in order."""
         self.batches: dict[int, _Batch] = {}
-        self.since = self.looked = time.monotonic()
-        """When it was started, and when it was last seen not to be stopped while it started."""
+        self.since = self.checked_at = time.monotonic()
+        """When it was started, and when it was last checked during its start."""
         self.replaces_failed = False
 
     def can_take(self, task: Task) -> bool:
@@ -164,13 +164,13 @@ class _Worker(SandboxedProcess):
         return has_begun and not alone and len(self.batches) < limits.MAX_ASYNC_SESSIONS
 
     def deadline(self, limit_s: float) -> float:
-        """Return when to look after the process, if it has not been heard of.
+        """Return when to check the process, unless it sends a message before.
 
         Args:
-            limit_s: while it starts, look so often.
+            limit_s: interval of the checks while it starts.
         """
         if not self.is_ready:
-            return min(self.since + limits.START_S, self.looked + limit_s)
+            return min(self.since + limits.START_S, self.checked_at + limit_s)
         return min((batch.since + batch.limit_s for batch in self.batches.values()), default=float("inf"))
 
     def suspects(self) -> list[Task]:
@@ -185,7 +185,7 @@ class _Worker(SandboxedProcess):
     def restart_clocks(self) -> None:
         for part in (self, *self.batches.values()):
             part.since = time.monotonic()
-        self.looked = self.since
+        self.checked_at = self.since
 
 
 class WorkerPool:
@@ -260,11 +260,11 @@ class WorkerPool:
     def _begin_round(self) -> None:
         self._failed_starts = 0
         self._lost_s = 0.0
-        """Time of the processes that went into calls that failed, in this round."""
+        """Seconds that the processes spent on failed calls, in this round."""
         self._round_since = time.monotonic()
 
     def _serve(self, tasks: Round) -> None:
-        """Do the tasks of a round, as far as failed calls leave time for it."""
+        """Do the tasks of a round, until failed calls have taken too much time."""
         self._begin_round()
         key, limit_s = self._limit
         most_s = limits.FAILED_TIME_LIMITS * limit_s * self._num_processes
@@ -279,7 +279,7 @@ class WorkerPool:
                 if not (is_open or self._todo or any(worker.queue or worker.batches for worker in self._workers)):
                     break
                 for worker in list(self._workers):
-                    self._give(worker)
+                    self._send_tasks(worker)
                 self._listen(tasks.wakeup_fd)
         finally:
             self._abandon(NOT_TRIED)  # a process that is still busy must not answer in the next round
@@ -311,7 +311,7 @@ class WorkerPool:
             while waiting:
                 waiting.popleft().fail("timeout", reason)
 
-    def _give(self, worker: _Worker) -> None:
+    def _send_tasks(self, worker: _Worker) -> None:
         while (waiting := worker.queue or self._todo) and worker.can_take(waiting[0]):
             tasks = self._next_tasks(waiting)
             batch = _Batch(tasks, (tasks[0].limit or self._limit)[1], self._concurrency)
@@ -337,23 +337,23 @@ class WorkerPool:
     def _listen(self, wakeup_fd: int) -> None:
         """Wait for messages, output, or the next time limit, and handle them."""
         begin = time.monotonic()
-        patience = max(0.0, min(worker.deadline(self._limit[1]) for worker in self._workers) - begin)
-        ends = [end for worker in self._workers for end in (worker.pipe, worker.output)]
-        heard = set(wait([wakeup_fd, *ends], None if patience == float("inf") else patience))
-        was_stopped = time.monotonic() > begin + patience + 1  # perhaps the whole job was stopped
-        if wakeup_fd in heard:
+        timeout_s = max(0.0, min(worker.deadline(self._limit[1]) for worker in self._workers) - begin)
+        pipes = [pipe for worker in self._workers for pipe in (worker.pipe, worker.output)]
+        readable = set(wait([wakeup_fd, *pipes], None if timeout_s == float("inf") else timeout_s))
+        was_stopped = time.monotonic() > begin + timeout_s + 1  # perhaps the whole job was stopped by a signal
+        if wakeup_fd in readable:
             os.eventfd_read(wakeup_fd)
         for worker in list(self._workers):
             if was_stopped:
                 worker.restart_clocks()
-            if worker.output in heard:
+            if worker.output in readable:
                 self._printed.read(worker)
-            if worker.pipe in heard:
-                self._hear(worker)
+            if worker.pipe in readable:
+                self._receive(worker)
             elif time.monotonic() > worker.deadline(self._limit[1]) and not worker.pipe.poll():
-                self._handle_silence(worker)
+                self._handle_timeout(worker)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             match worker.receive(self._largest_message):
                 case {"begun": int(number)} if number in worker.batches:
@@ -411,19 +411,19 @@ class WorkerPool:
         key, limit_s = task.limit or self._limit
         return f"took longer than {key}={limit_s:g}"
 
-    def _handle_silence(self, worker: _Worker) -> None:
-        """End a process that takes too long. If somebody has stopped it, that is like a death."""
+    def _handle_timeout(self, worker: _Worker) -> None:
+        """End a process that takes too long. A process that was stopped by a signal counts as dead."""
         if worker.is_stopped:
             self._handle_worker_death(worker, is_stopped=True)
         elif worker.is_ready:
             self._replace(worker, "timeout", self._too_slow(worker.suspects()[0]))
         else:
-            worker.looked = time.monotonic()
-            if worker.looked > worker.since + limits.START_S:
+            worker.checked_at = time.monotonic()
+            if worker.checked_at > worker.since + limits.START_S:
                 raise WorkerError(f"a process of {self._name} has not started after {limits.START_S:g} s")
 
     def _handle_worker_death(self, worker: _Worker, is_stopped: bool = False) -> None:
-        """Replace a process that has died, or that somebody has stopped."""
+        """Replace a process that has died, or was stopped by a signal."""
         cost_s = worker.busy_s()
         ending = self._replace(worker, "died", "ended its process (stopped by a signal)" if is_stopped else "")
         ending = "stopped by a signal" if is_stopped else ending

@@ -85,17 +85,17 @@ class SandboxedProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process (SIGSTOP): then its silence is not the fault of user code."""
+        """Whether the process was stopped (SIGSTOP): then user code is not to blame for its missing answer."""
         with contextlib.suppress(psutil.Error):
             reaper = psutil.Process(self.process.pid)
             return any(one.status() == psutil.STATUS_STOPPED for one in (reaper, *reaper.children()))
         return False
 
     def end(self, died: bool = False) -> str:
-        """End the process and everything that it has started. Return how it ended. `close` must follow.
+        """End the process and all processes that it has started. Return how it ended. `close` must follow.
 
         Args:
-            died: it is ending by itself; wait for that to see how.
+            died: it is ending by itself; wait for its exit status.
         """
         self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -113,12 +113,12 @@ class SandboxedProcess:
         return f"exit status {code}"
 
     def close(self) -> None:
-        """Give up the output of the process, which has ended."""
+        """Close the output of the process, which has ended."""
         os.close(self.output)
 
 
 def end_all(processes: Sequence[SandboxedProcess]) -> None:
-    """End the processes at the same time, and give up their output."""
+    """End the processes at the same time, and close their output."""
     for process in processes:
         process.process.terminate()
     for process in processes:
@@ -135,7 +135,7 @@ class OutputCapture:
         self._left_out = 0
 
     def read(self, process: SandboxedProcess) -> None:
-        """Take what the process has printed so far."""
+        """Read what the process has printed so far."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(process.output, 1 << 20)
             kept = data[: max(0, limits.OUTPUT_BYTES - len(self._text))]
