@@ -89,17 +89,17 @@ def _soak(args: argparse.Namespace, directory: Path, has_mounts: bool) -> int:
         fork_server().start("time:sleep", 0, cwd=directory, env=os.environ).wait()  # jobs are timed from now on
         rounds = Rounds(scene, args.seed, args.kinds)
         while time.monotonic() < end:
-            report, place = rounds.run(number)
+            report, workspace = rounds.run(number)
             with args.out.open("a") as file:
                 file.write(f"{report.line()}\n")
             faults = ", ".join(fault["name"] for fault in report.faults)
             print(f"round {number} {report.kind} {report.seconds:.0f} s: {report.outcome} ({faults})", flush=True)
             if report.outcome != IDENTICAL:
                 kept = args.keep / f"seed-{args.seed}-round-{number}"
-                shutil.copytree(place, kept, symlinks=True, dirs_exist_ok=True)
+                shutil.copytree(workspace, kept, symlinks=True, dirs_exist_ok=True)
                 print(f"{report.difference}\nkept in {kept}; repeat it with --seed {args.seed} --round {number}")
                 return 1
-            shutil.rmtree(place)
+            shutil.rmtree(workspace)
             if args.round:
                 break
             number += 1

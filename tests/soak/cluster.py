@@ -12,7 +12,7 @@ from tests.support.nodes import Node, Nodes
 
 _SLOTS = 4  # two ranks, an engine and a spare one
 _GRACE_PERIOD_S = 60.0
-_HEALTH_CHECKS = ("RAY_health_check_failure_threshold", "3")  # a lost driver holds its places until Ray notices
+_HEALTH_CHECKS = ("RAY_health_check_failure_threshold", "3")  # a lost driver holds its CPUs until Ray notices
 
 
 class Cluster(contextlib.ExitStack):

@@ -16,7 +16,7 @@ import psutil
 
 from tests.soak.kinds import STEPS, Kind
 from tests.soak.processes import with_role
-from tests.soak.scene import Place
+from tests.soak.scene import Workspace
 from tests.support import killed_jobs
 from tests.support.jobs import send
 from tests.support.nodes import Node
@@ -44,8 +44,8 @@ class Disturbance:
     """Of what else is drawn: the process, the way, the duration."""
 
 
-Act = Callable[[Place, int, random.Random], str | None]
-"""(place, job, numbers) -> what was done; None: there is nothing to do it to yet."""
+Act = Callable[[Workspace, int, random.Random], str | None]
+"""(workspace, job, numbers) -> what was done; None: there is nothing to do it to yet."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def draw_faults(kind: Kind, numbers: random.Random, has_disk: bool) -> list[Dist
 # Processes
 
 
-def _kill_job(place: Place, job: int, numbers: random.Random) -> str:
-    processes = place.processes(job)
+def _kill_job(workspace: Workspace, job: int, numbers: random.Random) -> str:
+    processes = workspace.processes(job)
     send(processes, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # a forked job is not our child
         os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # psutil would take its exit status
@@ -87,8 +87,8 @@ def _kill_job(place: Place, job: int, numbers: random.Random) -> str:
 
 
 def _signal_one(role: str, number: signal.Signals) -> Act:
-    def act(place: Place, job: int, numbers: random.Random) -> str | None:
-        found = with_role(place.processes(job)[1:], role)
+    def act(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+        found = with_role(workspace.processes(job)[1:], role)
         if number == signal.SIGSTOP and role in ("reward", "environment"):
             found = found[1::2]  # without the reapers, which run no user code
         if not found:
@@ -100,16 +100,16 @@ def _signal_one(role: str, number: signal.Signals) -> Act:
     return act
 
 
-def _kill_driver(place: Place, job: int, numbers: random.Random) -> str | None:
-    if (driver := place.driver(job)) is None:
+def _kill_driver(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    if (driver := workspace.driver(job)) is None:
         return None
     os.kill(driver, signal.SIGKILL)
     return "driver"
 
 
-def _stop_driver(place: Place, job: int, numbers: random.Random) -> str | None:
-    number, driver = numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]), place.driver(job)
-    if driver is None or place.kind.on_nodes and not _listens(driver):
+def _stop_driver(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    number, driver = numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]), workspace.driver(job)
+    if driver is None or workspace.kind.on_nodes and not _listens(driver):
         return None
     os.kill(driver, number)
     return number.name
@@ -121,14 +121,14 @@ def _listens(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) >> signal.SIGTERM - 1 & 1)
 
 
-def _stop_group(place: Place, job: int, numbers: random.Random) -> str:
+def _stop_group(workspace: Workspace, job: int, numbers: random.Random) -> str:
     number = numbers.choice([signal.SIGTERM, signal.SIGUSR1])
     os.killpg(job, number)
     return number.name
 
 
-def _freeze_job(place: Place, job: int, numbers: random.Random) -> str:
-    processes, seconds = place.processes(job), numbers.uniform(1, 15)
+def _freeze_job(workspace: Workspace, job: int, numbers: random.Random) -> str:
+    processes, seconds = workspace.processes(job), numbers.uniform(1, 15)
     send(processes, signal.SIGSTOP)
     time.sleep(seconds)
     send(processes, signal.SIGCONT)
@@ -139,23 +139,23 @@ def _freeze_job(place: Place, job: int, numbers: random.Random) -> str:
 # Files and machines
 
 
-def _fill_disk(place: Place, job: int, numbers: random.Random) -> str:
+def _fill_disk(workspace: Workspace, job: int, numbers: random.Random) -> str:
     left, seconds = numbers.choice([0, 0, 10_000, 200_000]), numbers.uniform(1, 8)
-    with place.scene.full_disk(left):
+    with workspace.scene.full_disk(left):
         time.sleep(seconds)
     return f"{left} bytes left for {seconds:.0f} s"
 
 
-def _damage(place: Place, job: int, numbers: random.Random) -> str | None:
+def _damage(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
     """Kill the job and damage its newest checkpoint, if it has another one that is good."""
-    store = open_store(str(place.local or place.root))
+    store = open_store(str(workspace.local or workspace.root))
     if len(store.steps()) < 2:
         return None
-    _kill_job(place, job, numbers)
+    _kill_job(workspace, job, numbers)
     good = [step for step in store.steps() if _is_good(store.path(step))]
     if len(good) < 2:
         return "killed alone: no two good checkpoints"
-    if place.local or "disk" in place.kind.places:
+    if workspace.local or "disk" in workspace.kind.storages:
         folder = Path(store.path(good[-1]))
         file = numbers.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
         data, text = _damaged(file.read_bytes(), numbers)
@@ -185,15 +185,15 @@ def _is_good(path: str) -> bool:
     return True
 
 
-def _tear_lines(place: Place, job: int, numbers: random.Random) -> str | None:
+def _tear_lines(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
     """Kill the job and leave a part of a line at the end of files to which it appends."""
-    file = place.run / "metrics.jsonl"
+    file = workspace.run / "metrics.jsonl"
     if not file.exists() or not file.read_bytes():
         return None
-    _kill_job(place, job, numbers)
+    _kill_job(workspace, job, numbers)
     torn = []
     for name in ("metrics.jsonl", "incidents.jsonl", "starts.jsonl"):
-        path = place.run / name
+        path = workspace.run / name
         if path.exists() and (lines := path.read_bytes().splitlines()) and (not torn or numbers.random() < 0.5):
             with open(path, "ab") as end:
                 end.write(lines[-1][: numbers.randrange(1, len(lines[-1]))])
@@ -201,25 +201,25 @@ def _tear_lines(place: Place, job: int, numbers: random.Random) -> str | None:
     return ", ".join(torn)
 
 
-def _lose_machine(place: Place, job: int, numbers: random.Random) -> str:
+def _lose_machine(workspace: Workspace, job: int, numbers: random.Random) -> str:
     """Kill the job, and delete all that it had on the disk."""
-    _kill_job(place, job, numbers)
-    for path in (place.run, place.local):
+    _kill_job(workspace, job, numbers)
+    for path in (workspace.run, workspace.local):
         if path is not None and path.exists():
             shutil.rmtree(path)
     return "run directory and local checkpoints deleted"
 
 
-def _disturb_store(place: Place, job: int, numbers: random.Random) -> str:
+def _disturb_store(workspace: Workspace, job: int, numbers: random.Random) -> str:
     share, seconds = numbers.choice([0.1, 0.3, 0.6]), numbers.uniform(1, 10)
-    with place.scene.faulty_store(numbers, share):
+    with workspace.scene.faulty_store(numbers, share):
         time.sleep(seconds)
     return f"{share:.0%} of the requests for {seconds:.0f} s"
 
 
-def _cut_link(place: Place, job: int, numbers: random.Random) -> str:
+def _cut_link(workspace: Workspace, job: int, numbers: random.Random) -> str:
     seconds = numbers.uniform(1, 8)
-    with place.scene.cut_store():
+    with workspace.scene.cut_store():
         time.sleep(seconds)
     return f"{seconds:.0f} s"
 
@@ -228,17 +228,17 @@ def _cut_link(place: Place, job: int, numbers: random.Random) -> str:
 # Nodes. A new one joins for each that is lost: the numbers of a job with fewer ranks would be rounded in other ways.
 
 
-def _lose_node(place: Place, job: int, numbers: random.Random) -> str | None:
-    if not (hosts := place.cluster.hosts()):
+def _lose_node(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    if not (hosts := workspace.cluster.hosts()):
         return None
     lost, seconds = numbers.choice(hosts), numbers.uniform(0, 15)
-    place.cluster.lose(lost)
+    workspace.cluster.lose(lost)
     time.sleep(seconds)
-    return f"{lost.name}; {place.cluster.add().name} joined after {seconds:.0f} s"
+    return f"{lost.name}; {workspace.cluster.add().name} joined after {seconds:.0f} s"
 
 
-def _cut_driver_node(place: Place, job: int, numbers: random.Random) -> str:
-    return _cut_off(place.cluster.driver, numbers)
+def _cut_driver_node(workspace: Workspace, job: int, numbers: random.Random) -> str:
+    return _cut_off(workspace.cluster.driver, numbers)
 
 
 def _cut_off(node: Node, numbers: random.Random) -> str:
@@ -249,25 +249,25 @@ def _cut_off(node: Node, numbers: random.Random) -> str:
     return f"{node.name} for {seconds:.0f} s"
 
 
-def _cut_node(place: Place, job: int, numbers: random.Random) -> str | None:
-    if not (hosts := place.cluster.hosts()):
+def _cut_node(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    if not (hosts := workspace.cluster.hosts()):
         return None
     done = _cut_off(numbers.choice(hosts), numbers)
-    joined = place.cluster.add()  # the job leaves the other one out after another loss
+    joined = workspace.cluster.add()  # the job leaves the other one out after another loss
     return f"{done}; then {joined.name} joined"
 
 
-def _slow_down_node(place: Place, job: int, numbers: random.Random) -> str | None:
-    if not (hosts := place.cluster.hosts()):
+def _slow_down_node(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    if not (hosts := workspace.cluster.hosts()):
         return None
     slow, mbit = numbers.choice(hosts), numbers.randint(1, 50)
     slow.slow_down(mbit)
     return f"{slow.name} has {mbit} Mbit/s"
 
 
-def _lose_driver_node(place: Place, job: int, numbers: random.Random) -> str:
-    lost = place.cluster.driver
-    place.cluster.lose(lost)  # the next start is on another one
+def _lose_driver_node(workspace: Workspace, job: int, numbers: random.Random) -> str:
+    lost = workspace.cluster.driver
+    workspace.cluster.lose(lost)  # the next start is on another one
     return lost.name
 
 
@@ -275,8 +275,8 @@ def _has(role: str) -> Callable[[Kind], bool]:
     return lambda kind: role in kind.roles
 
 
-def _on(*places: str) -> Callable[[Kind], bool]:
-    return lambda kind: kind.places >= set(places)
+def _on(*storages: str) -> Callable[[Kind], bool]:
+    return lambda kind: kind.storages >= set(storages)
 
 
 def _on_nodes(kind: Kind) -> bool:

@@ -46,7 +46,7 @@ class Kind:
     name: str
     overrides: tuple[str, ...]
     module: str = "trainer.main"
-    places: frozenset[str] = frozenset({"disk"})
+    storages: frozenset[str] = frozenset({"disk"})
     """Where its checkpoints are: `disk`, `store`, or both."""
     scheme: str = "s3"
     """Of the object store: `s3` or `gs`."""
@@ -86,9 +86,9 @@ KINDS = {
             "trainer.sft",
             roles=frozenset({"rank"}),
         ),
-        _rollouts("store", places=frozenset({"store"}), weight=1.5),
-        _rollouts("google", "trainer.num_workers=2", places=frozenset({"store"}), scheme="gs"),
-        _rollouts("tiers", "trainer.num_workers=2", places=frozenset({"disk", "store"}), weight=1.5),
+        _rollouts("store", storages=frozenset({"store"}), weight=1.5),
+        _rollouts("google", "trainer.num_workers=2", storages=frozenset({"store"}), scheme="gs"),
+        _rollouts("tiers", "trainer.num_workers=2", storages=frozenset({"disk", "store"}), weight=1.5),
         Kind(
             "ray",
             (

@@ -20,7 +20,7 @@ def outcome_of(kind: Kind, run: Path, root: str) -> Outcome:
     """Return all that a job has made and that must not depend on disturbances, by name.
 
     Args:
-        root: the place of its checkpoints.
+        root: directory or URL of its checkpoints.
 
     Raises:
         Exception: a file is missing or damaged.

@@ -14,7 +14,7 @@ from typing import Any
 from tests.soak.faults import FAULTS, KILL_IN_SAVE, PLACES, Disturbance, draw_faults
 from tests.soak.kinds import Kind, draw_kind
 from tests.soak.outcomes import Outcome, difference, outcome_of
-from tests.soak.scene import Place, Scene
+from tests.soak.scene import Scene, Workspace
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, send
 from trainer.cluster.stacks import py_spy_stacks
@@ -84,13 +84,13 @@ class Rounds:
         """Return what an uninterrupted job of this kind makes."""
         if kind.name not in self._uninterrupted:
             self._scene.empty_store()
-            with Place(self._scene, kind, self._scene.directory / f"uninterrupted-{kind.name}") as place:
+            with Workspace(self._scene, kind, self._scene.directory / f"uninterrupted-{kind.name}") as workspace:
                 started = time.monotonic()
-                attempt = _Attempt(place, [], 3600.0)
+                attempt = _Attempt(workspace, [], 3600.0)
                 status = attempt.run(Report(0, self._seed, kind.name), 1.0)
                 seconds = time.monotonic() - started
-            assert status == 0, place.log.read_text()[-5000:]
-            self._uninterrupted[kind.name] = Uninterrupted(outcome_of(kind, place.run, place.root), seconds)
+            assert status == 0, workspace.log.read_text()[-5000:]
+            self._uninterrupted[kind.name] = Uninterrupted(outcome_of(kind, workspace.run, workspace.root), seconds)
         return self._uninterrupted[kind.name]
 
     def run(self, number: int) -> tuple[Report, Path]:
@@ -99,13 +99,13 @@ class Rounds:
         expected = self.uninterrupted(kind)
         report, started = Report(number, self._seed, kind.name), time.monotonic()
         self._scene.empty_store()
-        place = Place(self._scene, kind, self._scene.disk / f"round-{number}")
+        workspace = Workspace(self._scene, kind, self._scene.disk / f"round-{number}")
         try:
-            with place:
-                self._run_to_the_end(place, faults, report, expected.seconds)
-                self._run_to_the_end(place, [], report, expected.seconds)  # nothing is left to do but to clean up
+            with workspace:
+                self._run_to_the_end(workspace, faults, report, expected.seconds)
+                self._run_to_the_end(workspace, [], report, expected.seconds)  # nothing is left to do but to clean up
             try:
-                found = outcome_of(kind, place.run, place.root)
+                found = outcome_of(kind, workspace.run, workspace.root)
             except Exception as error:
                 raise RoundFailed(DIFFERENT, f"{type(error).__name__}: {error}") from error
             if text := difference(found, expected.outcome):
@@ -113,13 +113,13 @@ class Rounds:
         except RoundFailed as failure:
             report.outcome, report.difference = failure.outcome, str(failure)
         report.seconds = round(time.monotonic() - started, 1)
-        return report, place.directory
+        return report, workspace.directory
 
-    def _run_to_the_end(self, place: Place, faults: list[Disturbance], report: Report, seconds: float) -> None:
+    def _run_to_the_end(self, workspace: Workspace, faults: list[Disturbance], report: Report, seconds: float) -> None:
         left = list(faults)
         deadline_s = 30 * seconds + 240
         for _ in range(len(faults) + _MORE_STARTS):
-            attempt = _Attempt(place, left, deadline_s)
+            attempt = _Attempt(workspace, left, deadline_s)
             begun, already = time.monotonic(), len(report.faults)
             status = attempt.run(report, seconds)
             report.starts.append({"status": status, "seconds": round(time.monotonic() - begun, 1)})
@@ -131,7 +131,7 @@ class Rounds:
             allowed = {status for fault in done for status in FAULTS[fault["name"]].statuses}
             if status not in allowed:
                 text = f"the job ended with {status} after {[fault['name'] for fault in done]}"
-                raise RoundFailed(WRONG_STATUS, f"{text}: {_last_lines(place.log)}")
+                raise RoundFailed(WRONG_STATUS, f"{text}: {_last_lines(workspace.log)}")
             cause = [fault for fault in done if status in FAULTS[fault["name"]].statuses][-1]
             cause["recovered"] = "restart"
         raise RoundFailed(STUCK, f"the job is not done after {len(faults) + _MORE_STARTS} starts")
@@ -145,8 +145,8 @@ class _Attempt:
         deadline_s: longest time that the job may take.
     """
 
-    def __init__(self, place: Place, faults: list[Disturbance], deadline_s: float):
-        self._place = place
+    def __init__(self, workspace: Workspace, faults: list[Disturbance], deadline_s: float):
+        self._workspace = workspace
         self._faults = faults
         self._deadline_s = deadline_s
 
@@ -172,9 +172,9 @@ class _Attempt:
         except AssertionError as error:
             raise RoundFailed(LEFT, str(error)) from error
         except BaseException:
-            send(self._place.processes(self._job.pid), 9)
+            send(self._workspace.processes(self._job.pid), 9)
             raise
-        cluster = self._place.cluster
+        cluster = self._workspace.cluster
         # If the driver's node is lost, ranks and engines end only when Ray notices. The next start must bear that.
         if cluster and cluster.has_driver and (left := cluster.left()):
             raise RoundFailed(LEFT, f"ranks or engines of a job that has ended: {left}")
@@ -183,7 +183,7 @@ class _Attempt:
     def _is_due(self, has_waited: bool, reached: Path | None) -> bool:
         if reached:
             return reached.exists()
-        return has_waited and self._place.lines() >= self._faults[0].after
+        return has_waited and self._workspace.lines() >= self._faults[0].after
 
     def _wait(self, seconds: float) -> float:
         return self._faults[0].wait * seconds if self._faults else 0.0
@@ -193,7 +193,7 @@ class _Attempt:
         if not self._faults or self._faults[0].name != KILL_IN_SAVE:
             return None, {}
         numbers = random.Random(self._faults[0].seed)
-        reached = self._place.directory / f"reached-{len(report.starts)}"
+        reached = self._workspace.directory / f"reached-{len(report.starts)}"
         self._point = f"{numbers.choice(PLACES)},{numbers.randint(1, 3)}"
         return reached, {"TRAINER_FAILPOINT": f"{self._point},{reached}"}
 
@@ -202,7 +202,7 @@ class _Attempt:
         fault = self._faults[0]
         name = fault.name if fault.name != KILL_IN_SAVE or reached else "kill of the job"
         try:
-            done = FAULTS[name].act(self._place, self._job.pid, random.Random(fault.seed))
+            done = FAULTS[name].act(self._workspace, self._job.pid, random.Random(fault.seed))
         except ProcessLookupError:  # the job has just ended
             return False
         if done is None:
@@ -213,19 +213,19 @@ class _Attempt:
         return True
 
     def _start(self, env: dict[str, str]) -> Any:
-        place, kind = self._place, self._place.kind
-        env = {**environment(), **place.scene.environment, **env}
-        with place.log.open("a") as log:
+        workspace, kind = self._workspace, self._workspace.kind
+        env = {**environment(), **workspace.scene.environment, **env}
+        with workspace.log.open("a") as log:
             if kind.with_ray:
-                command = [sys.executable, "-m", kind.module, *kind.overrides, *place.overrides]
-                command = place.cluster.driver.command(*command) if place.cluster else command
+                command = [sys.executable, "-m", kind.module, *kind.overrides, *workspace.overrides]
+                command = workspace.cluster.driver.command(*command) if workspace.cluster else command
                 return subprocess.Popen(
-                    command, cwd=place.directory, env=env, stdout=log, stderr=log, start_new_session=True
+                    command, cwd=workspace.directory, env=env, stdout=log, stderr=log, start_new_session=True
                 )
             return fork_server().start(
                 "tests.soak.processes:run",
-                *(kind.module, *kind.overrides, *place.overrides),
-                cwd=place.directory,
+                *(kind.module, *kind.overrides, *workspace.overrides),
+                cwd=workspace.directory,
                 env=env,
                 stdout=log,
                 patience_s=60,
@@ -233,8 +233,8 @@ class _Attempt:
 
     def _show_stuck(self) -> None:
         """Write what the processes of the job do to its log."""
-        with self._place.log.open("a") as log:
-            for process in self._place.processes(self._job.pid):
+        with self._workspace.log.open("a") as log:
+            for process in self._workspace.processes(self._job.pid):
                 (stacks,) = py_spy_stacks([process.pid])
                 log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n{stacks}")
 

@@ -28,7 +28,7 @@ _BUCKET = "soak"
 
 
 class Scene:
-    """The place of one soak: `with Scene(directory) as scene`.
+    """What all jobs of one soak share: `with Scene(directory) as scene`.
 
     Args:
         has_mounts: this process may mount, and no other process sees its mounts.
@@ -111,8 +111,8 @@ def _fill(descriptor: int) -> None:
                 os.write(descriptor, bytes(size))
 
 
-class Place(contextlib.ExitStack):
-    """Where one job runs, for as long as the block runs: directories, a place in the object store, perhaps nodes."""
+class Workspace(contextlib.ExitStack):
+    """Where one job runs: directories, a prefix in the object store, perhaps nodes."""
 
     def __init__(self, scene: Scene, kind: Kind, directory: Path):
         super().__init__()
@@ -120,14 +120,14 @@ class Place(contextlib.ExitStack):
         self.kind = kind
         self.directory = directory
         self.run = directory / "run"
-        self.local = directory / "local" if kind.places == {"disk", "store"} else None
+        self.local = directory / "local" if kind.storages == {"disk", "store"} else None
         self.root = (
-            f"{kind.scheme}://{_BUCKET}/{directory.name}" if "store" in kind.places else str(self.run / "checkpoints")
+            f"{kind.scheme}://{_BUCKET}/{directory.name}" if "store" in kind.storages else str(self.run / "checkpoints")
         )
         self.log = directory / "log"
         self.cluster: Cluster | None = None
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Workspace:
         self.directory.mkdir()
         if self.kind.on_nodes:
             self.cluster = self.enter_context(Cluster())
@@ -135,7 +135,7 @@ class Place(contextlib.ExitStack):
 
     @property
     def overrides(self) -> list[str]:
-        """The settings of the job that depend on its place."""
+        """The settings of the job that depend on its workspace."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
         given += [f"trainer.ckpt_cache_dir={self.local}"] if self.local else []
         return [*given, f"trainer.ray_address={self.cluster.head.ray_address}"] if self.cluster else given

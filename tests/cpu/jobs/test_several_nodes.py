@@ -67,7 +67,7 @@ def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of
     job = [*JOB, "rollout=transformers", "trainer.total_steps=4", "trainer.lock_lease_s=5"]
     alone = run_forked_job(*job, f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its places until Ray notices
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its CPUs until Ray notices
     held = tmp_path / "held"
     with Nodes() as nodes:
         cluster = nodes.cluster(6, cpus=[1, 1, 1, 1, 0, 0])
