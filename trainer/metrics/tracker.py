@@ -296,14 +296,8 @@ def _start_wandb(run_dir: str, logger: LoggerConfig, config: dict[str, Any], run
     try:
         sys.argv = redact_command(command)
         return wandb.init(
-            project=logger.wandb.project,
-            entity=logger.wandb.entity,
-            name=logger.wandb.name,
-            group=logger.wandb.group,
-            tags=logger.wandb.tags,
-            notes=logger.wandb.notes,
+            **vars(logger.wandb),
             id=run_id,
-            mode=logger.wandb.mode,
             # Offline there is no server that knows the run's steps: each process writes all of them (see `rewind`).
             resume="allow" if logger.wandb.mode == "online" else None,
             dir=run_dir,

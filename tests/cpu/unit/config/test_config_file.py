@@ -72,6 +72,15 @@ def test_files_of_data_choose_the_group_of_files(file):
     assert (config.data.prompt_key, config.data.train_files) == ("question", ["a.jsonl"])
 
 
+def test_an_experiment_beside_the_file_may_choose_the_data(file):
+    (file.parent / "experiment").mkdir()
+    mine = "# @package _global_\ndefaults:\n  - override /data: gsm8k\n"
+    (file.parent / "experiment/mine.yaml").write_text(mine)
+    file.write_text("trainer: {seed: 1}\n")
+    files = ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"]
+    assert compose(["experiment=mine", *files], config_file=str(file)).data.prompt_key == "question"
+
+
 def test_a_group_file_may_hold_whole_keys_and_build_on_another_choice(file):
     group = file.parent / "algorithm/mine.yaml"
     group.write_text("# @package _global_\ndefaults: [dapo]\nalgorithm: {kl_coef: 0.5}\nrollout: {n: 7}\n")
